@@ -3,58 +3,72 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.observability.audit import others
+from asyncrl.observability.audit.documents import Documents
+from asyncrl.observability.audit.folders import check_checkpoints, check_weights, role_folders, versions_in
 from asyncrl.observability.audit.history import read_ledger, surviving
+from asyncrl.observability.audit.kept import check_samples
 from asyncrl.observability.audit.outcome import Outcome
+from asyncrl.observability.audit.rows import check_metrics
 from asyncrl.observability.audit.rules import Replay
-from asyncrl.runtime.run_dir import (
-    CHECKPOINTS_DIR,
-    CONFIG_FILE,
-    DATA_RECORD_FILE,
-    LEDGER_DIR,
-    METRICS_FILE,
-    SUMMARY_FILE,
-    WEIGHTS_DIR,
-)
 
+LEDGER_DIR, METRICS_FILE, SAMPLES_DIR = "ledger", "metrics.jsonl", "samples"
+CHECKPOINTS_DIR, WEIGHTS_DIR = "checkpoints", "weights"
 EXIT_FOUND = 1
 EXIT_USAGE = 2
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found, each as `where: what`, and what the run came to."""
+    """The result of an audit.
+
+    Attributes:
+        findings: what is wrong, each as `where: what`.
+        notes: what happened to the run and is no fault of its files, in the same form.
+        outcome: what the run came to.
+    """
 
     findings: tuple[str, ...]
     outcome: Outcome
+    notes: tuple[str, ...] = ()
 
 
 def audit(run_dir: Path) -> Audit:
-    """Check the run in `run_dir`; writes nothing."""
+    """Check the run in `run_dir`; writes nothing.
+
+    A run may go on meanwhile: what is held against the ledger is listed, or read, before the ledger is.
+    """
     findings: list[str] = []
+    notes: list[str] = []
 
     def report(place: str, what: str) -> None:
         findings.append(f"{place}: {what}")
 
-    record = run_dir / DATA_RECORD_FILE
-    rows = json.loads(record.read_bytes())["rows"] if record.is_file() else None
+    def note(place: str, what: str) -> None:
+        notes.append(f"{place}: {what}")
+
+    documents = Documents.read(run_dir, report)
+    samples = sorted((run_dir / SAMPLES_DIR).glob("*.parquet"))
+    checkpoints = versions_in(run_dir / CHECKPOINTS_DIR)
+    weights = {folder.name: versions_in(folder) for folder in role_folders(run_dir / WEIGHTS_DIR)}
     entries = read_ledger(run_dir / LEDGER_DIR, report)
     if not entries:
         report(LEDGER_DIR, "has no line")
-    outcome = Replay(rows, report).run(surviving(entries, report))
-    others.check_settings(run_dir / CONFIG_FILE, outcome, report)
-    held = others.held_rows(run_dir / SUMMARY_FILE, run_dir / CHECKPOINTS_DIR, outcome)
-    others.check_metrics(run_dir / METRICS_FILE, held, outcome, report)
-    others.check_summary(run_dir / SUMMARY_FILE, outcome, report)
-    others.check_checkpoints(run_dir / CHECKPOINTS_DIR, outcome, report)
-    others.check_weights(run_dir / WEIGHTS_DIR, outcome, report)
-    return Audit(tuple(findings), outcome)
+    rows = None if documents.data is None else documents.data.rows
+    outcome = Replay(rows, report, note).run(surviving(entries, report))
+    documents.check_there(outcome, report)
+    documents.check_settings(outcome, report)
+    documents.check_books(outcome, report)
+    settings, summary = documents.settings, documents.summary
+    check_metrics(run_dir / METRICS_FILE, run_dir / CHECKPOINTS_DIR, settings, summary, outcome, report)
+    check_checkpoints(run_dir / CHECKPOINTS_DIR, checkpoints, outcome, report)
+    check_weights(run_dir / WEIGHTS_DIR, weights, settings, outcome, report)
+    check_samples(run_dir / SAMPLES_DIR, samples, settings, outcome, report, note)
+    return Audit(tuple(findings), outcome, tuple(notes))
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -66,6 +80,8 @@ def main(argv: Sequence[str], program: str) -> int:
         print(f"error: {run_dir} has no folder {LEDGER_DIR!r}: give the folder of a run", file=sys.stderr)
         return EXIT_USAGE
     found = audit(run_dir)
+    for line in found.notes:
+        print(f"note: {line}")
     for line in found.findings:
         print(line)
     print(_summary(found))

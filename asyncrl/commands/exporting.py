@@ -19,17 +19,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.datasets.tokenizers import model_files
-from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, versions_in
+from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
+from asyncrl.trainer.lora import adapter_config, is_adapter
 from asyncrl.trainer.parallel import Ranks
-from asyncrl.weights.adapters import are_adapters, model_name
+from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
+from asyncrl.weights.adapters import are_adapters, model_name, published_name
 from asyncrl.weights.canary import CANARY_FILE
 from asyncrl.weights.checkpoints import read_state
 from asyncrl.weights.distributed_checkpoint import StoredTensors
-from asyncrl.weights.manifest import MANIFEST_FILE, TensorEntry, verify
+from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
 from asyncrl.weights.model_folder import FolderTensor, folder_tensors
 from asyncrl.weights.publishing import write_model
 from asyncrl.weights.stored_model import DTYPES, MergedModel, Read, StoredModel, from_folder
 from asyncrl.weights.stored_model import ExportError as ExportError  # known by this name too
+
+_WEIGHTS = f"{ACTOR}.weights."
+"""Before the names of the policy's parameters in a checkpoint."""
 
 
 def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> int:
@@ -56,36 +61,75 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> 
         listed = "; ".join(f"{where}: {', '.join(map(str, versions)) or 'none'}" for where, versions in there.items())
         wanted = "no weights yet" if step is None else f"nothing of step {step}"
         raise ExportError(f"{run} has {wanted}. Steps there are, {listed}")
-    if step in versions_in(published):
-        template = published / f"v{step}"
-        model = StoredModel(verify(template), from_folder(template))
-    else:
-        template = _any_version(published)
-        model = StoredModel(verify(template), _from_checkpoint(saved / f"v{step}", template))
-    beside = {name: path.read_bytes() for name, path in model_files(template).items() if not _is_ours(path)}
-    if not are_adapters(template):
-        if adapter:
-            raise ExportError(f"{run} trained all weights, not adapters; leave --adapter out")
-        write_model(model, out, beside, Ranks())
+    is_published = step in versions_in(published)
+    template = published / f"v{step}" if is_published else _any_version(published)
+    checkpoint = saved / f"v{step}"
+    if are_adapters(template):
+        read = from_folder(template) if is_published else _from_checkpoint(checkpoint, template)
+        _write_adapters(StoredModel(verify(template), read), (template / ADAPTERS_FILE).read_bytes(), out, adapter)
+    elif _has_adapters(checkpoint) and (adapter or not is_published):
+        _write_adapters(*_adapters_of(run, checkpoint, template), out, adapter)
     elif adapter:
-        write_model(model, out, beside, Ranks(), adapters=True)
+        raise ExportError(
+            f"{run} has no adapters of step {step}: it trained all weights, or published them merged and has no "
+            "checkpoint of that step; leave --adapter out"
+        )
     else:
-        merged = MergedModel(model, template)
-        write_model(merged, out, merged.beside(), Ranks())
+        read = from_folder(template) if is_published else _from_checkpoint(checkpoint, template)
+        beside = {name: path.read_bytes() for name, path in model_files(template).items() if not _is_ours(path)}
+        write_model(StoredModel(verify(template), read), out, beside, Ranks())
     return step
 
 
-def _from_checkpoint(checkpoint: Path, template: Path) -> Read:
+def _write_adapters(stored: StoredModel, config: bytes, out: Path, adapter: bool) -> None:
+    """Write adapters, described by `config`, to `out`: alone if `adapter`, else merged into their base."""
+    if adapter:
+        write_model(stored, out, {ADAPTERS_FILE: config}, Ranks(), adapters=True)
+    else:
+        merged = MergedModel(stored, config)
+        write_model(merged, out, merged.beside(), Ranks())
+
+
+def _has_adapters(checkpoint: Path) -> bool:
+    return checkpoint.is_dir() and bool(_adapters_in(_opened(checkpoint)))
+
+
+def _adapters_in(stored: StoredTensors) -> dict[str, str]:
+    """The keys of the policy's adapters in a checkpoint, by their names in peft's folder."""
+    keys = [key for key in sorted(stored.shapes) if key.startswith(_WEIGHTS) and is_adapter(key)]
+    return {published_name(key.removeprefix(_WEIGHTS)): key for key in keys}
+
+
+def _adapters_of(run: Path, checkpoint: Path, published: Path) -> tuple[StoredModel, bytes]:
+    """The adapters in `checkpoint` of a run that published merged weights, and their configuration."""
+    stored, model = _opened(checkpoint), read_run_config(run).model
+    keys = _adapters_in(stored)
+    dtype = next(iter(verify(published).tensors.values())).dtype  # the type in which the trainer holds the base
+    entries = {name: TensorEntry(tuple(stored.shapes[key]), dtype, "") for name, key in keys.items()}
+
+    def read(name: str, entry: TensorEntry) -> Tensor:
+        return stored.read(keys[name]).to(DTYPES[entry.dtype]).contiguous()
+
+    adapters = StoredModel(Manifest(ACTOR, 0, {}, entries), read)
+    specs, model_config = adapters.published_specs(), AutoConfig.from_pretrained(published)
+    return adapters, adapter_config(model.lora, str(model.path), specs, model_config)
+
+
+def _opened(checkpoint: Path) -> StoredTensors:
     verify(checkpoint)
     read_state(checkpoint)
-    stored, other = StoredTensors(checkpoint), from_folder(template)
+    return StoredTensors(checkpoint)
+
+
+def _from_checkpoint(checkpoint: Path, template: Path) -> Read:
+    stored, other = _opened(checkpoint), from_folder(template)
 
     parts = {} if are_adapters(template) else {part.name: part for part in _parts_in(template)}
     parameter = lru_cache(maxsize=1)(stored.read)  # of which the next tensor may be a part too
 
     def read(name: str, entry: TensorEntry) -> Tensor:
         part = parts.get(name)
-        key = f"{ACTOR}.weights.{model_name(name) if part is None else part.parameter}"
+        key = f"{_WEIGHTS}{model_name(name) if part is None else part.parameter}"
         if key not in stored.shapes:
             return other(name, entry)
         whole = parameter(key)

@@ -13,12 +13,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.comm.names import MODEL_WORKER
+from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.commands.input_checks import base_model_config
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import context_length
+from asyncrl.inference.gpu_checks import MEMORY_SHARE
+from asyncrl.inference.settings import GenerationBackend, context_length, sglang_flags
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
 from asyncrl.runtime.hardware import gpu_details, host_memory
@@ -65,7 +66,8 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     console = Console(highlight=False, markup=False, width=_WIDTH)
     work = f"{config.trainer.tokens_per_micro_batch} tokens per micro-batch, {config.model.dtype}"
     unit = "GiB" if max(row.need.total for row in rows) >= GIB else "MiB"
-    gpu_bytes = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
+    whole = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
+    gpu_bytes = beside_servers(config, whole)
     lines = [
         f"{placed.workers} training ranks, actor {placed.actor}, engine {engine_of(config)}, {work}; {unit},",
         "in brackets with gradient checkpointing; without the libraries' own, and without generation servers",
@@ -108,6 +110,17 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
     return rows
 
 
+def beside_servers(config: ExperimentConfig, gpu_bytes: Mapping[str, int]) -> dict[str, int]:
+    """What SGLang servers leave of the memory of this host's GPUs, each taking its part of what is free."""
+    part = float(sglang_flags(config.generation).get(MEMORY_SHARE, 0.0))
+    left = dict(gpu_bytes)
+    if config.generation.backend == GenerationBackend.sglang:
+        for plan in plan_workers(config):
+            if plan.kind == GENERATION_SERVER and not plan.host.name:
+                left |= {gpu: round(left[gpu] * (1 - part)) for gpu in plan.resources.gpus if gpu in left}
+    return left
+
+
 def warnings(rows: Sequence[RankRow], host_bytes: int, gpu_bytes: Mapping[str, int]) -> list[str]:
     """What will not fit: a rank on its GPU, or all ranks on the CPU in the machine's memory."""
     lines = []
@@ -130,7 +143,7 @@ def warnings(rows: Sequence[RankRow], host_bytes: int, gpu_bytes: Mapping[str, i
             lines.append(f"rank {row.worker}: the memory of GPU {row.gpu} is not known (nvidia-smi does not tell)")
             continue
         needed = (row.need.total, row.need.total_checkpointed)
-        where = f"GPU {row.gpu} has"
+        where = f"GPU {row.gpu} has, beside the servers on it,"
         lines += _too_much(f"rank {row.worker}", where, *needed, RUNTIME_BYTES["gpu"], gpu_bytes[row.gpu])
     return lines
 

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.commands.attach import attach, detach
+from asyncrl.commands.devices import device_lines
 from asyncrl.commands.input_checks import base_model_config, chat_notes, check_prompts
 from asyncrl.commands.same_data import check_same_data, keep_data_record, keep_inputs
 from asyncrl.config.experiment import ExperimentConfig
@@ -29,6 +30,7 @@ from asyncrl.runtime.summary import summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.trainer.types import with_types
+from asyncrl.weights.manifest import verify
 
 
 def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = None, detached: bool = False) -> int:
@@ -46,6 +48,7 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
         if isinstance(config, SFTConfig):
             console.print(f"model: {ensure_base_model(config)}")
             return EXIT_OK
+        check_place(config)
         return _run_rl(with_model(config, folder), console, again, detached)
     except (BaseModelError, TrialError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -56,7 +59,6 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
 
 
 def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | None, detached: bool) -> int:
-    check_place(config)
     run_dir = run_dir_of(config)
     if detached_holder(run_dir) is not None:
         _check_same_run(run_dir, config)
@@ -73,13 +75,15 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         return detach(again, run_dir)
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
-    launcher = Launcher(config, display, detached=detached)
+    launcher = Launcher(config, display, detached=detached, check_checkpoint=verify)
     try:
         if config.resume == Resume.auto:
             check_same_data(config)
         launcher.prepare()
         keep_data_record(config)
         keep_inputs(config)
+        for line in device_lines(config):
+            console.print(line)
         _show_prompts(config, surveys, run_dir, console)
         code = launcher.run()
     finally:

@@ -1,23 +1,19 @@
 """Chat templates, rendered as transformers renders them, without transformers (which imports torch).
 
-A template is a Jinja program that comes with the tokenizer. It is somebody else's code, so it runs in Jinja's sandbox.
-Environment, filters and functions are those of `transformers.PreTrainedTokenizerBase.apply_chat_template`; the tests
-compare both, text by text.
+A template is a Jinja program that comes with the tokenizer. It is somebody else's code, so it runs in Jinja's sandbox,
+in a process with limits (`template_process`). Environment, filters and functions are those of
+`transformers.PreTrainedTokenizerBase.apply_chat_template`; the tests compare both, text by text.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from asyncrl.datasets.template_process import RENDERING, TemplateLimit, TemplateRefusal
 from asyncrl.datasets.tokenizers import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES_DIR
 
 AUTO, OFF = "auto", "off"
@@ -45,6 +41,7 @@ class ChatTemplate:
 
     Raises:
         ChatError: `source` is no Jinja template, or has names and none is `default`.
+        TemplateLimit: it takes more than the limits to compile it.
     """
 
     def __init__(
@@ -64,12 +61,11 @@ class ChatTemplate:
         """The template of conversations that offer tools."""
         self.differs_with_tools = self.source_with_tools != named[DEFAULT]
         """True if conversations that offer tools have a template of their own."""
-        try:
-            self._template, self._template_with_tools = _compiled(named[DEFAULT]), _compiled(self.source_with_tools)
-        except jinja2.TemplateError as error:
-            raise ChatError(f"the chat template is no Jinja template ({error})") from None
+        self._source = named[DEFAULT]
         self._variables = {**special_tokens, **(args or {})}
         self._system_prompt = system_prompt
+        for name in named.keys() & {DEFAULT, TOOL_USE}:
+            self._filled(name, named[name], None)
 
     def messages(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
         """The conversation of a prompt: text is the user's turn; the system prompt comes first."""
@@ -83,6 +79,7 @@ class ChatTemplate:
 
         Raises:
             ChatError: the template refuses the messages, or fails.
+            TemplateLimit: the template takes more than the limits of `template_process`.
         """
         return self.render_turns(self.messages(prompt), tools)
 
@@ -90,17 +87,23 @@ class ChatTemplate:
         """As `render`, without the system prompt; not `to_answer`: without the beginning of an answer.
 
         Raises:
-            ChatError: as of `render`.
+            ChatError, TemplateLimit: as of `render`.
         """
         filled = {"tools": None, "documents": None, **self._variables}
         if tools:
             filled["tools"] = [dict(tool) for tool in tools]
-        template = self._template_with_tools if tools else self._template
-        normalised = [_normalised(turn) for turn in turns]
+        filled |= {"messages": [_normalised(turn) for turn in turns], "add_generation_prompt": to_answer}
+        if tools and self.differs_with_tools:
+            return self._filled(TOOL_USE, self.source_with_tools, filled)
+        return self._filled(DEFAULT, self._source, filled)
+
+    def _filled(self, name: str, source: str, variables: Mapping[str, Any] | None) -> str:
         try:
-            return template.render(messages=normalised, add_generation_prompt=to_answer, **filled)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise ChatError(f"the chat template refuses it ({type(error).__name__}: {error})") from None
+            return RENDERING.rendered(source, variables, datetime.now())
+        except TemplateRefusal as error:
+            raise ChatError(f"the chat template {error}") from None
+        except TemplateLimit as error:
+            raise TemplateLimit(f"the chat template {name!r} {error}; set dataset.chat_template to another") from None
 
 
 def _normalised(turn: Message) -> dict[str, Any]:
@@ -159,44 +162,3 @@ def template_source(folder: Path) -> str | dict[str, str] | None:
     if isinstance(found, dict) and found.keys() == {DEFAULT}:
         found = found[DEFAULT]
     return found or None
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's text for those who want a mask; it renders as what it encloses."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own form
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-    def _render(self, caller: Any) -> str:
-        return str(caller())
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)  # the type itself reaches further
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(source)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As JSON; Jinja's own filter escapes HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -14,6 +15,7 @@ from asyncrl.datasets import Dataset
 from asyncrl.datasets.chat import AUTO, OFF, ChatError, ChatTemplate, Message, template_source, wrong_messages
 from asyncrl.datasets.control_tokens import StandIns
 from asyncrl.datasets.order import PromptRef, prompt_seed
+from asyncrl.datasets.template_process import TemplateLimit
 from asyncrl.datasets.tokenizers import ChatTokenizer, special_tokens
 
 
@@ -172,7 +174,8 @@ def load_chat_template(folder: Path, data: ChatSettings) -> ChatTemplate | None:
     """The template that `data` names, for the tokenizer in `folder`; None where prompts are plain text.
 
     Raises:
-        ConfigError: it cannot be read, or a setting of it is given where there is none.
+        ConfigError: it cannot be read, it is no template or one that takes more than the limits of a rendering, or a
+            setting of it is given where there is none.
     """
     source = None
     if data.chat_template == AUTO:
@@ -191,9 +194,12 @@ def load_chat_template(folder: Path, data: ChatSettings) -> ChatTemplate | None:
                 )
         return None
     try:
-        return ChatTemplate(source, special_tokens(folder), data.chat_template_args, data.system_prompt)
-    except ChatError as error:
-        raise ConfigError(f"dataset.chat_template={data.chat_template!r}: {error}") from None
+        template = ChatTemplate(source, special_tokens(folder), data.chat_template_args, data.system_prompt)
+        with contextlib.suppress(ChatError):  # other conversations than this may be what it is for
+            template.render("x")
+    except (ChatError, TemplateLimit) as error:
+        raise ConfigError(f"dataset.chat_template={data.chat_template!r} (tokenizer in {folder}): {error}") from None
+    return template
 
 
 def make_prompt(

@@ -24,7 +24,7 @@ from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartE
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.runtime.hardware import count_gpus
+from asyncrl.runtime.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.lasting_imports import lasting_imports
 from asyncrl.runtime.restart_budget import RestartBudget
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
@@ -125,6 +125,8 @@ class GenerationServer(AsyncWorker):
         device = generation.device
         if device == Device.auto:
             device = Device.cuda if count_gpus() else Device.cpu
+        where = f"GPU {', '.join(visible_gpus())}" if device == Device.cuda else "the CPU"
+        self.log.info("SGLang computes on %s in %s", where, generation.dtype.on(device))
         return SGLangHost(
             self.config,
             index=self.index,

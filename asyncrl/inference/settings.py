@@ -171,11 +171,6 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
     from asyncrl.inference.sglang.command import check_args
 
     generation = config.generation
-    if config.model.lora.rank:
-        yield (
-            f"generation.backend='sglang': adapters (model.lora.rank={config.model.lora.rank}) are served by the "
-            "embedded engine only; use generation.backend=embedded, or model.lora.rank=0"
-        )
     try:
         check_args(generation.sglang.args)
     except ValueError as error:
@@ -196,6 +191,7 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
         )
     if not python and importlib.util.find_spec("sglang") is None:
         yield (
-            "generation.backend='sglang': sglang is not installed in this environment; install the `sglang` extra, or "
-            "name the interpreter of an environment that has it in generation.sglang.python"
+            "generation.backend='sglang': sglang is not installed in this environment; make one for it by launchers/"
+            "install_sglang_gpu.sh (without a GPU: install_sglang_cpu.sh), and name its interpreter in "
+            "generation.sglang.python"
         )

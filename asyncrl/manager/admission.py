@@ -16,7 +16,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.gate_queue import GateQueue, WaitingCall
 from asyncrl.manager.lending import Lenders
 from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.rollout_books import Acknowledged, Admitted, Event, RolloutBooks
+from asyncrl.manager.rollout_books import Acknowledged, Admitted, Event, Refused, RolloutBooks
 from asyncrl.manager.router import ServerView
 from asyncrl.manager.staleness_gate import ABANDONED, LENT, WORKER_LOST
 
@@ -57,13 +57,13 @@ class Admission:
         self._pacing, self._clock = pacing, clock
         self._absent: set[str] = set()
         self._absent_until = 0.0
-        self._closed_since: float | None = None
-        self._closed_s = 0.0
+        self._idle_since: float | None = None
+        self._idle_s = 0.0
 
     @property
-    def closed_s(self) -> float:
-        """Seconds in which no rollout could have started."""
-        return self._closed_s + (0.0 if self._closed_since is None else self._clock() - self._closed_since)
+    def idle_s(self) -> float:
+        """Seconds in which no rollout ran, as the gate let none start: generation waited for training."""
+        return self._idle_s + (0.0 if self._idle_since is None else self._clock() - self._idle_since)
 
     def begin(self, workers: Iterable[str]) -> None:
         """The first rollouts start once each of `workers` has asked, or `FIRST_ASK_S` are over: else the first batch
@@ -120,16 +120,16 @@ class Admission:
         raise m.BadRequest(f"rollout_id {rollout_id!r} was used before; give each attempt an id of its own")
 
     def admit(self) -> None:
-        """Start what waits at the gate, in the data order, while there is room; then see to the clock of the gate."""
+        """Start what waits at the gate, in the data order, while there is room; then see to the idle time."""
         unmeasured = self.curriculum is not None and self._rollouts.awaits_ends  # who rests is not known yet
         if self.calls and self._rollouts.begun and not self._absent and not unmeasured:
             self._admit_waiting()
-        full = self._capacity() == 0
-        if full and self._closed_since is None:
-            self._closed_since = self._clock()
-        elif not full and self._closed_since is not None:
-            self._closed_s += self._clock() - self._closed_since
-            self._closed_since = None
+        idle = not self._gate.running_count and self._capacity() == 0
+        if idle and self._idle_since is None:
+            self._idle_since = self._clock()
+        elif not idle and self._idle_since is not None:
+            self._idle_s += self._clock() - self._idle_since
+            self._idle_since = None
 
     def look_for_absent(self) -> None:
         """Start without the workers that have not asked in time."""
@@ -193,4 +193,7 @@ class Admission:
         """Whether the rollout was given up before its worker knew, or its prompt is another's by now."""
         if self.was_given_up(rollout.rollout_id):
             return True
-        return not self._gate.is_live(rollout.rollout_id) and not self._rollouts.may_begin(worker, rollout.prompt_id)
+        if self._gate.is_live(rollout.rollout_id) or self._rollouts.may_begin(worker, rollout.prompt_id):
+            return False
+        self._apply(Refused(rollout.rollout_id))
+        return True

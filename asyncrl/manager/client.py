@@ -51,11 +51,11 @@ class ManagerGone(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GateStatus:
-    """What the manager tells of itself: seconds the gate was closed so far, versions that servers serve or load, and
-    the rollouts dropped so far by reason.
+    """What the manager tells of itself: seconds in which the gate let no rollout run so far, versions that servers
+    serve or load, and the rollouts dropped so far by reason.
     """
 
-    closed_s: float = 0.0
+    idle_s: float = 0.0
     versions_in_use: frozenset[int] = frozenset()
     dropped: Mapping[str, int] = field(default_factory=dict)
 
@@ -236,7 +236,7 @@ class ManagerClient:
         """The manager's state; a report of what was consumed brings it, too."""
         reply = await self._call("/status", None, m.StatusReply)
         in_use = {version for server in reply.servers for version in (server.version, server.goal)}
-        return GateStatus(reply.gate.closed_s, frozenset(v for v in in_use if v is not None), reply.gate.dropped)
+        return GateStatus(reply.gate.idle_s, frozenset(v for v in in_use if v is not None), reply.gate.dropped)
 
     async def describe(self) -> str:
         """The manager's state in a line for people."""

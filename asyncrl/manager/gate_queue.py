@@ -1,7 +1,7 @@
 """The calls that wait at the gate, and whose rollout is the next: the one with the lowest order in the data.
 
 A call gets its rollouts in its own order. A suspect (`asyncrl.manager.suspects`) that has to wait is passed over, by
-the later rollouts of its own call too.
+the later rollouts of its own call too. One that is to be tried alone is not: its call gets nothing before it.
 
 So that a start costs the same however many calls are held, their heads lie in a heap, one entry a call, which is put
 right only when it comes to the top: a head that was started, passed over, withdrawn with its call or taken back moves a
@@ -91,6 +91,13 @@ class GateQueue:
         """The calls of `worker` that wait."""
         return list(self._of_worker.get(worker, {}).values())
 
+    def withdraw(self, worker: str, rollout_id: str) -> None:
+        """`worker` wants the rollout no longer."""
+        for call in self.of_worker(worker):
+            call.wanted[:] = [wanted for wanted in call.wanted if wanted.rollout_id != rollout_id]
+            self._enter(call)  # what was behind a suspect that was to be alone may begin
+        self._sweep()
+
     @property
     def with_room(self) -> list[WaitingCall]:
         """The calls that wait and have room for prompts of others."""
@@ -137,7 +144,12 @@ class GateQueue:
 
     def _head(self, call: WaitingCall) -> m.WantedRollout | None:
         """The first rollout of the call that may begin."""
-        for wanted in call.wanted:
+        if not self._suspects:
+            return call.wanted[0] if call.wanted else None
+        alone = [wanted for wanted in call.wanted if self._suspects.tried_alone(wanted.prompt_id)]
+        if alone:
+            self._passed_over.add(call.number)
+        for wanted in alone or call.wanted:
             if not self._suspects.must_wait(call.worker, wanted.prompt_id):
                 return wanted
             self._passed_over.add(call.number)

@@ -105,8 +105,7 @@ class Lending:
         borrower = max(self._calls.with_room, key=lambda waiting: waiting.room, default=None)
         if borrower is None or gate.closed or not self._rollouts.may_begin(worker, offered.prompt_id):
             return False
-        for waiting in self._calls.of_worker(worker):
-            waiting.wanted[:] = [each for each in waiting.wanted if each.rollout_id != offered.rollout_id]
+        self._calls.withdraw(worker, offered.rollout_id)
         self._calls.take_room(borrower)
         prompt = (offered.prompt_id, offered.order, offered.attempt)
         self._apply(Lent(offered.rollout_id, borrower.worker, *prompt))

@@ -288,11 +288,23 @@ class WaitExpiringReply(Message, frozen=True):
 
 
 class DroppedRollout(Message, frozen=True):
-    """A rollout that the trainer received and will not train."""
+    """A rollout that the trainer received and will not train.
+
+    `return_prompt`: its prompt is neither trained nor dropped for good. `kept`: the rollout of the same prompt that the
+    trainer has and may train; empty if there is none.
+    """
 
     rollout_id: Name
     reason: Name
     return_prompt: bool
+    kept: str = ""
+
+
+class GivenUp(Message, frozen=True):
+    """A prompt that is not to be tried again, and the rollout whose end says so."""
+
+    rollout_id: str
+    prompt_id: str
 
 
 class ConsumedReport(Message, frozen=True):
@@ -335,30 +347,30 @@ class Books(GateBooks, frozen=True, kw_only=True):
 
 
 class ConsumedReply(Message, frozen=True):
-    """The books with the report in them, and the prompts that workers gave up since; the last has number `seq`.
+    """The books with the report in them, and the prompts that were dropped for good since; the last has number `seq`.
 
     `events`: what became of rollouts since, up to these books; the last has number `events_seq`. `measured`: prompts
-    with their success, where there is a curriculum; the last has number `measured_seq`. `closed_s`: for how long the
-    gate was closed so far; `versions_in_use`: what servers serve or load.
+    with their success, where there is a curriculum; the last has number `measured_seq`. `idle_s`: for how long no
+    rollout ran so far, as the gate let none start; `versions_in_use`: what servers serve or load.
     """
 
     books: Books
-    given_up: list[str]
+    given_up: list[GivenUp]
     seq: Count
     events: list[RolloutLine] = []
     events_seq: Count = 0
     measured: list[tuple[str, float]] = []
     measured_seq: Count = 0
-    closed_s: float = 0.0
+    idle_s: float = 0.0
     versions_in_use: list[Count] = []
 
 
 class GateState(Books, frozen=True, kw_only=True):
-    """The gate: its books, how many rollouts it allows, and for how many seconds it was closed so far."""
+    """The gate: its books, how many rollouts it allows, and for how many seconds it let none run so far."""
 
     limit: int
     closed: bool
-    closed_s: float
+    idle_s: float
 
 
 class ServerStatus(Message, frozen=True):

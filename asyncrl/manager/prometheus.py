@@ -42,7 +42,13 @@ class _ManagerCollector(Collector):
         yield Gauge, "rollouts_running", "Rollouts under way.", "", books.running
         yield Gauge, "rollouts_finished_untrained", "Rollouts that wait to be trained.", "", books.finished_untrained
         yield Gauge, "gate_limit", "(η + version + 1) · B.", "", service.gate.limit
-        yield Counter, "gate_closed_seconds", "Time in which no rollout could start.", "", service.admission.closed_s
+        yield (
+            Counter,
+            "generation_idle_seconds",
+            "Time in which the full gate let no rollout run.",
+            "",
+            service.admission.idle_s,
+        )
         yield Gauge, "served_version", "Least version that requests are sent to.", "", books.version
         yield Gauge, "trained_version", "Version of the trainer.", "", books.trained_version
         yield Counter, "tokens_finished", "Tokens of accepted rollouts.", "", service.rollouts.tokens_finished

@@ -5,7 +5,7 @@ without a clock. So the inputs, written down in order before anyone learns of th
 a manager that is started again repeats them and stands where the one before it stood, to the last count. What it does
 not know any more it learns from others again: servers and their load, who is alive, who waits at the gate.
 
-    Began, Admitted, Ended, Consumed, Served, Acknowledged, Lent, Died, Succeeded, Closed, Abandoned
+    Began, Admitted, Refused, Ended, Consumed, Served, Acknowledged, Lent, Died, Succeeded, Closed, Abandoned
 
 Workers that joined (`asyncrl.manager.shards`) are lent prompts that a worker with a shard has handed out and not begun.
 A prompt that is lent lies in the mailbox of who borrowed it, as one that comes back to its worker does, until it is
@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.ledger_lines import PromptGoes
-from asyncrl.manager.messages import ConsumedReport, FinishedRollout, ReturnedPrompt
+from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, GivenUp, ReturnedPrompt
 from asyncrl.manager.numbered_log import LogState, NumberedLog
 from asyncrl.manager.returned_prompts import MailboxState, ReturnedPrompts
 from asyncrl.manager.rollout_events import EventsState, RolloutEvents
@@ -55,6 +55,14 @@ class Admitted(_Event, frozen=True):
     prompt_id: str
     order: int
     attempt: int
+
+
+class Refused(_Event, frozen=True):
+    """A worker is told that a rollout will never start, as its prompt is another's: a late copy of its call may come
+    when the prompt is the worker's again, and the worker knows no such rollout any more.
+    """
+
+    rollout_id: str
 
 
 class Ended(_Event, frozen=True):
@@ -118,7 +126,7 @@ class Remembered(_Event, frozen=True):
 
     gate: GateMemory
     returned: dict[str, MailboxState]
-    given_up: LogState[str]
+    given_up: LogState[GivenUp]
     events: EventsState
     incarnations: dict[str, int]
     begun: bool
@@ -130,6 +138,7 @@ class Remembered(_Event, frozen=True):
 Event: TypeAlias = (
     Began
     | Admitted
+    | Refused
     | Ended
     | Consumed
     | Served
@@ -173,10 +182,10 @@ class RolloutBooks:
         self._now, self._at = now, 0.0
         self.gate = StalenessGate(batch_size, max_staleness)
         self.returned = ReturnedPrompts()
-        self.given_up = NumberedLog[str]()
+        self.given_up = NumberedLog[GivenUp]()
         self.measured = NumberedLog[tuple[str, float]]()
         self.events = RolloutEvents(now=lambda: self._at)
-        self.suspects = Suspects()
+        self.suspects = Suspects(self.gate.prompts_of)
         self.incarnations: dict[str, int] = {}
         self._ends_awaited: dict[str, tuple[str, str]] = {}
         self.begun = False
@@ -205,6 +214,8 @@ class RolloutBooks:
                 self._begin(event)
             case Admitted():
                 self._admit(event)
+            case Refused():
+                self.gate.refuse(event.rollout_id)
             case Ended():
                 self._end(event.finished)
             case Consumed():
@@ -226,6 +237,7 @@ class RolloutBooks:
                 self.incarnations[event.worker] = event.incarnation
                 self._give_up_crashing(event.worker)
                 given_up = self._give_up(event.worker)
+                self.returned.worker_died(event.worker)
             case Closed():
                 self.gate.close()
             case Abandoned():
@@ -314,14 +326,20 @@ class RolloutBooks:
             return
         self._measure(ticket.prompt_id, finished)
         self.suspects.ended(ticket.owner, ticket.prompt_id)
-        goes = PromptGoes.returned if finished.return_prompt else PromptGoes.given_up
-        self.events.dropped(finished.rollout_id, finished.reason or "rejected", goes)
-        if finished.as_next_attempt and finished.return_prompt:
-            self._give_back(ticket, ticket.attempt + 1)
-        elif finished.return_prompt:  # whoever failed counts its tries
-            self._give_back_to(ticket.owner, ticket, ticket.attempt)
-        else:
-            self.given_up.add(ticket.prompt_id)
+        reason = finished.reason or "rejected"
+        if not finished.return_prompt:
+            self._drop_for_good(ticket, reason)
+            return
+        if finished.as_next_attempt:
+            returned = self._give_back(ticket, ticket.attempt + 1)
+        else:  # whoever failed counts its tries
+            returned = self._give_back_to(ticket.owner, ticket, ticket.attempt)
+        self.events.dropped(ticket.rollout_id, reason, PromptGoes.returned if returned else PromptGoes.used)
+
+    def _drop_for_good(self, ticket: Ticket, reason: str) -> None:
+        """The rollout was dropped, and its prompt with it, unless the master finds that another was trained."""
+        self.events.dropped(ticket.rollout_id, reason, PromptGoes.given_up)
+        self.given_up.add(GivenUp(ticket.rollout_id, ticket.prompt_id))
 
     def _measure(self, prompt_id: str | None, finished: FinishedRollout) -> None:
         """A rollout whose end was not told before may have measured its prompt."""
@@ -330,16 +348,7 @@ class RolloutBooks:
 
     def _consume(self, report: ConsumedReport) -> None:
         for dropped in report.dropped:
-            self._came(dropped.rollout_id)
-            lost = self.gate.given_up(dropped.rollout_id)
-            ticket = self.gate.drop(dropped.rollout_id, dropped.reason)
-            if ticket is not None:
-                goes = PromptGoes.returned if dropped.return_prompt else PromptGoes.used
-                self.events.dropped(dropped.rollout_id, dropped.reason, goes)
-            if ticket is None and lost is not None and not self._is_settled_or_owed(lost):
-                ticket = lost
-            if ticket is not None and dropped.return_prompt:
-                self._give_back(ticket, ticket.attempt)
+            self._drop_received(dropped)
         for rollout_id in report.trained:
             if (lost := self.gate.given_up(rollout_id)) is not None:
                 self.returned.running_again(lost.prompt_id)
@@ -348,6 +357,23 @@ class RolloutBooks:
         self.given_up.forget(report.given_up_after)
         self.measured.forget(report.measured_after)
         self.events.forget(report.events_after)
+
+    def _drop_received(self, dropped: DroppedRollout) -> None:
+        """The trainer dropped a rollout; its prompt waits again, unless it is used or another rollout of it is left."""
+        self._came(dropped.rollout_id)
+        lost = self.gate.given_up(dropped.rollout_id)
+        ticket = self.gate.drop(dropped.rollout_id, dropped.reason)
+        left = lost if ticket is None else ticket
+        returned = False
+        if left is not None and dropped.return_prompt and not self._may_be_trained(dropped.kept):
+            returned = self._give_back(left, left.attempt)
+        if ticket is not None:
+            goes = PromptGoes.returned if returned else PromptGoes.used
+            self.events.dropped(dropped.rollout_id, dropped.reason, goes)
+
+    def _may_be_trained(self, rollout_id: str) -> bool:
+        """True if the trainer will train the rollout or tell of its drop, and that drop is not known yet."""
+        return self.gate.is_live(rollout_id) or self.gate.given_up(rollout_id) is not None
 
     def _came(self, rollout_id: str) -> None:
         """The trainer had the rollout, so it came to its end, though its worker may be yet to tell."""
@@ -359,8 +385,6 @@ class RolloutBooks:
         if self.shards.joined(worker):
             for prompt in self.returned.owed(worker):
                 self.returned.give_back(self.shards.of(prompt.order), prompt.prompt_id, prompt.order, prompt.attempt)
-        else:
-            self.returned.worker_died(worker)
         self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
         running = self.gate.running_of(worker)
         for rollout_id in running:
@@ -375,29 +399,29 @@ class RolloutBooks:
         tickets = [ticket for rollout_id in running if (ticket := self.gate.running(rollout_id)) is not None]
         crashing = self.suspects.died(worker, [ticket.prompt_id for ticket in tickets])
         for ticket in tickets:
-            if ticket.prompt_id in crashing:
+            if ticket.prompt_id == crashing:
                 self.gate.drop(ticket.rollout_id, DropReason.crashed_worker)
-                self.events.dropped(ticket.rollout_id, DropReason.crashed_worker, PromptGoes.given_up)
-                self.given_up.add(ticket.prompt_id)
+                self._drop_for_good(ticket, DropReason.crashed_worker)
 
-    def _give_back(self, ticket: Ticket, attempt: int) -> None:
-        """The prompt comes back to the worker of its shard."""
+    def _give_back(self, ticket: Ticket, attempt: int) -> bool:
+        """The prompt comes back to the worker of its shard; see `_give_back_to`."""
         home = self.shards.of(ticket.order) if self.shards.joined(ticket.owner) else ticket.owner
-        self._give_back_to(home, ticket, attempt)
+        return self._give_back_to(home, ticket, attempt)
 
-    def _give_back_to(self, worker: str, ticket: Ticket, attempt: int) -> None:
-        """The prompt is to be tried again by `worker`, unless another rollout of it is live: then by its end."""
-        if not self.gate.has_prompt(ticket.prompt_id):
-            self.returned.give_back(worker, ticket.prompt_id, ticket.order, attempt)
+    def _give_back_to(self, worker: str, ticket: Ticket, attempt: int) -> bool:
+        """Return the prompt of a rollout that left to `worker`; True if it is about to be tried again.
+
+        It is not returned while another rollout of it is live (then by that one's end), on its way back already, or
+        dropped for good.
+        """
+        prompt_id = ticket.prompt_id
+        if self.gate.has_prompt(prompt_id) or any(each.prompt_id == prompt_id for each in self.given_up.unrecorded):
+            return False
+        if self.returned.owed_to(prompt_id) is None:
+            self.returned.give_back(worker, prompt_id, ticket.order, attempt)
+        return True
 
     def _lend(self, lent: Lent) -> None:
-        self.gate.lend(lent.rollout_id)
+        self.gate.refuse(lent.rollout_id)
         self.returned.give_back(lent.borrower, lent.prompt_id, lent.order, lent.attempt)
         self.events.lent(lent.borrower, lent.prompt_id, lent.order, lent.attempt)
-
-    def _is_settled_or_owed(self, lost: Ticket) -> bool:
-        """Whether the prompt of a rollout that was given up, and so was returned, need not be returned once more.
-
-        It has to be where its next attempt was dropped as a duplicate of this one.
-        """
-        return self.returned.owed_to(lost.prompt_id) is not None or lost.prompt_id in self.given_up.unrecorded

@@ -143,7 +143,8 @@ class ManagerService:
         self._note_call(request)
         out = self.rollouts.out_of(request.worker)
         return m.TakeOverReply(
-            [m.OutPrompt(prompt_id, attempt) for prompt_id, attempt in out.items()], self.rollouts.given_up.unrecorded
+            [m.OutPrompt(prompt_id, attempt) for prompt_id, attempt in out.items()],
+            [given_up.prompt_id for given_up in self.rollouts.given_up.unrecorded],
         )
 
     async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:
@@ -206,7 +207,7 @@ class ManagerService:
             events.last_seq,
             measured.unrecorded,
             measured.last_seq,
-            self.admission.closed_s,
+            self.admission.idle_s,
             sorted(self._versions_in_use()),
         )
 
@@ -246,9 +247,9 @@ class ManagerService:
         return self.gate.books()
 
     def gate_state(self) -> m.GateState:
-        """Counters of the gate, and for how long it was closed."""
+        """Counters of the gate, and for how long it let no rollout run."""
         books = structs.asdict(self.gate.books())
-        return m.GateState(**books, limit=self.gate.limit, closed=self.gate.closed, closed_s=self.admission.closed_s)
+        return m.GateState(**books, limit=self.gate.limit, closed=self.gate.closed, idle_s=self.admission.idle_s)
 
     def routes_changed(self, served_version: int | None) -> None:
         """The router's servers changed; `served_version` is the least among those that take requests, if any does."""

@@ -182,6 +182,11 @@ class StalenessGate:
         return self._trained + len(self._live)
 
     @property
+    def running_count(self) -> int:
+        """Rollouts that run."""
+        return self._running
+
+    @property
     def finished(self) -> int:
         """Rollouts that finished and are not trained yet, those of a step under way among them."""
         return len(self._live) - self._running
@@ -252,7 +257,7 @@ class StalenessGate:
             self._retired.put(rollout_id, _Retired(retired.outcome))
         return None
 
-    def lend(self, rollout_id: str) -> None:
+    def refuse(self, rollout_id: str) -> None:
         """The rollout, which was not admitted, never will be: another worker plays its prompt. It enters no count."""
         self._retired.put(rollout_id, _LENT)
 
@@ -345,6 +350,10 @@ class StalenessGate:
     def running_of(self, owner: str) -> list[str]:
         """Rollouts that run on worker `owner`."""
         return [key for key, live in self._live_of_owner.get(owner, {}).items() if not live.finished]
+
+    def prompts_of(self, owner: str) -> list[str]:
+        """Prompts of which a rollout runs on worker `owner`."""
+        return [live.ticket.prompt_id for live in self._live_of_owner.get(owner, {}).values() if not live.finished]
 
     def live_of(self, owner: str) -> list[Ticket]:
         """Rollouts of worker `owner` that run, or are finished and not yet trained."""

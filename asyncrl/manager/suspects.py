@@ -1,31 +1,50 @@
-"""Prompts that may have killed their worker: found out one by one, and given up before they use up its restarts.
+"""Prompts that may have killed their worker: found out one by one, and dropped before they use up its restarts.
 
-A worker plays many prompts at once, and dies with all of them in hand. One of them may be why: an environment that
-runs out of memory, a native parser that crashes. Played again with the same company it would only kill again, and
-nobody could tell which it was. So after a death every prompt that was in hand is a suspect, and a worker plays one
-suspect at a time, beside prompts that are none. A suspect that comes to its end is cleared. If the worker dies again,
-it is the suspect in hand that has one more death to its name, and not the others; with `MAX_DEATHS` it is given up.
+A worker plays many prompts at once, and dies with all of them in hand. One of them may be why (an environment that runs
+out of memory, a native parser that crashes), or none, where something outside killed the worker. A prompt that kills
+would do it again in the same company, and nobody could tell which it was. So:
+
+1. After a death every prompt that was in hand is a suspect. A worker plays one suspect at a time, beside prompts that
+   are none. A suspect that comes to its end is cleared.
+2. A suspect that was in hand at a second death is tried alone: its worker plays out what it has in hand and begins
+   nothing else until the suspect has ended.
+3. A suspect that was alone in hand at a third death is dropped for good (`crashed_worker`).
+
+Only the suspect in hand is blamed for a death, and nobody if there was other company where it should have been alone.
+So a prompt that kills costs three restarts, and each further one of the same company two. A death from outside costs a
+prompt only if three of them hit the same one: in company, as its worker's one suspect, and alone.
 
 Example: A, B and C are in hand when the worker dies. Its successor plays A with D and E: all end well, A is cleared.
-It plays B with F and G, and dies: B has two deaths, and is dropped (`crashed_worker`); F, G and C are played on.
+It plays B with F and G, and dies. F, G and C are played; then B, alone. The worker dies once more: B is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
-MAX_DEATHS = 2
-"""Fewer than the restarts that a process has (`system.restarts_per_process`), so that one bad row ends no run."""
+DEATHS_ALONE = 2
+"""Deaths after which a suspect is tried alone."""
+MAX_DEATHS = 3
+"""At most the restarts that a process has (`system.restarts_per_process`), so that one bad row ends no run."""
 
 
 class Suspects:
-    """See the module's docstring. Pure state; bounded by the prompts that are in hand when workers die."""
+    """See the module's docstring. Pure state; bounded by the prompts that are in hand when workers die.
 
-    def __init__(self) -> None:
+    Args:
+        in_hand: the prompts that a worker plays now.
+    """
+
+    def __init__(self, in_hand: Callable[[str], Collection[str]]) -> None:
+        self._in_hand = in_hand
         self._deaths: dict[str, int] = {}
         self._playing: dict[str, str] = {}
         self.changes = 0
         """Grows whenever a prompt that has to wait may have to no longer."""
+
+    def __bool__(self) -> bool:
+        """True if there is a suspect."""
+        return bool(self._deaths)
 
     def state(self) -> tuple[dict[str, int], dict[str, str]]:
         """All there is; `restore` takes it."""
@@ -36,9 +55,16 @@ class Suspects:
         self._deaths, self._playing = dict(deaths), dict(playing)
         self.changes += 1
 
+    def tried_alone(self, prompt_id: str) -> bool:
+        """True if nothing is to be played beside `prompt_id` in the same worker."""
+        return self._deaths.get(prompt_id, 0) >= DEATHS_ALONE
+
     def must_wait(self, worker: str, prompt_id: str) -> bool:
-        """Whether `worker` may not begin `prompt_id` now, as it plays another suspect."""
-        return prompt_id in self._deaths and self._playing.get(worker, prompt_id) != prompt_id
+        """True if `worker` may not begin `prompt_id` now, because of what else it plays."""
+        playing = self._playing.get(worker, prompt_id)
+        if playing != prompt_id:
+            return prompt_id in self._deaths or self.tried_alone(playing)
+        return self.tried_alone(prompt_id) and any(other != prompt_id for other in self._in_hand(worker))
 
     def began(self, worker: str, prompt_id: str) -> None:
         """`worker` plays `prompt_id`."""
@@ -47,8 +73,9 @@ class Suspects:
             self.changes += 1
 
     def ended(self, worker: str, prompt_id: str) -> None:
-        """`prompt_id` came to an end on `worker`, whichever: it kills nobody."""
-        if self._deaths.pop(prompt_id, None) is not None:
+        """`prompt_id` came to an end on `worker`, whichever: it kills nobody, and another may be alone there now."""
+        if self._deaths:
+            self._deaths.pop(prompt_id, None)
             self.changes += 1
         if self._playing.get(worker) == prompt_id:
             self._stop(worker)
@@ -57,22 +84,22 @@ class Suspects:
         """`worker` is not heard, which need not be a death; what it had in hand is played again."""
         self._stop(worker)
 
-    def died(self, worker: str, in_hand: Iterable[str]) -> set[str]:
-        """`worker` died with these prompts in hand; returns those that are to be given up."""
+    def died(self, worker: str, in_hand: Collection[str]) -> str | None:
+        """`worker` died with these prompts in hand; returns the one that is to be dropped for good, if there is one."""
         suspect = self._stop(worker)
         if suspect is None or suspect not in self._deaths:  # or another worker saw it end
             for prompt_id in in_hand:
                 self._deaths.setdefault(prompt_id, 1)
-            return set()
-        self._deaths[suspect] += 1
-        if self._deaths[suspect] < MAX_DEATHS:
-            return set()
+            return None
+        if not self.tried_alone(suspect):
+            self._deaths[suspect] += 1
+            return None
+        if any(other != suspect for other in in_hand):
+            return None
         del self._deaths[suspect]
-        self.changes += 1
-        return {suspect}
+        return suspect
 
     def _stop(self, worker: str) -> str | None:
-        """`worker` plays no suspect from now on; which it played."""
-        suspect = self._playing.pop(worker, None)
-        self.changes += suspect is not None
-        return suspect
+        """`worker` plays no suspect from now on; returns the one that it played."""
+        self.changes += bool(self._deaths)
+        return self._playing.pop(worker, None)

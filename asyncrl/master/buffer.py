@@ -6,12 +6,12 @@ Life of a record
 
     add ──▶ live ──take──▶ taken ──trained──▶ trained          (its prompt is used from here on)
       │       └──expired at take──▶ dropped: stale             (its prompt goes back to the dataset)
-      ├──▶ dropped: duplicate_prompt                           (the first attempt was faster; nothing goes back)
+      ├──▶ dropped: duplicate_prompt                           (the first attempt was faster, or the prompt is used)
       └──▶ a second copy of a known rollout id: freed where it lies, counted nowhere else
 
-A prompt is used once it is trained or dropped for good. The buffer itself drops none for good: a stale rollout's prompt
-goes back, and a duplicate's is used or about to be. RolloutWorkers do (failed too often, filtered, ...), which the
-manager hears of and tells the master: `give_up`.
+A prompt is used once it is trained or dropped for good, whichever comes first; this buffer decides it. It drops none
+for good by itself. RolloutWorkers and the manager propose to (failed too often, filtered, ...), and `give_up` decides:
+a prompt that is trained stays trained, and any other is used from then on, so that a live record of it is dropped.
 
 The rule at consumption. The step that takes the policy from version v to v + 1 may train tokens of versions v - η to
 v. Admission alone cannot guarantee it (a long rollout is overtaken by others), so `take(v)` checks the oldest token
@@ -80,7 +80,7 @@ class SampleBuffer:
         self._live: dict[str, RolloutRecord] = {}
         self._live_by_age: dict[int, dict[str, RolloutRecord]] = {}  # by the version that decides when they expire
         self._taken: dict[str, RolloutRecord] = {}
-        self._prompts: set[str] = set()  # of live and taken records
+        self._prompts: dict[str, str] = {}  # of live and taken records, with their rollouts
         self._finished: Remembered[bool] = Remembered(
             ids_remembered(batch_size, eta) if remembered is None else remembered
         )
@@ -101,10 +101,10 @@ class SampleBuffer:
                 continue
             self.received += 1
             if record.prompt_id in self._prompts or record.prompt_id in self.used:
-                self._drop(record, DropReason.duplicate_prompt, return_prompt=False)
+                self._drop(record, DropReason.duplicate_prompt)
             else:
                 self._live[record.rollout_id] = record
-                self._prompts.add(record.prompt_id)
+                self._prompts[record.prompt_id] = record.rollout_id
                 if record.generated_tokens:
                     self._live_by_age.setdefault(self._decisive(record), {})[record.rollout_id] = record
         return copies
@@ -117,13 +117,21 @@ class SampleBuffer:
         while self._live_by_age and version - (oldest := min(self._live_by_age)) > self.eta:
             for record in self._live_by_age.pop(oldest).values():
                 del self._live[record.rollout_id]
-                self._prompts.discard(record.prompt_id)
-                self._drop(record, DropReason.stale, return_prompt=record.prompt_id not in self.used)
+                del self._prompts[record.prompt_id]
+                self._drop(record, DropReason.stale)
 
-    def give_up(self, prompt_ids: Iterable[str]) -> None:
-        """RolloutWorkers dropped these prompts for good: they are used from here on."""
-        for prompt_id in prompt_ids:
-            self.used.add(prompt_id)
+    def give_up(self, prompt_id: str) -> bool:
+        """Drop a prompt for good, with a live record of it; False if it is used already, or taken for a step."""
+        received = self._prompts.get(prompt_id)
+        if prompt_id in self.used or received in self._taken:
+            return False
+        self.used.add(prompt_id)
+        if received is not None:
+            record = self._live.pop(received)
+            self._forget_age(record)
+            del self._prompts[prompt_id]
+            self._drop(record, DropReason.duplicate_prompt)
+        return True
 
     def live(self) -> list[RolloutRecord]:
         """The live records."""
@@ -156,7 +164,7 @@ class SampleBuffer:
         """
         for record in batch.records:
             del self._taken[record.rollout_id]
-            self._prompts.discard(record.prompt_id)
+            del self._prompts[record.prompt_id]
             self.used.add(record.prompt_id)
             self._finished.put(record.rollout_id, True)
             self.trained += 1
@@ -208,9 +216,10 @@ class SampleBuffer:
             if not same_age:
                 del self._live_by_age[self._decisive(record)]
 
-    def _drop(self, record: RolloutRecord, reason: str, *, return_prompt: bool) -> None:
+    def _drop(self, record: RolloutRecord, reason: str) -> None:
         self.dropped[reason] += 1
-        self._drops.append(Drop(record, reason, return_prompt))
+        kept = self._prompts.get(record.prompt_id, "")
+        self._drops.append(Drop(record, reason, record.prompt_id not in self.used, kept))
         self._finished.put(record.rollout_id, True)
 
 

@@ -43,7 +43,7 @@ class _Totals:
     samples: int = 0
     stale: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
-    closed_s: float = 0.0
+    idle_s: float = 0.0
 
     @property
     def filtered(self) -> int:
@@ -82,12 +82,12 @@ class Journal:
         dropped: Mapping[str, int],
         state: dict[str, Any] | None = None,
         served: int = 0,
-        closed_s: float = 0.0,
+        idle_s: float = 0.0,
     ) -> None:
         """Begin to write after step `version`; `state` is that of its checkpoint, of no use where that is version 0.
 
         `dropped`: by reason, what was dropped up to then. `served`: the version that can be evaluated now.
-        `closed_s`: so long the gate was closed up to then.
+        `idle_s`: so long the gate let no rollout run up to then.
         """
         first_step = version + 1 if version else 0
         self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
@@ -96,7 +96,7 @@ class Journal:
             self._tables = SampleTables(run_dir / SAMPLES_DIR, samples.tables, version)
         self._started_at = now
         stale = self._buffer.dropped[DropReason.stale]
-        self._totals = _Totals(now, stale=stale, dropped=dropped, closed_s=closed_s)
+        self._totals = _Totals(now, stale=stale, dropped=dropped, idle_s=idle_s)
         if version == 0 and self.evaluations_due(0):
             self._rows.add(0, {"policy_version": 0}, awaits_evaluation=True)
         if version == 0 or state is None:
@@ -135,13 +135,13 @@ class Journal:
         """The step that made `version` from `batch` is complete; `measured` are its statistics and times."""
         before, collector, stale = self._totals, self._collector, self._buffer.dropped[DropReason.stale]
         tokens, samples = collector.generated_tokens, collector.generated_samples
-        after = _Totals(now, tokens, samples, stale, gate.dropped, gate.closed_s)
+        after = _Totals(now, tokens, samples, stale, gate.dropped, gate.idle_s)
         step_s = max(now - before.at, 1e-9)
         row = {"policy_version": version, **batch_statistics(batch), **measured}
         row |= {
             "time/step_s": step_s,
             "time/elapsed_s": now - self._started_at,
-            "time/gate_closed_s": after.closed_s - before.closed_s,
+            "time/generation_idle_s": after.idle_s - before.idle_s,
             "throughput/gen_tokens_per_s": (after.tokens - before.tokens) / step_s,
             "throughput/train_tokens_per_s": row["tokens/batch"] / max(row["time/train_s"], 1e-9),
             "rollout/dropped_stale": after.stale - before.stale,

@@ -15,8 +15,9 @@ class Drop:
     record: RolloutRecord
     reason: str
     return_prompt: bool
+    kept: str = ""
 
     @property
     def message(self) -> DroppedRollout:
         """What the manager is told of it."""
-        return DroppedRollout(self.record.rollout_id, self.reason, self.return_prompt)
+        return DroppedRollout(self.record.rollout_id, self.reason, self.return_prompt, self.kept)

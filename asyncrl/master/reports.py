@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
+from asyncrl.comm.ledger_lines import Dropped, PromptGoes, RolloutLine
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.client import GateStatus, ManagerClient
-from asyncrl.manager.messages import GateBooks
+from asyncrl.manager.messages import GateBooks, GivenUp
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.ledger import Ledger
 from asyncrl.master.records import Drop
@@ -88,6 +91,7 @@ class Reports:
         self._kept_version = 0
         self._untold_step: TrainBatch | None = None  # of a loop before this one, for the ledger
         self._told_already = 0  # rollouts' lines that the ledger has after the step that is gone on from
+        self._behind = False  # a loop before this one may have recorded more prompts as dropped for good
         self._curriculum = self._new_curriculum()
         self._trained_before = 0
         self._in_data_state: tuple[int, int] | None = None  # how many used prompts and measurements it has
@@ -113,6 +117,7 @@ class Reports:
         self._buffer.know_trained(unreported)
         self.known = self._kept_known = known
         self._told_already, self._untold_step = told, untold_step
+        self._behind = True
 
     def state(self) -> dict[str, Any]:
         """Its part of a checkpoint."""
@@ -134,17 +139,19 @@ class Reports:
     async def report(self, version: int) -> None:
         """Tell the gate what was trained and dropped, and free the tensors of what was dropped.
 
+        Its reply may drop received rollouts for good, which is told at once, as they take up room at the gate.
         A stop request ends it: the manager may be what failed, and the checkpoint must not wait for it. What is not
         reported then, the `last` report tells.
         """
-        self._drops += self._buffer.pop_drops()
-        drops = self._drops
-        if not self.unreported and not drops:
-            return
-        await or_stop(self._report(version), self._stop, self._limit_s)
-        for head in sorted({drop.record.head for drop in drops}):
-            discard = Discard(tuple(drop.record.rollout_id for drop in drops if drop.record.head == head))
-            await self._heads[head].call(discard, timeout_s=self._limit_s)
+        while self.may_tell_of(version):
+            self._drops += self._buffer.pop_drops()
+            drops = self._drops
+            if not (self.unreported or drops or self._behind):
+                return
+            await or_stop(self._report(version), self._stop, self._limit_s)
+            for head in sorted({drop.record.head for drop in drops}):
+                discard = Discard(tuple(drop.record.rollout_id for drop in drops if drop.record.head == head))
+                await self._heads[head].call(discard, timeout_s=self._limit_s)
 
     async def look(self) -> None:
         """Ask for the status, where there is nothing to report."""
@@ -201,10 +208,10 @@ class Reports:
         self.unreported, self._drops = [], []
         first = reply.events_seq - len(reply.events)  # the manager may have been told that more of them are recorded
         known, self._told_already = (self.known.events or first) + self._told_already, 0
-        self._ledger.take(reply.events[max(0, known - first) :])
-        self.status = GateStatus(reply.closed_s, frozenset(reply.versions_in_use), reply.books.dropped)
+        self._ledger.take(decide(self._buffer, reply.given_up, reply.events[max(0, known - first) :]))
+        self._behind = False
+        self.status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.books.dropped)
         self.books, self.known = reply.books, Known(reply.seq, reply.events_seq, reply.measured_seq)
-        self._buffer.give_up(reply.given_up)
         for prompt_id, success in reply.measured:
             self._curriculum.measured(prompt_id, success)
         if (batch := self._untold_step) is not None:
@@ -214,3 +221,16 @@ class Reports:
     def _new_curriculum(self, state: Sequence[Sequence[float]] = ()) -> Curriculum:
         settings = self._config.dataset.curriculum
         return Curriculum(settings.low, settings.high, settings.rest, state)
+
+
+def decide(buffer: SampleBuffer, given_up: Iterable[GivenUp], lines: Sequence[RolloutLine]) -> list[RolloutLine]:
+    """Drop the prompts `given_up` for good, but for those that are trained, and return the ledger's `lines` about it.
+
+    The manager cannot know what is trained. So its line says `given_up` either way, and the ledger's says `used` where
+    the prompt was used before: there it stands before the line of the step that trained it.
+    """
+    used = {each.rollout_id for each in given_up if not buffer.give_up(each.prompt_id)}
+    return [
+        structs.replace(line, prompt=PromptGoes.used) if isinstance(line, Dropped) and line.rollout in used else line
+        for line in lines
+    ]

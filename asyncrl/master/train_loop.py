@@ -202,7 +202,7 @@ class TrainLoop:
         dropped = self._reports.books.dropped
         if step is not None:
             await self._reports.look()
-        begun = perf_counter(), dropped, journal, self._announcer.announced, self._reports.status.closed_s
+        begun = perf_counter(), dropped, journal, self._announcer.announced, self._reports.status.idle_s
         self._journal.open(self.run_dir, self.version, *begun)
         write_books(self.run_dir, self.version, self._reports.books)
         if step is None:

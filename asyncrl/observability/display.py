@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.comm.drop_reasons import failure, lost_episodes
+from asyncrl.observability.learning import FlatSteps
 from asyncrl.observability.settings import DisplayMode
 
 Row = Mapping[str, Any]
@@ -83,9 +84,10 @@ _DROPPED = "rollout/dropped_"
 
 
 class _Failures:
-    """What is to be said of evaluations and rollouts that failed; counts the rollouts over the rows of this launch."""
+    """Remarks on what failed, and on steps that teach nothing, over the rows of this launch."""
 
     def __init__(self) -> None:
+        self._flat = FlatSteps()
         self.rollouts: Counter[str] = Counter()
         self.episodes: Counter[str] = Counter()
 
@@ -110,6 +112,8 @@ class _Failures:
                 f"{count} episodes were lost, as {name}, {self.episodes[name]} since the start; the rollout_workers' "
                 "logs say why"
             )
+        if (warning := self._flat.take(row)) is not None:
+            remarks.append(warning)
         return remarks
 
 
@@ -221,8 +225,8 @@ class LiveDisplay:
             f"generated {row['throughput/gen_tokens_per_s']:,.0f}, trained {row['throughput/train_tokens_per_s']:,.0f}",
         )
         waits = f"trainer for data {_share(row, 'time/wait_data_s')}"
-        if "time/gate_closed_s" in row:
-            waits += f", rollouts for the gate {_share(row, 'time/gate_closed_s')}"
+        if "time/generation_idle_s" in row:
+            waits += f", generation for training {_share(row, 'time/generation_idle_s')}"
         grid.add_row("waiting", waits)
         if failed := self._failures.rollouts:
             counts = ", ".join(f"{count} {reason}" for reason, count in failed.items())

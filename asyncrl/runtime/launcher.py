@@ -45,6 +45,7 @@ from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backen
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, note_restart, note_went_on
+from asyncrl.runtime.resume import CheckFolder
 from asyncrl.runtime.run_dir import (
     LOGS_DIR,
     METRICS_FILE,
@@ -73,10 +74,17 @@ class Launcher:
 
     Args:
         detached: it has no terminal, and others may attach to it.
+        check_checkpoint: see `Trial`.
     """
 
     def __init__(
-        self, config: ExperimentConfig, display: Display, run: Run = Run.train, *, detached: bool = False
+        self,
+        config: ExperimentConfig,
+        display: Display,
+        run: Run = Run.train,
+        *,
+        detached: bool = False,
+        check_checkpoint: CheckFolder | None = None,
     ) -> None:
         self.config = config
         self._run_of = run
@@ -87,7 +95,7 @@ class Launcher:
         self._policy = RestartPolicy(config.system.restarts_per_process, config.system.restart_window_s)
         self._deaths: Counter[str] = Counter()
         self._interrupts = 0
-        self._trial = Trial(config, display.note, detached=detached)
+        self._trial = Trial(config, display.note, detached=detached, check_checkpoint=check_checkpoint)
         self._claim_lost = False
         self._tail = JsonlTail(self.run_dir / METRICS_FILE)
 

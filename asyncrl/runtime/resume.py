@@ -15,9 +15,10 @@ B was when it was trained.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from omegaconf import OmegaConf
 
@@ -66,15 +67,29 @@ def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
     return changes
 
 
-def newest_progress(run_dir: Path) -> tuple[int, int] | None:
-    """Version and used prompts of the newest checkpoint in `run_dir`; None if there is none. No tensor is read."""
+CheckFolder: TypeAlias = Callable[[Path], object]
+"""Reads all files of a checkpoint; raises ValueError if one is missing or damaged."""
+
+
+def newest_progress(
+    run_dir: Path, check: CheckFolder | None = None, passed_over: Callable[[str], None] = lambda why: None
+) -> tuple[int, int] | None:
+    """Return version and used prompts of the newest checkpoint in `run_dir`; None if there is none.
+
+    Args:
+        check: is called with each checkpoint that is considered; None: no tensor is read.
+        passed_over: is told of each newer checkpoint that cannot be used, as the training ranks pass over it too.
+    """
     root = run_dir / CHECKPOINTS_DIR
     for version in reversed(versions_in(root)):
+        folder = root / f"v{version}"
         try:
-            state = json.loads((root / f"v{version}" / CHECKPOINT_STATE_FILE).read_bytes())
+            if check is not None:
+                check(folder)
+            state = json.loads((folder / CHECKPOINT_STATE_FILE).read_bytes())
             return version, int(state["master_state"]["buffer"]["used_prompts"]["count"])
-        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
-            continue  # the training ranks pass over a damaged one too
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            passed_over(f"checkpoint v{version} is damaged and passed over: {error}")
     return None
 
 
@@ -95,13 +110,17 @@ def check_finished(run_dir: Path, config: ExperimentConfig) -> bool:
     return True
 
 
-def continuation(run_dir: Path, config: ExperimentConfig) -> list[str]:
-    """What a launch of a used trial continues from, and the changed settings that it takes: lines for a person.
+def continuation(run_dir: Path, config: ExperimentConfig, check: CheckFolder | None = None) -> list[str]:
+    """Return what a launch of a used trial continues from, and the changed settings that it takes: lines for a person.
 
     Raises:
-        TrialError: a setting has changed without which the checkpoint means something else.
+        TrialError: no checkpoint can be used, or a setting has changed without which it means something else.
     """
-    progress, changes = newest_progress(run_dir), changed_settings(run_dir, config)
+    damaged: list[str] = []
+    progress, changes = newest_progress(run_dir, check, damaged.append), changed_settings(run_dir, config)
+    if progress is None and damaged:
+        told = "\n  ".join(damaged)
+        raise TrialError(f"trial_name={config.trial_name!r}: none of its checkpoints can be used:\n  {told}\n{ADVICE}")
     if progress is None:
         return []
     version, prompts_used = progress
@@ -111,8 +130,9 @@ def continuation(run_dir: Path, config: ExperimentConfig) -> list[str]:
             f"other values of these settings (before -> now):{_listed(refused)}\ngive the earlier values, {ADVICE}"
         )
     lines = [
+        *damaged,
         f"continuing from checkpoint v{version}: step {version} of {config.total_train_steps}, "
-        f"{prompts_used} prompts used"
+        f"{prompts_used} prompts used",
     ]
     if changes:
         lines.append(f"settings changed since (before -> now):{_listed(changes)}")

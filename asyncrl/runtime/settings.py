@@ -236,11 +236,6 @@ def _own_disks(config: ExperimentConfig) -> Iterator[str]:
         )
     if generation.sglang.urls:
         yield f"{off}: generation.sglang.urls: nothing brings weights to disks of servers that somebody else started"
-    if config.model.lora.rank:
-        yield (
-            f"{off}: model.lora.rank={config.model.lora.rank}: adapters name the folder of their base model, which is "
-            "another on each host; use a shared folder, or model.lora.rank=0"
-        )
 
 
 _NEEDS_FOLDER = {

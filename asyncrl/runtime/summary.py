@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.drop_reasons import failure, lost_episodes
+from asyncrl.observability.learning import FlatSteps
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.restart_log import count_restarts, restart_seconds
 from asyncrl.runtime.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
@@ -41,6 +42,7 @@ def summary_lines(run_dir: Path) -> list[str]:
         ]
         lines += _books_lines(summary["books"])
     lines += _lost_episodes(run_dir / METRICS_FILE)
+    lines += _flat_steps(run_dir / METRICS_FILE)
     if restarts := count_restarts(run_dir):
         counts = ", ".join(f"{what} {count}" for what, count in sorted(restarts.items()))
         lines.append(f"restarts   {counts}; {restart_seconds(run_dir):.1f} s until they went on")
@@ -61,6 +63,15 @@ def _lost_episodes(metrics: Path) -> list[str]:
         f"LOST       {count} episodes, as {name}; the logs of the rollout_workers say more"
         for name, count in sorted(lost.items())
     ]
+
+
+def _flat_steps(metrics: Path) -> list[str]:
+    """The steps from which nothing could be learnt."""
+    flat = FlatSteps()
+    for row in JsonlTail(metrics).read():
+        flat.take(row)
+    told = flat.summary()
+    return [] if told is None else [f"NO SIGNAL  {told}"]
 
 
 def _last_known_books(run_dir: Path) -> list[str]:

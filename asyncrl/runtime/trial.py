@@ -22,7 +22,7 @@ from asyncrl.runtime.claim import TrialClaim, is_here
 from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.last_step import LastStep, keeps_last_step, trains_elsewhere
 from asyncrl.runtime.process_tree import end_launch
-from asyncrl.runtime.resume import TrialError, continuation
+from asyncrl.runtime.resume import CheckFolder, TrialError, continuation
 from asyncrl.runtime.run_dir import (
     BOOKS_FILE,
     EXIT_FILE,
@@ -44,10 +44,18 @@ class Trial:
     Args:
         note: tells a person.
         detached: this launch has no terminal, and others may attach to it.
+        check_checkpoint: finds out whether a checkpoint is whole, before it is said that the run continues from it.
     """
 
-    def __init__(self, config: ExperimentConfig, note: Callable[[str], None], *, detached: bool = False) -> None:
-        self._detached = detached
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        note: Callable[[str], None],
+        *,
+        detached: bool = False,
+        check_checkpoint: CheckFolder | None = None,
+    ) -> None:
+        self._detached, self._check_checkpoint = detached, check_checkpoint
         self.config, self._note = config, note
         self.run_dir = run_dir_of(config)
         self._claim: TrialClaim | None = None
@@ -98,7 +106,7 @@ class Trial:
         self._say_continuation()
 
     def _say_continuation(self) -> None:
-        for line in continuation(self.run_dir, self.config):
+        for line in continuation(self.run_dir, self.config, self._check_checkpoint):
             self._note(line)
 
     def _forget_processes(self, *, again: bool = False) -> None:

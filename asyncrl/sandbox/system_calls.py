@@ -2,9 +2,9 @@
 
 Limits of processes, address space and the folder's size cover what a usual program takes. They do not cover files in
 memory, SysV and POSIX message queues, shared memory and semaphores, pages that are handed to pipes, rings and tables
-that the kernel keeps for asynchronous I/O, watches, keys, BPF or Landlock. All of these are refused, and with them what
-makes new namespaces or mounts, looks into other processes, or opens sockets of families that a network namespace does
-not confine (vsock reaches the host of a virtual machine).
+that the kernel keeps for asynchronous I/O, watches, keys, BPF or Landlock, and socket buffers beyond the default size.
+All of these are refused, and with them what makes new namespaces or mounts, looks into other processes, or opens
+sockets of families that a network namespace does not confine (vsock reaches the host of a virtual machine).
 
 Numbers below 424 differ by architecture and are fixed for good; of these the ones named here are refused. From 424 on
 they are the same everywhere and new ones still come, so there only the ones named here are allowed.
@@ -26,6 +26,7 @@ class _Machine(NamedTuple):
     refused: Sequence[tuple[int, int]]
     clone: int
     sockets: Sequence[int]
+    setsockopt: int
 
 
 _MACHINES: Final[Mapping[str, _Machine]] = {
@@ -58,6 +59,7 @@ _MACHINES: Final[Mapping[str, _Machine]] = {
         ),
         56,
         (41, 53),
+        54,
     ),
     "aarch64": _Machine(
         0xC00000B7,
@@ -81,6 +83,7 @@ _MACHINES: Final[Mapping[str, _Machine]] = {
         ),
         220,
         (198, 199),
+        208,
     ),
 }
 _FIRST_COMMON: Final = 424
@@ -98,9 +101,16 @@ _NAMESPACES: Final = 0x7E020000
 """Flags of clone for each kind of namespace."""
 _FAMILIES: Final = (1, 2, 10)
 """Unix and internet sockets."""
+_SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF = 1, 7, 8
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # 32-bit words, constants
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data, little endian
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = (
+    0,
+    4,
+    16,
+    24,
+    32,
+)  # offsets in struct seccomp_data, little endian
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _Instruction = tuple[int, int, int, int]
 
@@ -140,6 +150,14 @@ def _instructions(machine: _Machine) -> Iterator[_Instruction]:
             yield _EQUAL, len(_FAMILIES) - number, 0, family
         yield _RETURN, 0, 0, _ERRNO | errno.EAFNOSUPPORT
         yield _RETURN, 0, 0, _ALLOW
+    yield _EQUAL, 0, 7, machine.setsockopt
+    yield _LOAD, 0, 0, _SECOND_ARGUMENT
+    yield _EQUAL, 0, 4, _SOL_SOCKET
+    yield _LOAD, 0, 0, _THIRD_ARGUMENT
+    yield _EQUAL, 1, 0, _SO_SNDBUF
+    yield _EQUAL, 0, 1, _SO_RCVBUF
+    yield _RETURN, 0, 0, _ERRNO | errno.EPERM
+    yield _RETURN, 0, 0, _ALLOW
     yield _RETURN, 0, 0, _ALLOW
 
 

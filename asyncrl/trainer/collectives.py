@@ -9,13 +9,19 @@ peer answers or `trainer.collective_timeout_s` is over. So whoever is to stop in
   connection that ends, as it does when a peer dies. So its own ends of gloo's connections are shut down here.
 
 After that every collective fails, here and at the peers: it is for a process that is about to end.
+
+gloo also listens for as long as its groups live, takes whoever connects and keeps the connection. Torch 2.13 has
+nothing to end that, and closing a listener ends the process. All ranks are connected once the groups are made, so from
+then on the kernel drops what would open a further connection (a socket filter on the listeners).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +32,10 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 _DESCRIPTORS = "/proc/self/fd"
 """Where the kernel lists them; Linux's. Elsewhere gloo is not aborted."""
+_SO_ATTACH_FILTER = 26
+"""Linux's number; Python has no name for it."""
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A BPF program of one instruction: keep 0 bytes of each packet."""
 
 
 class Collectives:
@@ -39,7 +49,11 @@ class Collectives:
 
     @contextmanager
     def making(self, device: torch.device) -> Iterator[None]:
-        """Groups for tensors on `device` are made inside: gloo connects each of them to all its ranks at once."""
+        """Groups for tensors on `device` are made inside: gloo connects each of them to all its ranks at once.
+
+        Nothing else of this process may begin to listen meanwhile: on CPUs, what listens then takes no more connections
+        afterwards.
+        """
         before = _sockets()
         try:
             yield
@@ -49,6 +63,9 @@ class Collectives:
                 self._made = dict(_sockets().items() - before.items())
                 if self._aborted:
                     self._shut_down()
+        if device.type == "cpu":  # NCCL, which may be among them on GPUs, connects later too
+            for descriptor in self._made:
+                _take_no_more(descriptor)
 
     def abort(self) -> None:
         """Have every collective of this process fail that is under way, or begins later."""
@@ -93,3 +110,18 @@ def _end_connection(descriptor: int, number: int) -> None:
         if os.fstat(connection.fileno()).st_ino == number and connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
+
+
+def _take_no_more(descriptor: int) -> None:
+    """If the socket listens for TCP connections, have the kernel drop what asks for one; those that it made stay.
+
+    Raises:
+        OSError: the kernel takes no filter.
+    """
+    with socket.socket(fileno=os.dup(descriptor)) as listener:
+        if listener.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return
+        program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))

@@ -12,18 +12,20 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
-from asyncrl.weights.adapters import published_name
-from asyncrl.weights.published import TensorSpec
+from asyncrl.weights.adapters import Adapters, model_name, published_name
+from asyncrl.weights.model_folder import FolderTensor, held_tensors
+from asyncrl.weights.published import Published, TensorSpec, WholeModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -34,20 +36,22 @@ BASE_LAYER = ".base_layer"
 """In the name of a parameter of the base, which a model folder does not know."""
 
 
-def add_adapters(trunk: nn.Module, config: LoraConfig, layers: str = "layers") -> None:
+def add_adapters(trunk: PreTrainedModel, config: LoraConfig) -> None:
     """Freeze `trunk` and give the layers that `config` names adapters, in fp32; on any device, without values.
 
     Raises:
-        ValueError: no layer has such a name.
+        ValueError: no layer has such a name, or some of them keep their weights transposed and others do not.
     """
     from peft import inject_adapter_in_model
 
-    names = [
-        name
+    head = trunk.get_output_embeddings()  # type: ignore[no-untyped-call]
+    linear = {
+        name: module
         for name, module in trunk.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith(f"{layers}.") and _wanted(name, config.targets)
-    ]
-    kinds = {name.rsplit(".", 1)[-1] for name, module in trunk.named_modules() if isinstance(module, nn.Linear)}
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    }
+    names = [name for name in linear if _wanted(name, config.targets)]
+    kinds = {name.rsplit(".", 1)[-1] for name in linear}
     for target in config.targets:
         if target not in (ALL_LINEAR, *kinds):
             raise ValueError(
@@ -60,7 +64,12 @@ def add_adapters(trunk: nn.Module, config: LoraConfig, layers: str = "layers") -
             f"model.lora.targets={config.targets}: in a mixture of experts peft takes {', '.join(beside)} for the "
             f"experts', which have no adapters; name others of {', '.join(sorted(kinds - _NAMES_OF_EXPERTS))}"
         )
-    inject_adapter_in_model(peft_config(config, names), trunk)
+    if len(transposed := {isinstance(linear[name], Conv1D) for name in names}) > 1:
+        raise ValueError(
+            f"model.lora.targets={config.targets}: some of these layers keep their weights transposed (Conv1D) and "
+            "others do not, which one configuration of adapters cannot say; name layers of one kind"
+        )
+    inject_adapter_in_model(peft_config(config, names, transposed=any(transposed)), trunk)
     for name, parameter in trunk.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):
@@ -79,6 +88,81 @@ def is_adapter(name: str) -> bool:
 def plain_name(name: str) -> str:
     """A parameter's name without peft's insertions: of the base as in a model folder, of an adapter without its key."""
     return name.replace(BASE_LAYER, "").replace(_ADAPTER, "")
+
+
+class WholeBase(WholeModel):
+    """The base under the adapters of a `model` that every rank holds whole; see `Published`."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, in the model's order."""
+        held = {plain_name(name): tensor for name, tensor in held_tensors(self._model).items() if not is_adapter(name)}
+        return {tensor.name: tensor.of(held[tensor.parameter]) for tensor in self.folder}
+
+
+class Merged:
+    """The layers of `base` with `adapters` merged, as what can be published; see `Published`.
+
+    A merged layer is what `asyncrl.weights.adapters` makes of a published base and published adapters, to the last bit.
+
+    Args:
+        config: the settings of the adapters.
+        folder: where the tensors of a model folder lie in parameters.
+        model_config: the model's.
+
+    Raises:
+        ValueError: the model folder holds a layer that has an adapter in parts.
+    """
+
+    def __init__(
+        self,
+        base: Published,
+        adapters: Published,
+        config: LoraConfig,
+        folder: Iterable[FolderTensor],
+        model_config: PretrainedConfig,
+    ) -> None:
+        self._base, self._adapters, self._scale = base, adapters, config.alpha / config.rank
+        specs = adapters.published_specs()
+        self._transposed = are_transposed(model_config, specs)
+        weights = {f"{adapted_layer(spec.name)}.weight" for spec in specs}
+        self._layer_of = {part.name: part.parameter for part in folder if part.parameter in weights and part.is_whole}
+        if cut := sorted(weights - set(self._layer_of.values())):
+            raise ValueError(
+                f"model.lora.publish: {cut[0]!r} has an adapter and is no tensor of a model folder; use adapter, or "
+                "leave it out of model.lora.targets"
+            )
+
+    def published_specs(self) -> list[TensorSpec]:
+        """See `Published`."""
+        return self._base.published_specs()
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """See `Published`."""
+        owner_of = {self._layer_of[name]: owner for name, owner in owners.items() if name in self._layer_of}
+        parts_of = {spec.name: f"{adapted_layer(spec.name)}.weight" for spec in self._adapters.published_specs()}
+        mine = dict(
+            self._adapters.gather({name: owner_of[layer] for name, layer in parts_of.items() if layer in owner_of})
+        )
+        layers: dict[str, list[Tensor]] = {}
+        for name in parts_of:  # A before B, as they are published
+            if name in mine:
+                layers.setdefault(parts_of[name], []).append(mine[name])
+        adapters = Adapters(None, self._scale, {layer: (a, b) for layer, (a, b) in layers.items()}, self._transposed)
+        for name, tensor in self._base.gather(owners):
+            layer = self._layer_of.get(name)
+            yield name, tensor if layer is None else adapters.merged(layer, tensor).to(tensor.dtype)
+
+
+def adapted_layer(published: str) -> str:
+    """Return the name in the model of the layer that a published adapter is of."""
+    return model_name(published).rsplit(".", 2)[0]  # <layer>.lora_A.weight
+
+
+def are_transposed(model_config: PretrainedConfig, specs: Iterable[TensorSpec]) -> bool:
+    """Return True if the layers of the published adapters `specs` keep their weights as [in, out]."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+    return any(isinstance(model.get_submodule(adapted_layer(spec.name)), Conv1D) for spec in specs)
 
 
 class WholeAdapters:
@@ -141,7 +225,9 @@ def adapters_off(trunk: nn.Module) -> Iterator[None]:
             layer._disable_adapters = off
 
 
-def peft_config(config: LoraConfig, targets: list[str], base: str | None = None) -> PeftConfig:
+def peft_config(
+    config: LoraConfig, targets: list[str], base: str | None = None, *, transposed: bool = False
+) -> PeftConfig:
     """`config` in peft's words, for the layers `targets`, by their names or by the last part of these, of `base`."""
     from peft import LoraConfig as PeftConfig
 
@@ -151,14 +237,16 @@ def peft_config(config: LoraConfig, targets: list[str], base: str | None = None)
         lora_alpha=alpha,
         target_modules=targets,
         lora_dropout=0.0,
+        fan_in_fan_out=transposed,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
 
 
-def adapter_config(config: LoraConfig, base: str, specs: Iterable[TensorSpec]) -> bytes:
+def adapter_config(config: LoraConfig, base: str, specs: Sequence[TensorSpec], model_config: PretrainedConfig) -> bytes:
     """The content of peft's `adapter_config.json` beside the published adapters `specs` of the model in `base`."""
-    kinds = sorted({spec.name.rsplit(".", 3)[1] for spec in specs})  # <layers>.q_proj.lora_A.weight
-    described: dict[str, Any] = peft_config(config, kinds, base).to_dict()  # type: ignore[no-untyped-call]
+    kinds = sorted({adapted_layer(spec.name).rsplit(".", 1)[-1] for spec in specs})
+    made = peft_config(config, kinds, base, transposed=are_transposed(model_config, specs))
+    described: dict[str, Any] = made.to_dict()  # type: ignore[no-untyped-call]
     described |= {"target_modules": kinds, "inference_mode": True}
     return json.dumps(described, indent=2, sort_keys=True).encode()

@@ -9,14 +9,36 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig, LoraPublish
 
-_LAYER_WEIGHT = re.compile(r"(?:^|\.)layers\.\d+\.(?:.*\.)?(\w+)\.weight$")
+_LAYER_WEIGHT = re.compile(r"(?:^|\.)\w+\.\d+\.(?:.*\.)?(\w+)\.weight$")
 
 
 def problems(config: ExperimentConfig) -> Iterator[str]:
     """What is wrong with the adapters of an experiment; see `lora_problems`."""
     yield from lora_problems(config.model.lora, config.model.path)
+    if config.model.lora.rank and config.model.lora.publish == LoraPublish.adapter:
+        for needed in _needs_whole_weights(config):
+            yield f"model.lora.publish='adapter': {needed}; use merged, or auto"
+
+
+def publishes_adapters(config: ExperimentConfig) -> bool:
+    """Return True if a version of the policy holds adapters alone."""
+    lora = config.model.lora
+    if not lora.rank or lora.publish == LoraPublish.merged:
+        return False
+    return lora.publish == LoraPublish.adapter or not any(_needs_whole_weights(config))
+
+
+def _needs_whole_weights(config: ExperimentConfig) -> Iterator[str]:
+    """Yield each reason why servers cannot load adapters."""
+    if config.generation.backend != GenerationBackend.embedded:
+        yield f"generation.backend={str(config.generation.backend)!r} loads whole weights"
+    if config.manager.weight_transport != "disk":
+        yield f"manager.weight_transport={config.manager.weight_transport!r} sends whole weights"
+    if not config.system.shared:
+        yield "system.shared=false: adapters name the folder of their base model, which is another on each host"
 
 
 def lora_problems(lora: LoraConfig, path: str | None) -> Iterator[str]:
@@ -42,7 +64,8 @@ def lora_problems(lora: LoraConfig, path: str | None) -> Iterator[str]:
 
 
 def layer_kinds(folder: Path) -> list[str]:
-    """What matrices are called in the layers of the model in `folder`, by its safetensors; empty where they tell none.
+    """What matrices are called in the numbered layers of the model in `folder`, by its safetensors; empty where they
+    tell none.
 
     Of experts that transformers keeps in one tensor, their files may still have one each: training tells those.
     """

@@ -30,16 +30,17 @@ from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.remembered import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
-from asyncrl.config.setting import Device
 from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.run_dir import SAMPLES_DIR, SPILLED_DIR
+from asyncrl.runtime.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.arrivals import ArrivalCheck
 from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.collectives import Collectives
 from asyncrl.trainer.columns import move_columns
+from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.intake import Intake
 from asyncrl.trainer.kept_samples import KeptSamples
@@ -69,6 +70,7 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.micro_batch_layout import AttentionKind
+from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.redistribute import hand_down, redistribute
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.settings import placement
@@ -116,7 +118,7 @@ class ModelWorker(Worker):
         torch.set_num_threads(config.trainer.threads)
         torch.manual_seed(config.seed)
         disable_progress_bar()  # type: ignore[no-untyped-call]
-        device = choose_device(config.trainer.device)
+        device = choose_device("trainer.device", config.trainer.device)
         graph = load_graph(config)
         placed = placement(config, graph)
         self._world = self._open.enter_context(
@@ -124,6 +126,7 @@ class ModelWorker(Worker):
         )
         self._device = device
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
+        self.log.info("%s", device_line(device, getattr(torch, config.model.dtype.on(device.type)), self._attention()))
         self._open.callback(self._rank.checkpoints.close)
         self._open.callback(self._rank.last_step.close)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
@@ -141,6 +144,15 @@ class ModelWorker(Worker):
         self._open.close()
         if self.stop_requested.is_set():
             self._last_step.leave()
+
+    def _attention(self) -> str:
+        """Layout and kernel that the policy trains with; on ranks without one what the setting asks for."""
+        engine, implementation = self._rank.engines.get(ACTOR), str(self.config.model.attn_implementation)
+        if not isinstance(engine, RoleEngine) or not isinstance(engine, PolicyEngine):
+            return implementation
+        dtype = getattr(torch, self.config.model.dtype.on(self._device.type))
+        kernel = attention_kernel(engine.model_config.to_dict(), implementation, self._device, dtype)
+        return str(Layout(engine.attention, kernel))
 
     def _take_connections(self) -> None:
         system = self.config.system
@@ -361,10 +373,3 @@ class ModelWorker(Worker):
         kept = KeptSamples(self.run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)
         self._open.callback(kept.close)
         return kept
-
-
-def choose_device(setting: Device) -> torch.device:
-    """`trainer.device` as a device; `auto` is the GPU where there is one."""
-    if setting == Device.auto:
-        setting = Device.cuda if torch.cuda.is_available() else Device.cpu
-    return torch.device("cuda", 0) if setting == Device.cuda else torch.device("cpu")

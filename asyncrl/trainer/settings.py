@@ -84,7 +84,18 @@ class ReferenceMode(StrEnum):
 
 
 ALL_LINEAR = "all-linear"
-"""In `model.lora.targets`: every linear layer of the model's layers."""
+"""In `model.lora.targets`: every linear layer but the output embedding, as in peft."""
+
+
+class LoraPublish(StrEnum):
+    """What a version of a policy with adapters holds."""
+
+    auto = "auto"
+    """Adapters where all servers can load them, else merged weights."""
+    adapter = "adapter"
+    """The adapters alone."""
+    merged = "merged"
+    """The whole weights, with the adapters merged."""
 
 
 @dataclass
@@ -99,6 +110,12 @@ class LoraConfig:
         help="names of the layers that get one, for example q_proj; all-linear: every linear layer but embeddings",
         factory=lambda: [ALL_LINEAR],
         fixed=True,
+    )
+    publish: LoraPublish = setting(
+        LoraPublish.auto,
+        "what each version holds: adapter, the adapters alone, which the embedded engine loads from a shared disk; "
+        "merged, the whole weights with the adapters merged, which every back end and transport takes; auto: adapter "
+        "where possible",
     )
 
 

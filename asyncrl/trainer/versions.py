@@ -12,6 +12,7 @@ from asyncrl.inference.settings import context_length
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.lora import adapter_config
+from asyncrl.trainer.lora_checks import publishes_adapters
 from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import TrainingRank
@@ -84,10 +85,10 @@ class Versions:
 
     def _shared_files(self, policy: PolicyEngine) -> SharedFiles:
         """What lies beside the weights of every version of `policy`."""
-        model = self._config.model
-        if not model.lora.rank:
+        if not publishes_adapters(self._config):
             return SharedFiles(policy.model_config, self._assets)
-        return SharedFiles(adapter_config(model.lora, str(Path(str(model.path))), policy.published_specs()))
+        base, specs = str(Path(str(self._config.model.path))), policy.published_specs()
+        return SharedFiles(adapter_config(self._config.model.lora, base, specs, policy.model_config))
 
     def _canary(self, policy: PolicyEngine) -> Canary | None:
         """The canary of `policy` as it is now; None where nobody looks at it, or there is no room for one."""

@@ -58,6 +58,7 @@ def training_world(
         yield World()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # once its groups are made, nothing connects any more
     if worker == 0:
         meeting = run_dir / f"training_world-{os.getpid()}-{time.time_ns()}"
         resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.heartbeat_s, replace=True)

@@ -4,7 +4,8 @@
     adapter_config.json          rank, alpha, the folder of the base
 
 A layer with an adapter computes W x + (alpha / rank) B A x (Hu et al., "LoRA", 2021), as one layer does whose weights
-are W + (alpha / rank) B A. W is always read from the base's folder, never taken back out of what was merged before, so
+are W + (alpha / rank) B A. Layers that keep W transposed, [in, out], as GPT-2's do, have `fan_in_fan_out` in the
+configuration. W is always read from the base's folder, never taken back out of what was merged before, so
 that nothing drifts however many versions there are. Adapters are published in the type in which the trainer holds the
 base: W is rounded to it first, as it is there.
 """
@@ -60,24 +61,29 @@ class Adapters:
         base: the folder of the base, as whoever wrote them names it.
         scale: alpha / rank.
         layers: A [rank, in] and B [out, rank], by the name of the weight [out, in] that they adapt.
+        transposed: True if these weights are [in, out].
     """
 
     base: str | None
     scale: float
     layers: dict[str, tuple[Tensor, Tensor]]
+    transposed: bool = False
 
     def merged(self, name: str, base: Tensor) -> Tensor:
-        """The weight `name` [out, in] with its adapter, in fp32; of the base it is `base`.
+        """The weight `name` [out, in] (or [in, out]) with its adapter, in fp32; of the base it is `base`.
 
         Raises:
             WeightUpdateError: their shapes differ.
         """
         a, b = self.layers[name]
-        if base.shape != (b.shape[0], a.shape[1]):
+        product = b.float() @ a.float()
+        if self.transposed:
+            product = product.T
+        if base.shape != product.shape:
             raise WeightUpdateError(
-                f"{name} is {list(base.shape)} in the base model, its adapter makes {[b.shape[0], a.shape[1]]}"
+                f"{name} is {list(base.shape)} in the base model, its adapter makes {list(product.shape)}"
             )
-        return base.to(a.dtype).float() + self.scale * (b.float() @ a.float())
+        return base.to(a.dtype).float() + self.scale * product
 
 
 def are_adapters(folder: Path) -> bool:
@@ -105,10 +111,29 @@ def assemble(folder: Path, tensors: Mapping[str, Tensor]) -> Adapters:
     """
     file = folder / CONFIG_FILE
     try:
-        config = msgspec.json.decode(file.read_bytes(), type=_Config)
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        content = file.read_bytes()
+    except OSError as error:
         raise WeightUpdateError(f"{file} is no configuration of adapters: {error}") from error
-    plain = _Config(config.r, config.lora_alpha, base_model_name_or_path=config.base_model_name_or_path)
+    return described_by(content, tensors, folder)
+
+
+def described_by(content: bytes, tensors: Mapping[str, Tensor], folder: Path) -> Adapters:
+    """As `assemble`, with the `content` of the configuration; `folder` is named where something is wrong.
+
+    Raises:
+        WeightUpdateError: see `read_adapters`.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        config = msgspec.json.decode(content, type=_Config)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WeightUpdateError(f"{file} is no configuration of adapters: {error}") from error
+    plain = _Config(
+        config.r,
+        config.lora_alpha,
+        base_model_name_or_path=config.base_model_name_or_path,
+        fan_in_fan_out=config.fan_in_fan_out,
+    )
     for field in _Config.__struct_fields__:
         value, wanted = getattr(config, field), getattr(plain, field)
         if (value or None) != (wanted or None):
@@ -129,7 +154,7 @@ def assemble(folder: Path, tensors: Mapping[str, Tensor]) -> Adapters:
                 f"{config.r} they are [{config.r}, in] and [out, {config.r}]"
             )
         layers[f"{model_name(layer)}.weight"] = (a, b)
-    return Adapters(config.base_model_name_or_path, config.lora_alpha / config.r, layers)
+    return Adapters(config.base_model_name_or_path, config.lora_alpha / config.r, layers, config.fan_in_fan_out)
 
 
 def stage_adapters(

@@ -54,12 +54,13 @@ class WholeModel:
 
     def __init__(self, model: PreTrainedModel, worker: int = 0) -> None:
         self._model, self._worker = model, worker
-        self._folder = folder_tensors(model)
+        self.folder = folder_tensors(model)
+        """Where the tensors of a folder lie in the parameters."""
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, in the model's order."""
         held = held_tensors(self._model)
-        return {tensor.name: tensor.of(held[tensor.parameter]) for tensor in self._folder}
+        return {tensor.name: tensor.of(held[tensor.parameter]) for tensor in self.folder}
 
     def published_specs(self) -> list[TensorSpec]:
         """See `Published`."""

@@ -111,8 +111,8 @@ def publish(
     """Write the weights of `source` as `version` of `role`. Called by all ranks; returns its folder on all once it is
     visible.
 
-    A version that is there already and whole is kept. So whoever goes back to an earlier version first removes those
-    after it (`collect`): steps that are taken again asynchronously lead to other weights.
+    A version that is there already, whole and with the same tensors, is kept. So whoever goes back to an earlier
+    version first removes those after it (`collect`): steps that are taken again asynchronously lead to other weights.
 
     Args:
         shared: what lies beside the weights of every version. None: the version is announced alone. Readers get its
@@ -130,7 +130,7 @@ def publish(
     if shared is None:
         entries = _entries(specs, "")
     else:
-        whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final))]))
+        whole = ranks.all_reduce_sum(torch.tensor([float(_is_whole(final, {spec.name for spec in specs}))]))
         if whole.item() == ranks.world:
             return final
         shards, stem = _plan(specs, ranks.world, shared.adapters, max_shard_bytes)
@@ -197,12 +197,11 @@ def collect(root: Path, role: str, keep: Collection[int]) -> list[int]:
     return unwanted
 
 
-def _is_whole(directory: Path) -> bool:
+def _is_whole(directory: Path, names: Collection[str]) -> bool:
     try:
-        verify(directory)
+        return verify(directory).tensors.keys() == names
     except ManifestError:
         return False
-    return True
 
 
 def _shard_name(stem: str, index: int, count: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from asyncrl.weights.adapters import assemble
+from asyncrl.weights.adapters import described_by
 from asyncrl.weights.loading import checkpoint_files
 from asyncrl.weights.manifest import Manifest, TensorEntry
 from asyncrl.weights.published import TensorSpec
@@ -45,17 +45,17 @@ class MergedModel:
     """The adapters of `stored` in the layers of their base, as what can be published.
 
     Args:
-        template: a folder with peft's configuration of such adapters.
+        config: the content of peft's configuration of these adapters.
 
     Raises:
         ExportError: the base is not there.
         WeightUpdateError: they do not fit it.
     """
 
-    def __init__(self, stored: StoredModel, template: Path) -> None:
+    def __init__(self, stored: StoredModel, config: bytes) -> None:
         specs = stored.published_specs()
         names = {spec.name: 0 for spec in specs}
-        self._adapters = assemble(template, dict(stored.gather(names)))
+        self._adapters = described_by(config, dict(stored.gather(names)), Path())
         self._base = Path(str(self._adapters.base))
         if not self._base.is_dir():
             raise ExportError(

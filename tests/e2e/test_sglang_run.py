@@ -20,12 +20,15 @@ needs_sglang = pytest.mark.skipif(PYTHON is None, reason="ASYNCRL_SGLANG_PYTHON 
 @pytest.mark.sglang
 @needs_sglang
 @pytest.mark.parametrize(
-    ("transport", "ranks", "servers", "mode"), [("tensor", 2, 1, "interrupt"), ("distributed", 1, 2, "in_place")]
+    ("transport", "ranks", "servers", "mode", "lora"),
+    [("tensor", 2, 1, "interrupt", 4), ("distributed", 1, 2, "in_place", 0)],
 )
 def test_a_run_takes_its_weights_from_the_trainers_memory(
-    start_run: Any, transport: str, ranks: int, servers: int, mode: str
+    start_run: Any, transport: str, ranks: int, servers: int, mode: str, lora: int
 ) -> None:
-    """Of several ranks one sends, to each server by itself; no version but the last is written to disk."""
+    """Of several ranks one sends, to each server by itself; no version but the last is written to disk. Adapters are
+    merged.
+    """
     shared_memory = set(SHARED_MEMORY.iterdir())
     run = start_run(
         generation__backend="sglang",
@@ -34,6 +37,7 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
         generation__servers=servers,
         manager__weight_transport=transport,
         manager__update_mode=mode,
+        model__lora__rank=lora,
         trainer__parallel=f"d{ranks}",
         total_train_steps=3,
         max_head_offpolicyness=1,

@@ -125,12 +125,9 @@ def test_a_killed_rollout_worker_is_started_again_and_its_shard_goes_on(
     held.open()
     made = stop_once_used(run, ctrl_c, all_out(6 * kills))
     check_the_files(run, made, {"rollout_worker/0": kills})
-    dropped = run.summary()["books"]["dropped"]
-    assert set(dropped) <= {"worker_died", "stale", "duplicate_prompt", "crashed_worker"}
-    suspected = dropped.get("crashed_worker", 0)  # the one suspect that was in hand when it was killed again
-    assert suspected < kills
+    assert set(run.summary()["books"]["dropped"]) <= {"worker_died", "stale", "duplicate_prompt"}
     orders = used_orders(run)
-    assert len(orders) == made * BATCH + suspected
+    assert len(orders) == made * BATCH
     evaluated = [row["step"] for row in run.metrics() if any(name.endswith("/reward_mean") for name in row)]
     assert evaluated[:4] == [0, 3, 6, 9]
 
@@ -292,7 +289,7 @@ from pathlib import Path
 from asyncrl.agents.single_turn import SingleTurnAgent
 
 class Deadly(SingleTurnAgent):
-    "Ends its process with one prompt, twice, each time once there is a file."
+    "Ends its process with one prompt, each time once there is a file."
 
     async def run(self, prompt, env, client):
         here = Path(__file__).parent
@@ -314,11 +311,11 @@ def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(
     (tmp_path / "deadly.py").write_text(DEADLY.format(bad=bad))
     agent = f"{tmp_path / 'deadly.py'}:Deadly"
     run = start_run(total_train_steps=100_000, seed=1, agent__path=agent, eval__interval=0, checkpoint__interval=0)
-    for death in range(2):
+    for death in range(3):
         (tmp_path / f"may-die-{death}").touch()
         run.wait_for_line("rollout_worker/0 went on after", times=death + 1)
     made = stop_once_used(run, ctrl_c, range(2 * BATCH))
-    check_the_files(run, made, {"rollout_worker/0": 2})
+    check_the_files(run, made, {"rollout_worker/0": 3})
     assert run.summary()["books"]["dropped"]["crashed_worker"] == 1
     assert "1 rollouts as their prompts end the RolloutWorker that plays them" in run.output
     orders = used_orders(run)

@@ -24,6 +24,7 @@ from asyncrl.manager.messages import (
     Empty,
     FinishedRollout,
     GateBooks,
+    GivenUp,
     RequestSize,
     RouteRequest,
     StatusReply,
@@ -200,10 +201,10 @@ async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manag
     await worker.flush()
     dropped_by_trainer = [DroppedRollout("d", "duplicate_prompt", False)]
     first = await master.report_consumed(0, [], dropped_by_trainer)
-    assert first.given_up == ["p-a", "p-c"]
+    assert first.given_up == [GivenUp("a", "p-a"), GivenUp("c", "p-c")]
     assert (first.books.submitted, first.books.dropped) == (4, {"failed": 2, "zero_variance": 1, "duplicate_prompt": 1})
     again = await master.report_consumed(0, [], dropped_by_trainer, given_up_after=0)
-    assert again.given_up == ["p-a", "p-c"], "the first reply may have been lost"
+    assert again.given_up == first.given_up, "the first reply may have been lost"
     assert (await master.report_consumed(0, [], [], given_up_after=first.seq)).given_up == []
 
 
@@ -504,10 +505,14 @@ async def test_lost_servers_are_told_to_those_who_watch(manager: Manager) -> Non
 
 
 async def test_a_report_brings_how_gate_and_servers_stand(manager: Manager) -> None:
-    await manager.client().allocate(wanted(*"abcd"), timeout_s=30)
-    manager.clock.now = 3.0
+    client = manager.client()
+    await client.allocate(wanted(*"abcd"), timeout_s=30)
+    await accept(client, *"abc")
+    manager.clock.now = 2.0
+    await accept(client, "d")  # until now one ran
+    manager.clock.now = 5.0
     reply = await manager.client("master_worker/0").report_consumed(0, [], [])
-    assert (reply.closed_s, reply.versions_in_use) == (3.0, [3, 4])
+    assert (reply.idle_s, reply.versions_in_use) == (3.0, [3, 4])
 
 
 async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
@@ -515,7 +520,7 @@ async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
     await client.allocate(wanted(*"abcd"), timeout_s=30)
     manager.clock.now = 3.0
     status = await client.status()
-    assert status.closed_s == 3.0
+    assert status.idle_s == 0.0, "rollouts run"
     line = await client.describe()
     assert line.startswith("gate: trained 0 + finished 0 + running 4 of 4 allowed at served version 0")
 
@@ -659,6 +664,8 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_the_master_hears
     await client.flush()
     reply = await client.report_consumed(0, [], [])
     assert reply.measured == [("e0-3", 1.0), ("e0-4", 0.5)]
-    assert reply.given_up == ["e0-4", "e1-3"], "it is used: nobody tries it again in this epoch"
+    assert [each.prompt_id for each in reply.given_up] == ["e0-4", "e1-3"], (
+        "it is used: nobody tries it again in this epoch"
+    )
     assert reply.books.dropped == {"dull": 1, "curriculum": 1}
     assert (await client.report_consumed(0, [], [], reply.seq, reply.events_seq, reply.measured_seq)).measured == []

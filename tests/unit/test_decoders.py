@@ -501,7 +501,7 @@ def cases() -> Iterator[Case]:
     yield from name_cases()
     book = m.Books(1, 0, {"stale": 1}, 0, version=1, trained_version=1)
     line = lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1.0)
-    told = [js(m.ConsumedReply(book, ["e0-2"], 3, [line], 4, [("e0-1", 0.5)], 5))]
+    told = [js(m.ConsumedReply(book, [m.GivenUp("r2", "e0-2")], 3, [line], 4, [("e0-1", 0.5)], 5))]
 
     def reply(data: bytes) -> Any:
         return decoded_reply("http://h", 200, data, m.ConsumedReply)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from pathlib import Path
@@ -13,14 +14,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrl.architectures.proof import UnsupportedModelError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import Device, Dtype
+from asyncrl.config.setting import Dtype
 from asyncrl.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.inference.embedded.batch import Detokenize
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
 from asyncrl.inference.settings import context_length
+from asyncrl.runtime.torch_device import attention_kernel, choose_device, device_line
 
+logger = logging.getLogger(__name__)
 _HEALTH_POLL_S = 0.25
 _THREAD_SWITCH_S = 5e-4
 """Within this time the HTTP thread gives the interpreter back to the engine's; Python's default is ten times it, about
@@ -81,9 +84,10 @@ class EmbeddedHost:
     def _load(self) -> GenerationEngine:
         generation = self._config.generation
         path = Path(str(self._config.model.path))
-        cuda = generation.device == Device.cuda or (generation.device == Device.auto and torch.cuda.is_available())
-        device = Device.cuda if cuda else Device.cpu
-        model = load_model(path, device=device, dtype=generation.dtype, threads=generation.threads)
+        device = choose_device("generation.device", generation.device)
+        model = load_model(path, device=str(device), dtype=generation.dtype, threads=generation.threads)
+        kernel = attention_kernel(model.config.to_dict(), "sdpa", device, model.dtype)
+        logger.info("%s", device_line(device, model.dtype, f"over the cached tokens of all samples ({kernel})"))
         return GenerationEngine(
             model,
             max_running_requests=generation.max_running_requests,

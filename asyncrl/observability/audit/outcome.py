@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from asyncrl.comm.ledger_lines import RunSettings
+from asyncrl.comm.ledger_lines import LedgerBooks, RunSettings, Saved, Trained
 
 
 @dataclass(slots=True)
 class StepTotals:
     """What the trained lines of a step add up to."""
 
-    rollouts: int = 0
     samples: int = 0
     episodes: int = 0
     tokens: int = 0
@@ -26,6 +25,15 @@ class StepTotals:
     """Tokens with those of prompts and environments; None where a rollout was trained before it was told finished."""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedLine:
+    """The line that a checkpoint goes on from."""
+
+    line: Saved
+    used: int
+    """How many prompts of `Outcome.used` were used by then."""
+
+
 @dataclass(slots=True)
 class Outcome:
     """What the history came to."""
@@ -34,6 +42,9 @@ class Outcome:
     """The last step."""
     ended: bool = False
     """Whether the last launch ended by itself."""
+    summed_up: bool = False
+    """Whether the last launch left a summary, which comes after the end of the ledger."""
+    submitted: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     abandoned: int = 0
@@ -45,7 +56,26 @@ class Outcome:
     steps: dict[int, StepTotals] = field(default_factory=dict)
     used: list[str] = field(default_factory=list)
     """Prompts trained or dropped for good, in the order in which they were."""
-    used_at: dict[int, int] = field(default_factory=dict)
-    """By the number of a checkpoint's line, how many of `used` there were."""
+    saved: dict[int, SavedLine] = field(default_factory=dict)
+    """By their numbers, the lines of checkpoints."""
+    rollouts: dict[str, Trained] = field(default_factory=dict)
+    """What was trained, by rollout."""
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Of rollouts that finished, all their tokens."""
+    books_at: dict[int, LedgerBooks | None] = field(default_factory=dict)
+    """By step, the books in its line."""
+    begun: list[int] = field(default_factory=list)
+    """The versions at which the launches began."""
+    steps_of_launch: int = 0
+    """Steps of the last launch."""
+    resumed: bool = False
+    """Whether a launch went on from a checkpoint."""
+    admitted: bool = False
+    """Whether a rollout was admitted to a worker, not read from kept samples."""
     whole: bool = True
     """Whether the ledger has all of the run's history."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last launch ended by itself, by the ledger or, where that is cut off, by the summary."""
+        return self.ended or self.summed_up

@@ -4,6 +4,7 @@
 - Books: at every line that has them, the gate's counters are what the lines add up to; at the end nothing is left over.
 - Ages: the step from version v to v + 1 trains no token older than v - max_head_offpolicyness (under `on_stale=mask`:
   none but such tokens), none of a version that did not exist, and none older than the rollout's admission.
+- Times: each process's clock goes forward, or is set back for good (`clocks`).
 - Order: steps are numbered without a gap, have train_batch_size rollouts each, in the data order; a prompt's id is the
   one that the seed gives its place in the data order; no prompt of a worker's shard was passed over (`data_order`).
 """
@@ -30,15 +31,14 @@ from asyncrl.comm.ledger_lines import (
     Step,
     Trained,
 )
+from asyncrl.observability.audit.clocks import Clock
 from asyncrl.observability.audit.data_order import DataOrder
 from asyncrl.observability.audit.history import Entry, Report
-from asyncrl.observability.audit.outcome import Outcome, StepTotals
+from asyncrl.observability.audit.outcome import Outcome, SavedLine, StepTotals
 
 _RUNNING, _FINISHED, _TRAINED, _ABANDONED = "running", "finished", "trained", "abandoned"
 _LOST_WORKER = "worker_died"
 _STALE, _DUPLICATE = "stale", "duplicate_prompt"
-CLOCKS_S = 60.0
-"""So much may the clocks of two hosts, or one that is set anew, differ."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,6 @@ class _Rollout:
     prompt: str
     order: int
     version: int
-    at: float
     place: str
     fate: str = _RUNNING
     reason: str = ""
@@ -62,11 +61,13 @@ class Replay:
     Args:
         rows: of the training data; None where that is not known, and prompt ids cannot be checked.
         report: takes the findings.
+        note: takes what happened to the run and is no fault of its files.
     """
 
-    def __init__(self, rows: int | None, report: Report) -> None:
+    def __init__(self, rows: int | None, report: Report, note: Report = lambda place, what: None) -> None:
         self.outcome = Outcome()
-        self._report_to = report
+        self._report_to, self._note_to = report, note
+        self._manager_clock, self._master_clock = Clock("GserverManager"), Clock("MasterWorker")
         self._place = ""
         self._data_order = DataOrder(rows, self._report)
         self._rollouts: dict[str, _Rollout] = {}
@@ -80,7 +81,6 @@ class Replay:
         self._batch: list[_Rollout] = []
         self._unseen = 0
         self._totals = StepTotals()
-        self._master_at = self._begun_at = 0.0
 
     def run(self, entries: Iterable[Entry]) -> Outcome:
         """Replay `entries`."""
@@ -88,14 +88,17 @@ class Replay:
             self._place = entry.place
             self._take(entry.line)
             if isinstance(entry.line, Saved):
-                self.outcome.used_at[entry.number] = len(self.outcome.used)
+                self.outcome.saved[entry.number] = SavedLine(entry.line, len(self.outcome.used))
         self._check_shards()
+        for clock in (self._manager_clock, self._master_clock):
+            clock.check(self._report_to, self._note_to)
         if self._batch and self.outcome.ended:
             self._report(f"{len(self._batch)} trained rollouts belong to no complete step")
         outcome = self.outcome
         outcome.trained, outcome.dropped = self._counts[_TRAINED], +self._dropped
         outcome.abandoned, outcome.live = self._counts[_ABANDONED], self._live
-        outcome.settings = self._settings
+        outcome.submitted, outcome.settings = self._submitted, self._settings
+        outcome.tokens = {key: known.tokens for key, known in self._rollouts.items() if known.tokens is not None}
         return outcome
 
     @property
@@ -106,6 +109,9 @@ class Replay:
         self._report_to(self._place, what)
 
     def _take(self, line: Line) -> None:
+        if not isinstance(line, Trained):
+            clock = self._master_clock if isinstance(line, Begin | Step | Saved | End) else self._manager_clock
+            clock.told(self._place, line.at)
         match line:
             case Begin():
                 self._begin(line)
@@ -124,7 +130,7 @@ class Replay:
             case Step():
                 self._step(line)
             case Saved():
-                self._check_lineage(line.lineage, line.at)
+                self._check_lineage(line.lineage)
                 if line.version != self.outcome.version:
                     self._report(f"checkpoint of version {line.version} after step {self.outcome.version}")
                 self._check_books(line.books)
@@ -137,13 +143,14 @@ class Replay:
             self._set_fate(self._rollouts.pop(rollout_id), None)
             self.outcome.lost += 1
         self.outcome.lineages += 1
-        self.outcome.ended = False
+        self.outcome.ended, self.outcome.steps_of_launch = False, 0
+        self.outcome.begun.append(line.version)
+        self.outcome.resumed |= line.after > 0
         self._settings, self._lineage = line.settings, line.lineage
         if line.settings.seed < 0 or line.settings.workers < 0:
             self._report(f"seed is {line.settings.seed} and workers {line.settings.workers}, which there are not")
         if line.settings.on_stale not in ("drop", "mask", "wait"):
             self._report(f"on_stale is {line.settings.on_stale!r}, which there is not")
-        self._master_at = self._begun_at = line.at
         if line.carried is not None:
             self._dropped = Counter(line.carried.dropped)
             self.outcome.whole = False
@@ -169,16 +176,13 @@ class Replay:
         if not 0 <= line.attempt <= before_it:
             self._report(f"rollout {line.rollout} is attempt {line.attempt} at a prompt that had {before_it} before")
         self._attempts[line.prompt] += 1
-        if line.at < self._begun_at - CLOCKS_S:
-            self._report(
-                f"rollout {line.rollout} was admitted {self._begun_at - line.at:.0f} s before the launch began"
-            )
         self._data_order.admit(line)
         self._submitted += 1
+        self.outcome.admitted |= bool(self._settings and self._settings.workers)
         if before is not None:
             self._unseen -= 1
             return
-        known = _Rollout(line.prompt, line.order, line.version, line.at, self._place, fate="")
+        known = _Rollout(line.prompt, line.order, line.version, self._place, fate="")
         self._rollouts[line.rollout] = known
         self._set_fate(known, _RUNNING)
 
@@ -195,7 +199,6 @@ class Replay:
         if line.tokens <= 0:
             self._report(f"rollout {line.rollout} finished with {line.tokens} tokens")
         known.tokens = line.tokens
-        self._check_time(line.rollout, known, line.at)
         self._set_fate(known, _FINISHED)
 
     def _drop(self, line: Dropped) -> None:
@@ -205,13 +208,12 @@ class Replay:
         allowed: dict[str, tuple[PromptGoes, ...]] = {
             _LOST_WORKER: (PromptGoes.returned,),
             _STALE: (PromptGoes.returned, PromptGoes.used),
-            _DUPLICATE: (PromptGoes.used,),
+            _DUPLICATE: (PromptGoes.returned, PromptGoes.used),
         }
-        if line.prompt not in allowed.get(line.reason, (PromptGoes.returned, PromptGoes.given_up)) or not line.reason:
+        if line.prompt not in allowed.get(line.reason, tuple(PromptGoes)) or not line.reason:
             self._report(
                 f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: no such drop"
             )
-        self._check_time(line.rollout, known, line.at)
         self._set_fate(known, "dropped", line.reason)
         if line.prompt is PromptGoes.given_up:
             self._use(known.prompt, known.order, "dropped for good")
@@ -230,7 +232,6 @@ class Replay:
         known = self._ending(line.rollout, "abandoned")
         if known is None:
             return
-        self._check_time(line.rollout, known, line.at)
         self._set_fate(known, _ABANDONED)
 
     def _train(self, line: Trained) -> None:
@@ -238,7 +239,7 @@ class Replay:
         self._data_order.check_prompt(line.prompt, line.order)
         if known is None:  # the gate told nothing of it, which is right only if it could not be asked
             self._unseen += 1
-            known = _Rollout(line.prompt, line.order, 0, 0.0, self._place, fate="", late=True)
+            known = _Rollout(line.prompt, line.order, 0, self._place, fate="", late=True)
             self._rollouts[line.rollout] = known
         elif known.fate == _TRAINED:
             self._report(f"rollout {line.rollout} was trained before")
@@ -254,8 +255,8 @@ class Replay:
         self._use(line.prompt, line.order, f"trained at step {line.step}")
         known.step = line.step
         self._batch.append(known)
+        self.outcome.rollouts[line.rollout] = line
         totals = self._totals
-        totals.rollouts += 1
         totals.samples += line.samples
         totals.tokens += sum(line.versions.values())
         totals.episodes += line.episodes
@@ -287,7 +288,7 @@ class Replay:
             self._report(f"{name} was trained at the age of {age} versions; max_head_offpolicyness={eta}")
 
     def _step(self, line: Step) -> None:
-        self._check_lineage(line.lineage, line.at)
+        self._check_lineage(line.lineage)
         if line.step != self.outcome.version + 1:
             self._report(f"step {line.step} after step {self.outcome.version}")
         if self._settings is not None and len(self._batch) != (wanted := self._settings.train_batch_size):
@@ -300,12 +301,13 @@ class Replay:
         for known in self._batch if line.books is None else ():
             known.late = True
         self.outcome.version = line.step
-        self.outcome.steps[line.step] = self._totals
+        self.outcome.steps[line.step], self.outcome.books_at[line.step] = self._totals, line.books
+        self.outcome.steps_of_launch += 1
         self._batch, self._totals = [], StepTotals()
         self._check_books(line.books)
 
     def _end(self, line: End) -> None:
-        self._check_lineage(line.lineage, line.at)
+        self._check_lineage(line.lineage)
         if line.version != self.outcome.version:
             self._report(f"the launch ended at version {line.version}, after step {self.outcome.version}")
         self._check_books(line.books)
@@ -338,17 +340,9 @@ class Replay:
         self._prompts[prompt] = f"{how} ({self._place})"
         self.outcome.used.append(prompt)
 
-    def _check_lineage(self, lineage: int, at: float | None = None) -> None:
+    def _check_lineage(self, lineage: int) -> None:
         if lineage != self._lineage:
             self._report(f"lineage {lineage}, in the midst of lineage {self._lineage}")
-        if at is not None:
-            if at < self._master_at - CLOCKS_S:
-                self._report(f"the time goes back by {self._master_at - at:.0f} s")
-            self._master_at = at
-
-    def _check_time(self, rollout_id: str, known: _Rollout, at: float) -> None:
-        if at < known.at - CLOCKS_S:
-            self._report(f"rollout {rollout_id} ended {known.at - at:.0f} s before it was admitted ({known.place})")
 
     def _check_shards(self) -> None:
         if self.outcome.whole:

@@ -35,7 +35,16 @@ from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.engines.role import RoleEngine
-from asyncrl.trainer.lora import WholeAdapters, adapters_off, add_adapters, initialise, plain_name
+from asyncrl.trainer.lora import (
+    Merged,
+    WholeAdapters,
+    WholeBase,
+    adapters_off,
+    add_adapters,
+    initialise,
+    plain_name,
+)
+from asyncrl.trainer.lora_checks import publishes_adapters
 from asyncrl.trainer.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
 from asyncrl.trainer.parallel import Place
@@ -118,13 +127,22 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
     """A whole causal language model."""
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float, lora: LoraConfig | None = None, **engine: Any
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float,
+        lora: LoraConfig | None = None,
+        merge: bool = False,
+        **engine: Any,
     ) -> None:
         super().__init__(model, trunk_of(model), **engine)
         self._model = model
         self._whole: Published = (
             WholeModel(model, self._place.worker) if lora is None else WholeAdapters(model, self._place.worker)
         )
+        if lora is not None and merge:
+            base = WholeBase(model, self._place.worker)
+            self._whole = Merged(base, self._whole, lora, base.folder, model.config)
         self._temperature = temperature
         self._logits_of = logits_function(model)
 
@@ -303,7 +321,13 @@ class FlatLoader(EngineLoader):
             if optimizer is not None and self._config.moe.replay_routing:
                 routers = Routers(trunk_of(model), model.config.get_text_config().model_type)
             return FlatPolicyEngine(
-                model, temperature=temperature, optimizer=made, lora=lora, routers=routers, **self._engine
+                model,
+                temperature=temperature,
+                optimizer=made,
+                lora=lora,
+                merge=not publishes_adapters(self._config),
+                routers=routers,
+                **self._engine,
             )
 
         return self._together(load, path)

@@ -11,6 +11,7 @@ exactly as it would have: the data order depends on the step alone, and a checkp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -29,10 +30,11 @@ from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.lora import adapter_config
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.parallel import World
-from asyncrl.trainer.settings import LearningRateSchedule, OptimizerConfig, TrainerEngine, engine_of
+from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig, TrainerEngine, engine_of
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights import atomic_dir, checkpoints
+from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
 from asyncrl.weights.checkpoints import CheckpointWriter
 from asyncrl.weights.manifest import FileEntry, verify
 from asyncrl.weights.publishing import publish, tokenizer_assets, write_model
@@ -125,7 +127,7 @@ class EngineLearner:
             if not self._world.everyone.leads:
                 return
             stored = StoredModel(verify(published), from_folder(published))
-            model = stored if self._lora is None else MergedModel(stored, published)
+            model = stored if self._lora is None else MergedModel(stored, (published / ADAPTERS_FILE).read_bytes())
             own = model.beside() if isinstance(model, MergedModel) else _small_files(published)
             if out_dir.exists():
                 atomic_dir.remove(out_dir)
@@ -137,7 +139,8 @@ class EngineLearner:
         root = self._run_dir / WEIGHTS_DIR
         shared = SharedFiles(self._engine.model_config, tokenizer_assets(self._model))
         if self._lora is not None:
-            shared = SharedFiles(adapter_config(self._lora, str(self._model), self._engine.published_specs()))
+            specs, model_config = self._engine.published_specs(), self._engine.model_config
+            shared = SharedFiles(adapter_config(self._lora, str(self._model), specs, model_config))
         ranks = self._world.everyone
         return publish(self._engine, root, role=ACTOR, version=version, ranks=ranks, shared=shared)
 
@@ -159,7 +162,7 @@ class EngineLearner:
 def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentConfig:
     """What the engines are told of `config`: they know the settings of RL experiments."""
     told = ExperimentConfig(seed=config.seed, total_train_steps=total)
-    told.model.path, told.model.lora = str(model), config.model.lora
+    told.model.path, told.model.lora = str(model), replace(config.model.lora, publish=LoraPublish.adapter)
     told.trainer.parallel, told.trainer.device = config.trainer.parallel, config.device
     told.trainer.gradient_checkpointing = config.trainer.gradient_checkpointing
     told.trainer.tokens_per_micro_batch = config.tokens_per_micro_batch

@@ -15,7 +15,7 @@ from asyncrl.datasets.readers import is_data_path
 from asyncrl.rollout.settings import dataset
 from asyncrl.trainer.checks import hugging_face_folder
 from asyncrl.trainer.lora_checks import lora_problems
-from asyncrl.trainer.settings import LoraConfig, layout_of
+from asyncrl.trainer.settings import LoraConfig, LoraPublish, layout_of
 from asyncrl.trainer.worker_grid import WorkerGrid
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
@@ -229,4 +229,6 @@ def _engine(config: SFTConfig) -> Iterator[str]:
         return
     if ranks > 1 and config.device != Device.cpu:
         yield f"trainer.parallel={parallel!r}: {ranks} ranks train on CPUs only, device=cpu; on a GPU use d1"
+    if lora.publish != LoraPublish.auto:
+        yield f"model.lora.publish={str(lora.publish)!r}: no servers load the result, which is merged; leave it out"
     yield from lora_problems(lora, config.model.path)

@@ -18,6 +18,7 @@ from asyncrl.comm.http import HttpError, JsonHttp
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import UpdateFailed
 from asyncrl.runtime.hardware import LOOPBACK
+from asyncrl.weights.transports import nccl
 from asyncrl.weights.transports.from_memory import BUCKET_BYTES, MemoryTransport, ServerConnection
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 
 class DistributedTransport(MemoryTransport):
     """See the module's docstring."""
+
+    def check(self, config: ExperimentConfig) -> Iterator[str]:
+        """See the base class; and on GPUs both sides need the same NCCL."""
+        yield from super().check(config)
+        yield from nccl.problems(config)
 
     def check_distance(self, url: str, host: str) -> Iterator[str]:
         """The server must reach the trainer."""

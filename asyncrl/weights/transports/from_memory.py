@@ -49,13 +49,8 @@ class MemoryTransport(WeightTransport):
     needs_sglang: ClassVar[bool] = True
 
     def check(self, config: ExperimentConfig) -> Iterator[str]:
-        """Weights must be whole; servers without ranks that are not sent to, and where `check_distance` allows."""
+        """Servers must be without ranks that are not sent to, and where `check_distance` allows."""
         generation = config.generation
-        if config.model.lora.rank:
-            yield (
-                f"manager.weight_transport={self.name!r}: whole weights are sent, and model.lora.rank="
-                f"{config.model.lora.rank} publishes adapters; use weight_transport=disk"
-            )
         here = {config.system.host, *LOOPBACK}
         elsewhere = [url for url in generation.sglang.urls if urlsplit(url).hostname not in here]
         if elsewhere:

@@ -16,7 +16,7 @@ from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
-from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks
+from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.observability.metrics import read_rows
@@ -215,7 +215,7 @@ class FakeManager:
     closed: bool = False
     lost: int = 0
     dead: bool = False
-    given_up: list[str] = field(default_factory=list)
+    given_up: list[GivenUp] = field(default_factory=list)
     abandoned: int | None = None
     measured: list[tuple[str, float]] = field(default_factory=list)
     versions_in_use: list[int] = field(default_factory=list)
@@ -256,7 +256,7 @@ class FakeManager:
         """A RolloutWorker dropped a rollout of `prompt_id` for good."""
         self.submitted += 1
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        self.given_up.append(prompt_id)
+        self.given_up.append(GivenUp(f"of {prompt_id}", prompt_id))
 
     def books(self) -> GateBooks:
         running = self.submitted - self.trained - sum(self.dropped.values())

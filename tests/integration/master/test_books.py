@@ -170,7 +170,7 @@ async def test_what_a_report_lets_the_manager_forget_is_in_the_data_state_before
         measured_after: int = 0,
     ) -> ConsumedReply:
         forgotten.update(f"e0-{rollout_id[1:]}" for rollout_id in trained)
-        forgotten.update(run.manager.given_up[:given_up_after])
+        forgotten.update(each.prompt_id for each in run.manager.given_up[:given_up_after])
         assert run.board.data_state is not None
         assert forgotten <= set(UsedPrompts.read(run.board.data_state))
         return await report(version, trained, dropped, given_up_after, events_after, measured_after)

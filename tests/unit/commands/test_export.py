@@ -11,17 +11,20 @@ import msgspec
 import pytest
 import torch
 from peft import PeftModel
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.launch import main
-from asyncrl.runtime.run_dir import write_run_config
+from asyncrl.runtime.run_dir import read_run_config, write_run_config
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.lora import adapter_config
+from asyncrl.trainer.lora_checks import publishes_adapters
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.settings import LoraPublish
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.loading import read_checkpoint
 from asyncrl.weights.manifest import file_entry, read_manifest, write_manifest
@@ -41,8 +44,8 @@ def make_run(
 ) -> MakeRun:
     """A run of two steps, each published and saved."""
 
-    def make(dtype: str, lora_rank: int = 0) -> Path:
-        config.model.dtype, config.model.lora.rank = Dtype(dtype), lora_rank
+    def make(dtype: str, lora_rank: int = 0, publishes: LoraPublish = LoraPublish.auto) -> Path:
+        config.model.dtype, config.model.lora.rank, config.model.lora.publish = Dtype(dtype), lora_rank, publishes
         run = tmp_path / "exp" / "trial"
         run.mkdir(parents=True)
         write_run_config(config, run)
@@ -50,8 +53,8 @@ def make_run(
         policy = rank.policy("actor")
         base = str(config.model.path)
         shared = SharedFiles(policy.model_config, tokenizer_assets(Path(base)))
-        if lora_rank:
-            shared = SharedFiles(adapter_config(config.model.lora, base, policy.published_specs()))
+        if publishes_adapters(config):
+            shared = SharedFiles(adapter_config(config.model.lora, base, policy.published_specs(), policy.model_config))
         for step in (1, 2):
             run_step(config, rank, make_batch(seed=step))
             publish(policy, run / "weights", role="actor", version=step, ranks=Ranks(), shared=shared)
@@ -135,6 +138,33 @@ def test_adapters_are_merged_into_their_base(
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(qwen_dir), tmp_path / "peft")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_published_merged_is_exported_and_its_adapters_come_from_the_checkpoint(
+    dtype: str, make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(dtype, lora_rank=4, publishes=LoraPublish.merged)
+    merged = read_checkpoint(run / "weights" / "actor" / "v1")
+
+    def exported(name: str, *options: str) -> dict[str, Tensor]:
+        assert main(["export", str(run), "--step", "1", *options, str(tmp_path / name)]) == 0, capsys.readouterr().err
+        return read_checkpoint(tmp_path / name)
+
+    def same(found: dict[str, Tensor]) -> bool:
+        return found.keys() == merged.keys() and all(torch.equal(found[name], merged[name]) for name in merged)
+
+    assert same(exported("from-published"))
+    exported("peft", "--adapter")
+    base = AutoModelForCausalLM.from_pretrained(read_run_config(run).model.path, dtype=getattr(torch, dtype))
+    by_peft = PeftModel.from_pretrained(base, tmp_path / "peft").merge_and_unload().state_dict()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(by_peft[name], tensor, rtol=1e-2, atol=1e-2 if dtype == "bfloat16" else 1e-6)
+    shutil.rmtree(run / "weights" / "actor" / "v1")
+    assert same(exported("from-checkpoint")), "not the weights of v2, which is still published"
+    shutil.rmtree(run / "checkpoints")
+    assert main(["export", str(run), "--adapter", str(tmp_path / "none")]) == 1
+    assert "no checkpoint of that step; leave --adapter out" in capsys.readouterr().err
+
+
 def test_merging_needs_adapters_and_their_base(
     make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,7 +187,7 @@ def test_a_run_without_adapters_has_none_to_export(
     make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(make_run("float32")), "--adapter", str(tmp_path / "out")]) == 1
-    assert "trained all weights, not adapters; leave --adapter out" in capsys.readouterr().err
+    assert "has no adapters of step 2: it trained all weights, or published them merged" in capsys.readouterr().err
 
 
 def test_what_cannot_be_exported_is_said_with_what_there_is(

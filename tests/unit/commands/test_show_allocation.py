@@ -10,11 +10,21 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from asyncrl.commands.show_allocation import GIB, RUNTIME_BYTES, RankRow, allocation, show_allocation, warnings
+from asyncrl.commands.show_allocation import (
+    GIB,
+    RUNTIME_BYTES,
+    RankRow,
+    allocation,
+    beside_servers,
+    show_allocation,
+    warnings,
+)
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import Device, Dtype
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.runtime import hardware
 from asyncrl.trainer.settings import ReferenceMode, RoleRanks, placement
 from asyncrl.trainer.sizing.memory import Need
 
@@ -70,13 +80,29 @@ def test_a_rank_that_does_not_fit_its_gpu_is_named_with_what_to_do() -> None:
     gpus = {"0": 80 * GIB, "1": 80 * GIB}
     assert warnings([row(0, "0", 80), row(1, "1", 80)], 1, gpus) == []
     (message,) = warnings([row(0, "0", 80), row(1, "1", 90, 70)], 1, gpus)
-    assert message.startswith("rank 1 will need 90.0 GiB (1.5 of them for libraries), and GPU 1 has 80.0 GiB; ")
+    assert message.startswith(
+        "rank 1 will need 90.0 GiB (1.5 of them for libraries), and GPU 1 has, beside the servers on it, 80.0 GiB; "
+    )
     assert "it fits with gradient checkpointing (70.0 GiB)" in message
     (message,) = warnings([row(0, "0", 90, 85)], 1, gpus)
     assert "85.0 GiB (1.5 of them for libraries) even with gradient checkpointing" in message
     assert "shard over more ranks (d), cut into more slices or stages (t, p), or lower" in message
     (message,) = warnings([row(0, "7", 1)], 1, gpus)
     assert "the memory of GPU 7 is not known" in message
+
+
+def test_what_sglang_takes_of_a_shared_gpu_is_not_a_ranks(
+    config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpus" / "one").mkdir(parents=True)
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path / "gpus")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config.generation.sglang.args = {"mem-fraction-static": 0.25}
+    assert beside_servers(config, {"0": 80 * GIB}) == {"0": 80 * GIB}, "the embedded engine takes what it needs"
+    config.generation.backend = GenerationBackend.sglang
+    assert beside_servers(config, {"0": 80 * GIB}) == {"0": 60 * GIB}
+    config.generation.servers = 2
+    assert beside_servers(config, {"0": 80 * GIB, "1": GIB}) == {"0": 45 * GIB, "1": GIB}
 
 
 def test_ranks_on_the_cpu_share_the_machines_memory() -> None:

@@ -118,8 +118,8 @@ def _one_day(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Now(datetime):
         @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Now:
-            return cls(2024, 7, 26, tzinfo=tz)
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return datetime(2024, 7, 26, tzinfo=tz)
 
     monkeypatch.setattr("asyncrl.datasets.chat.datetime", Now)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Now)

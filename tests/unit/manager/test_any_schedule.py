@@ -24,12 +24,14 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from random import Random
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -43,6 +45,7 @@ from asyncrl.manager.shards import Shards
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.ledger import Ledger
 from asyncrl.master.records import Drop
+from asyncrl.master.reports import decide
 from asyncrl.master.run_files import check_books
 from asyncrl.master.settings import OnStale
 from asyncrl.observability.audit.history import read_ledger, surviving
@@ -51,17 +54,64 @@ from asyncrl.trainer.messages import RolloutRecord
 
 ROWS, SHARDS, SEED, HEADS = 7, 2, 0, 2
 SCHEDULES = int(os.environ.get("ASYNCRL_FUZZ_SCHEDULES", "60"))
+LONG_SCHEDULES, LONG = int(os.environ.get("ASYNCRL_FUZZ_LONG_SCHEDULES", "6")), 700
 DECODER = msgspec.json.Decoder(Noted)
 NO_BOOKS = m.GateBooks(0, 0, {}, 0)
 SIZE = m.RequestSize(1, 1, 1)
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-PICK = st.integers(0, 10_000)
-SHARD = st.integers(0, SHARDS - 1)
+BOTH, UP_TO_3 = (False, True), range(1, 4)
+PICK = range(10_001)
 JOINED = 2
-WORKER = st.integers(0, SHARDS + JOINED - 1)
-FATE = st.sampled_from(["answered", "reply lost", "late", "answered and repeated late"])
+WORKER = range(20)
+FATE = ("answered", "reply lost", "late", "answered and repeated late")
+BEGINNINGS: dict[str, Sequence[Any]] = {
+    "batch": UP_TO_3,
+    "eta": range(3),
+    "on_stale": tuple(OnStale),
+    "stops_early": BOTH,
+    "shards": range(1, 5),
+}
 _T = TypeVar("_T")
+_Method = TypeVar("_Method", bound=Callable[..., None])
 Answer = Callable[[ManagerService], Coroutine[Any, Any, Any]]
+
+
+class Move(NamedTuple):
+    """What may happen, and when: the name of a method of `Schedule`, and what its arguments are chosen among."""
+
+    name: str
+    when: Callable[[Schedule], bool]
+    choices: dict[str, Sequence[Any]]
+
+
+MOVES: list[Move] = []
+
+
+def some_run(self: Schedule) -> bool:
+    return any(worker.running for worker in self.workers)
+
+
+def some_are_pushed(self: Schedule) -> bool:
+    return any(worker.pushed for worker in self.workers)
+
+
+def some_may_be_rejected(self: Schedule) -> bool:
+    return any(worker.running.keys() - worker.pushed for worker in self.workers)
+
+
+def some_joined(self: Schedule) -> bool:
+    return len(self.workers) > self.shards
+
+
+def move(when: Callable[[Schedule], bool] | None = None, **choices: Sequence[Any]) -> Callable[[_Method], _Method]:
+    """A method of `Schedule` that hypothesis and `play_long` call."""
+
+    def note(method: _Method) -> _Method:
+        MOVES.append(Move(method.__name__, when or (lambda schedule: True), choices))
+        ruled = rule(**{name: st.sampled_from(values) for name, values in choices.items()})(method)
+        return ruled if when is None else precondition(when)(ruled)
+
+    return note
 
 
 class Worker:
@@ -71,8 +121,9 @@ class Worker:
     to the trainer; `ended`: what the manager was not heard to know.
     """
 
-    def __init__(self, shard: int, incarnation: int) -> None:
+    def __init__(self, shard: int, incarnation: int, shards: int) -> None:
         self.shard, self.incarnation = shard, incarnation
+        self.joined = shard >= shards
         self.name = f"rollout_worker/{shard}"
         self.former: m.TakeOverReply | None = None
         self.stream: PromptStream | LentPrompts | None = None
@@ -82,10 +133,6 @@ class Worker:
         self.ended: list[m.FinishedRollout] = []
         self.delivered: set[str] = set()  # prompts among `ended`
         self.ack = 0
-
-    @property
-    def joined(self) -> bool:
-        return self.shard >= SHARDS
 
     def who(self) -> dict[str, Any]:
         return {"worker": self.name, "incarnation": self.incarnation, "finished": list(self.ended)}
@@ -120,19 +167,16 @@ class Trainer:
     kept_known: Known = field(default_factory=Known)
     untold: TrainBatch | None = None
     told_already: int = 0
+    behind: bool = False
     books: m.GateBooks = NO_BOOKS
     in_step: list[str] = field(default_factory=list)
 
 
 class Schedule(RuleBasedStateMachine):
-    @initialize(
-        batch=st.integers(1, 3),
-        eta=st.integers(0, 2),
-        on_stale=st.sampled_from(OnStale),
-        stops_early=st.booleans(),
-    )
-    def begin(self, batch: int, eta: int, on_stale: OnStale, stops_early: bool) -> None:
+    @initialize(**{name: st.sampled_from(values) for name, values in BEGINNINGS.items()})
+    def begin(self, batch: int, eta: int, on_stale: OnStale, stops_early: bool, shards: int = SHARDS) -> None:
         self.batch, self.eta, self.on_stale, self.stops_early = batch, eta, on_stale, stops_early
+        self.shards = shards
         self.runner = asyncio.Runner()
         self.folder = Path(tempfile.mkdtemp(dir=IN_MEMORY))
         self.ids = (f"r{number}" for number in itertools.count())
@@ -145,8 +189,7 @@ class Schedule(RuleBasedStateMachine):
 
     # The launch: everything begins, from the newest checkpoint.
 
-    @precondition(lambda self: self.checkpoint is not None)
-    @rule()
+    @move(when=lambda self: self.checkpoint is not None)
     def the_run_dies(self) -> None:
         self.launch()
 
@@ -171,11 +214,11 @@ class Schedule(RuleBasedStateMachine):
         self.service.begin(self.trainer.version, (), self.trainer.books.dropped)
         self.service.routes_changed(self.served)
         self.told = len(self.events)
-        self.workers = [Worker(shard, 0) for shard in range(SHARDS)]
-        self.incarnations = dict.fromkeys(range(SHARDS, SHARDS + JOINED), 0)
+        self.workers = [Worker(shard, 0, self.shards) for shard in range(self.shards)]
+        self.incarnations = dict.fromkeys(range(self.shards, self.shards + JOINED), 0)
 
     def new_ledger(self) -> Ledger:
-        run = RunSettings(self.batch, self.eta, str(self.on_stale), SHARDS, SEED)
+        run = RunSettings(self.batch, self.eta, str(self.on_stale), self.shards, SEED)
         return Ledger(self.folder, run, file_bytes=4000)
 
     def new_trainer(self, state: dict[str, Any] | None, trained: list[list[str]]) -> Trainer:
@@ -198,7 +241,7 @@ class Schedule(RuleBasedStateMachine):
             routing="least_requests",
             lease_s=1e9,
             clock=lambda: 0.0,
-            shards=Shards(SHARDS),
+            shards=Shards(self.shards),
         )
         for event in map(DECODER.decode, self.events):
             service.rollouts.replay(event)
@@ -207,7 +250,7 @@ class Schedule(RuleBasedStateMachine):
         service.routes_changed(self.served)
         return service
 
-    @rule(cut_off=st.booleans(), remembered=st.booleans())
+    @move(cut_off=BOTH, remembered=BOTH)
     def the_manager_dies(self, cut_off: bool, remembered: bool) -> None:
         """What it did since it last answered may not be written yet."""
         if cut_off:
@@ -233,15 +276,14 @@ class Schedule(RuleBasedStateMachine):
         self.told = len(self.events)
         return reply
 
-    @precondition(lambda self: self.network)
-    @rule(pick=PICK, again=st.booleans())
+    @move(pick=PICK, again=BOTH, when=lambda self: self.network)
     def a_call_arrives_late(self, pick: int, again: bool) -> None:
         index = pick % len(self.network)
         answer = self.network[index] if again else self.network.pop(index)
         with contextlib.suppress(m.BadRequest):
             self.runner.run(answer(self.service))
 
-    @rule(share=st.integers(0, 2))
+    @move(share=range(3))
     def the_server_updates(self, share: int) -> None:
         self.served += (self.trainer.version - self.served) * share // 2
         self.service.router.update(0, "http://server", self.served, routable=True)
@@ -252,14 +294,14 @@ class Schedule(RuleBasedStateMachine):
     def at(self, pick: int) -> Worker:
         return self.workers[pick % len(self.workers)]
 
-    @rule(pick=WORKER)
+    @move(pick=WORKER)
     def take_over(self, pick: int) -> None:
         worker = self.at(pick)
         if worker.former is None:
             request = m.TakeOverRequest(**worker.who())
             worker.former = self.call(lambda service: service.take_over(request))
 
-    @rule(pick=WORKER)
+    @move(pick=WORKER)
     def read_used_prompts(self, pick: int) -> None:
         worker = self.at(pick)
         if worker.former is not None and worker.stream is None and worker.joined:
@@ -267,9 +309,9 @@ class Schedule(RuleBasedStateMachine):
         elif worker.former is not None and worker.stream is None:
             out = {prompt.prompt_id: prompt.attempt for prompt in worker.former.out}
             used = [*self.disk, *worker.former.given_up]
-            worker.stream = PromptStream(ROWS, SEED, worker.shard, SHARDS, used=used, out=out)
+            worker.stream = PromptStream(ROWS, SEED, worker.shard, self.shards, used=used, out=out)
 
-    @rule(pick=WORKER, count=st.integers(1, 3), fate=FATE)
+    @move(pick=WORKER, count=UP_TO_3, fate=FATE)
     def allocate(self, pick: int, count: int, fate: str) -> None:
         worker = self.at(pick)
         if worker.stream is None:
@@ -312,27 +354,36 @@ class Schedule(RuleBasedStateMachine):
         settled = {grant.rollout_id for grant in reply.granted} | set(reply.gone)
         worker.wanted = [item for item in worker.wanted if item[0] not in settled]
 
-    @precondition(lambda self: len(self.workers) < SHARDS + JOINED)
-    @rule(index=st.integers(SHARDS, SHARDS + JOINED - 1))
+    @move(index=range(JOINED), when=lambda self: len(self.workers) < self.shards + JOINED)
     def a_worker_joins(self, index: int) -> None:
         """Its number may have been another's, whose end the manager need not have seen."""
+        index += self.shards
         if all(worker.shard != index for worker in self.workers):
             self.incarnations[index] += 1
-            self.workers.append(Worker(index, self.incarnations[index]))
+            self.workers.append(Worker(index, self.incarnations[index], self.shards))
 
-    @precondition(lambda self: len(self.workers) > SHARDS)
-    @rule(pick=PICK, seen=st.booleans(), on_its_way=PICK)
+    @move(pick=PICK, seen=BOTH, on_its_way=PICK, when=some_joined)
     def a_worker_leaves(self, pick: int, seen: bool, on_its_way: int) -> None:
-        worker = self.workers.pop(SHARDS + pick % (len(self.workers) - SHARDS))
+        worker = self.workers.pop(self.shards + pick % (len(self.workers) - self.shards))
         self.leave_in_the_midst(worker, on_its_way)
         if seen:
             self.service.worker_died(worker.name)
 
-    @precondition(lambda self: len(self.workers) > SHARDS)
-    @rule(pick=PICK, shard=SHARD, count=st.integers(1, 3), offers=st.integers(1, 3), fate=FATE, asks_on=st.booleans())
+    @move(
+        pick=PICK,
+        shard=PICK,
+        count=UP_TO_3,
+        offers=UP_TO_3,
+        fate=FATE,
+        asks_on=BOTH,
+        when=some_joined,
+    )
     def lend(self, pick: int, shard: int, count: int, offers: int, fate: str, asks_on: bool) -> None:
         """A worker that joined holds a call while one with a shard offers; either reply may be lost."""
-        borrower, lender = self.workers[SHARDS + pick % (len(self.workers) - SHARDS)], self.workers[shard]
+        borrower, lender = (
+            self.workers[self.shards + pick % (len(self.workers) - self.shards)],
+            self.workers[shard % self.shards],
+        )
         if borrower.stream is None or lender.stream is None:
             return
         asking = msgspec.structs.replace(self.allocation(borrower, count), timeout_s=60.0)
@@ -364,10 +415,13 @@ class Schedule(RuleBasedStateMachine):
         """Nothing is played that is settled, unless another attempt may have been under way unseen."""
         if prompt_id not in self.doubtful:
             assert not any(prompt_id in step for step in self.trainer.trained)
-            assert prompt_id not in self.given_up.union(self.service.rollouts.given_up.unrecorded)
+            assert prompt_id not in self.given_up | self.proposed()
 
-    @precondition(lambda self: any(worker.running for worker in self.workers))
-    @rule(pick=PICK, fate=FATE)
+    def proposed(self) -> set[str]:
+        """The prompts that the manager dropped for good and that the master may not know of."""
+        return {each.prompt_id for each in self.service.rollouts.given_up.unrecorded}
+
+    @move(pick=PICK, fate=FATE, when=some_run)
     def schedule(self, pick: int, fate: str) -> None:
         """A later request of a rollout; it ends with its rollout, whatever else is lost."""
         worker, name = self.pick_running(pick)
@@ -376,8 +430,7 @@ class Schedule(RuleBasedStateMachine):
         if self.call(lambda service: service.schedule_request(request), fate) is not None:
             worker.heard()
 
-    @precondition(lambda self: any(worker.running for worker in self.workers))
-    @rule(pick=PICK)
+    @move(pick=PICK, when=some_run)
     def push(self, pick: int) -> None:
         worker, name = self.pick_running(pick)
         ref, version = worker.running[name]
@@ -387,8 +440,7 @@ class Schedule(RuleBasedStateMachine):
             rollout_id=name, prompt_id=ref.prompt_id, order=ref.order, head=0, **tokens, **sizes
         )
 
-    @precondition(lambda self: any(worker.pushed for worker in self.workers))
-    @rule(pick=PICK, head=st.integers(0, HEADS - 1), acknowledged=st.booleans())
+    @move(pick=PICK, head=range(HEADS), acknowledged=BOTH, when=some_are_pushed)
     def arrive(self, pick: int, head: int, acknowledged: bool) -> None:
         """A trajectory reaches a rank, also one that its worker died with; what is not acknowledged is sent again."""
         worker, name = self.pick_of(pick, lambda worker: worker.pushed)
@@ -402,8 +454,11 @@ class Schedule(RuleBasedStateMachine):
             worker.ended.append(m.FinishedRollout(name, accepted=True, tokens=2))
             worker.delivered.add(record.prompt_id)
 
-    @precondition(lambda self: any(worker.running.keys() - worker.pushed for worker in self.workers))
-    @rule(pick=PICK, how=st.sampled_from(["for good", "again", "as next attempt"]))
+    @move(
+        pick=PICK,
+        how=("for good", "again", "as next attempt"),
+        when=some_may_be_rejected,
+    )
     def reject(self, pick: int, how: str) -> None:
         worker, name = self.pick_of(pick, lambda worker: worker.running.keys() - worker.pushed)
         worker.running.pop(name)
@@ -419,19 +474,19 @@ class Schedule(RuleBasedStateMachine):
         found = [(worker, name) for worker in self.workers for name in sorted(names(worker))]
         return found[pick % len(found)]
 
-    @rule(pick=WORKER, fate=FATE)
+    @move(pick=WORKER, fate=FATE)
     def report(self, pick: int, fate: str) -> None:
         worker = self.at(pick)
         request = m.FinishRequest(**worker.who())
         if self.call(lambda service: service.finish_rollout(request), fate) is not None:
             worker.heard()
 
-    @rule(pick=WORKER, by_status=st.booleans(), on_its_way=PICK)
+    @move(pick=WORKER, by_status=BOTH, on_its_way=PICK)
     def a_worker_dies(self, pick: int, by_status: bool, on_its_way: int) -> None:
         """Another process begins; the manager may see that in name resolution, or only when it calls."""
         worker = self.at(pick)
         self.leave_in_the_midst(worker, on_its_way)
-        self.workers[pick % len(self.workers)] = Worker(worker.shard, worker.incarnation + 1)
+        self.workers[pick % len(self.workers)] = Worker(worker.shard, worker.incarnation + 1, self.shards)
         if worker.joined:
             self.incarnations[worker.shard] += 1
         if by_status:
@@ -444,22 +499,22 @@ class Schedule(RuleBasedStateMachine):
                 self.held[0, name] = record
                 self.inbox.append(record)
 
-    @rule(pick=WORKER)
+    @move(pick=WORKER)
     def a_lease_lapses(self, pick: int) -> None:
-        """The worker lives, and goes on once it is heard again."""
-        self.doubtful |= self.at(pick).in_hand
-        self.service.worker_died(self.at(pick).name)
+        """The worker lives, and goes on once it is heard again; what it was to play again it is told once more."""
+        worker = self.at(pick)
+        self.doubtful |= worker.in_hand | {ref.prompt_id for _, ref in worker.wanted}
+        self.service.worker_died(worker.name)
 
     # The trainer's side.
 
-    @rule()
+    @move()
     def collect(self) -> None:
         for copy in self.trainer.buffer.add(self.inbox):
             self.held.pop((copy.head, copy.rollout_id), None)
         self.inbox = []
 
-    @precondition(lambda self: not self.trainer.unreported)
-    @rule(dies=st.booleans())
+    @move(dies=BOTH, when=lambda self: not self.trainer.unreported and not self.trainer.behind)
     def train(self, dies: bool) -> None:
         """A step, up to where its state is kept and the others hear of it; the ranks may die before that.
 
@@ -506,7 +561,7 @@ class Schedule(RuleBasedStateMachine):
             for head in range(HEADS):
                 self.held.pop((head, name), None)
 
-    @rule(lost=st.booleans(), dies=st.booleans())
+    @move(lost=BOTH, dies=BOTH)
     def report_step(self, lost: bool = False, dies: bool = False) -> None:
         trainer = self.trainer
         self.disk = list(trainer.buffer.used)
@@ -520,11 +575,10 @@ class Schedule(RuleBasedStateMachine):
             return
         discarded, trainer.unreported, trainer.drops = trainer.drops, [], []
         known = max(0, trainer.known.events - (reply.events_seq - len(reply.events))) + trainer.told_already
-        trainer.told_already = 0
-        self.ledger.take(reply.events[known:])
+        trainer.told_already, trainer.behind = 0, False
+        self.ledger.take(decide(trainer.buffer, reply.given_up, reply.events[known:]))
         trainer.books, trainer.known = reply.books, Known(reply.seq, reply.events_seq)
-        trainer.buffer.give_up(reply.given_up)
-        self.given_up |= set(reply.given_up)
+        self.given_up |= {each.prompt_id for each in reply.given_up}
         if trainer.untold is not None:
             self.ledger.step(trainer.untold, trainer.books)
             trainer.untold = None
@@ -534,7 +588,7 @@ class Schedule(RuleBasedStateMachine):
         for drop in discarded:
             self.held.pop((drop.record.head, drop.record.rollout_id), None)
 
-    @rule()
+    @move()
     def the_trainer_dies(self) -> None:
         """Its successors go on from the last step, with what the inboxes hold."""
         kept, trained = self.kept, self.trainer.trained
@@ -551,13 +605,12 @@ class Schedule(RuleBasedStateMachine):
             trainer.unreported = list(kept["unreported"])
             trainer.buffer.know_trained(trainer.unreported)
             trainer.known = trainer.kept_known = kept["known"]
-            trainer.told_already = told.rollouts
+            trainer.told_already, trainer.behind = told.rollouts, True
             trainer.untold = None if told.step else kept["batch"]
         self.disk = list(trainer.buffer.used)
-        self.given_up &= set(trainer.buffer.used) | set(self.service.rollouts.given_up.unrecorded)
+        self.given_up &= set(trainer.buffer.used) | self.proposed()
 
-    @precondition(lambda self: not self.trainer.unreported and self.trainer.version)
-    @rule()
+    @move(when=lambda self: not self.trainer.unreported and self.trainer.version)
     def save(self) -> None:
         trainer = self.trainer
         books = None if trainer.unreported else trainer.books
@@ -608,7 +661,7 @@ class Schedule(RuleBasedStateMachine):
         assert (books.running, books.finished_untrained) == (0, len(self.trainer.buffer)), "the gate lost a place"
         assert self.service.router.placed == 0, "a server keeps the load of what is over"
 
-    @rule(first=WORKER)
+    @move(first=WORKER)
     def fair_turn(self, first: int) -> None:
         """All calls are answered, all that runs ends, and if it suffices a step is trained."""
         count = len(self.workers)
@@ -618,7 +671,7 @@ class Schedule(RuleBasedStateMachine):
         for pick in (each % count for each in range(first, first + count)):  # whoever asks first finds the places
             worker = self.at(pick)
             if worker.joined:
-                self.lend(pick - SHARDS, first % SHARDS, 3, 2, "answered", True)
+                self.lend(pick - self.shards, first % self.shards, 3, 2, "answered", True)
             self.allocate(pick, 3, "answered")
             while worker.running:
                 self.push(0)
@@ -689,7 +742,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_plays_each_prompt_that_was_lent_
 
 def join_and_lend(schedule: Schedule, number: int, count: int) -> set[str]:
     """Another worker joins and is lent prompts of the shard of this `number`; returns these."""
-    schedule.a_worker_joins(SHARDS + number)
+    schedule.a_worker_joins(number)
     for pick in range(len(schedule.workers)):
         schedule.take_over(pick)
         schedule.read_used_prompts(pick)
@@ -702,6 +755,54 @@ def join_and_lend(schedule: Schedule, number: int, count: int) -> set[str]:
 def owed_to(schedule: Schedule, number: int) -> set[str]:
     """What the worker that joined has been lent and does not play yet."""
     return {prompt.prompt_id for prompt in schedule.service.returned.owed(f"rollout_worker/{SHARDS + number}")}
+
+
+class Played(NamedTuple):
+    """A schedule: how it began, and its moves in order."""
+
+    beginning: dict[str, Any]
+    moves: list[tuple[str, dict[str, Any]]]
+
+
+def play_long(seed: int, steps: int = LONG) -> None:
+    """Play a random schedule of so many moves.
+
+    Raises:
+        AssertionError: something did not hold; the message has the schedule, which `play` plays again.
+    """
+    random = Random(seed)
+    played = Played({name: random.choice(values) for name, values in BEGINNINGS.items()}, [])
+    schedule = Schedule()
+    schedule.begin(**played.beginning)
+    often = {each.name: random.choice((0.1, 1, 5)) for each in MOVES}  # or each schedule has a death after few moves
+    try:
+        for _ in range(steps):
+            possible = [each for each in MOVES if each.when(schedule)]
+            (chosen,) = random.choices(possible, [often[each.name] for each in possible])
+            arguments = {name: random.choice(values) for name, values in chosen.choices.items()}
+            played.moves.append((chosen.name, arguments))
+            getattr(schedule, chosen.name)(**arguments)
+            schedule.books_balance_and_nothing_is_trained_twice()
+        schedule.teardown()
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {error!r} in {played}") from error
+
+
+def play(played: Played) -> None:
+    """Play a schedule again; moves that are not possible are left out."""
+    when = {each.name: each.when for each in MOVES}
+    schedule = Schedule()
+    schedule.begin(**played.beginning)
+    for name, arguments in played.moves:
+        if when[name](schedule):
+            getattr(schedule, name)(**arguments)
+            schedule.books_balance_and_nothing_is_trained_twice()
+    schedule.teardown()
+
+
+@pytest.mark.parametrize("seed", range(LONG_SCHEDULES))
+def test_a_long_schedule(seed: int) -> None:
+    play_long(seed)
 
 
 Schedule.TestCase.settings = settings(max_examples=SCHEDULES, stateful_step_count=50, deadline=None)

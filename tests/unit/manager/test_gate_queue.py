@@ -24,7 +24,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.suspects = Suspects()
+        self.in_hand: dict[str, list[str]] = {"w0": [], "w1": []}
+        self.suspects = Suspects(self.in_hand.__getitem__)
         self.queue = GateQueue(self.suspects)
         self.calls: list[WaitingCall] = []
         self.names = iter(range(10**9))
@@ -53,25 +54,49 @@ class AnyOrder(RuleBasedStateMachine):
         if (found := self.queue.next()) is not None:
             call, wanted = found
             call.wanted.remove(wanted)
+            self.in_hand[call.worker].append(wanted.prompt_id)
             self.suspects.began(call.worker, wanted.prompt_id)
+
+    @precondition(lambda self: any(call.wanted for call in self.calls))
+    @rule(pick=PICK)
+    def is_lent(self, pick: int) -> None:
+        wanted = [(call.worker, each) for call in self.calls for each in call.wanted]
+        worker, rollout = wanted[pick % len(wanted)]
+        self.queue.withdraw(worker, rollout.rollout_id)
+
+    @precondition(lambda self: any(self.in_hand.values()))
+    @rule(pick=PICK)
+    def comes_to_its_end(self, pick: int) -> None:
+        worker, prompt = self.played[pick % len(self.played)]
+        self.suspects.ended(worker, prompt)
+        self.in_hand[worker].remove(prompt)
+
+    @property
+    def played(self) -> list[tuple[str, str]]:
+        return [(worker, prompt) for worker, prompts in self.in_hand.items() for prompt in prompts]
 
     @rule(worker=st.sampled_from(["w0", "w1"]), prompt=st.sampled_from(PROMPTS))
     def ends(self, worker: str, prompt: str) -> None:
         self.suspects.ended(worker, prompt)
 
-    @rule(worker=st.sampled_from(["w0", "w1"]), in_hand=st.sets(st.sampled_from(PROMPTS)))
-    def dies(self, worker: str, in_hand: set[str]) -> None:
-        self.suspects.died(worker, sorted(in_hand))
+    @rule(worker=st.sampled_from(["w0", "w1"]))
+    def dies(self, worker: str) -> None:
+        self.suspects.died(worker, self.in_hand[worker])
+        self.in_hand[worker].clear()
 
     @rule(worker=st.sampled_from(["w0", "w1"]))
     def is_silent(self, worker: str) -> None:
         self.suspects.silent(worker)
+        self.in_hand[worker].clear()
 
     @invariant()
     def the_lowest_order_that_may_begin_is_next(self) -> None:
         heads = []
         for call in self.calls:
-            allowed = (each for each in call.wanted if not self.suspects.must_wait(call.worker, each.prompt_id))
+            alone = [each for each in call.wanted if self.suspects.tried_alone(each.prompt_id)]
+            allowed = (
+                each for each in alone or call.wanted if not self.suspects.must_wait(call.worker, each.prompt_id)
+            )
             if (head := next(allowed, None)) is not None:
                 heads.append((head.order, call.number, call, head))
         found = self.queue.next()
@@ -92,7 +117,7 @@ test_the_next_is_that_of_a_look_at_every_call = AnyOrder.TestCase
 
 
 def test_calls_that_ended_leave_nothing_behind_at_a_closed_gate() -> None:
-    queue = GateQueue(Suspects())
+    queue = GateQueue(Suspects(lambda worker: []))
     for number in range(10_000):
         call = WaitingCall(f"w{number % 10}", [m.WantedRollout(f"r{number}", f"p{number}", number)])
         queue.add(call)
@@ -121,7 +146,8 @@ class CountedSuspects(Suspects):
 async def test_an_admission_looks_at_few_and_wakes_one_of_a_thousand_that_wait() -> None:
     workers = 1_000
     service = ManagerService(batch_size=4, max_staleness=0, routing="least_requests", lease_s=1e9)
-    counted = CountedSuspects()
+    counted = CountedSuspects(service.gate.prompts_of)
+    counted.died("w9", ["9-0"])
     service.rollouts.suspects = service.admission.calls._suspects = counted
     service.begin(0)
 

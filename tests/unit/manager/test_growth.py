@@ -24,6 +24,7 @@ from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.master import buffer as buffers
 from asyncrl.master.buffer import SampleBuffer
+from asyncrl.master.reports import decide
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 
@@ -175,7 +176,7 @@ class Run:
         dropped = [drop.message for drop in self.buffer.pop_drops()]
         reply = await self.service.report_consumed(m.ConsumedReport(self.version, trained, dropped, *self.known))
         self.known = reply.seq, reply.events_seq, reply.measured_seq
-        self.buffer.give_up(reply.given_up)
+        decide(self.buffer, reply.given_up, [])
         for index in (0, 1):
             self.service.router.update(index, f"http://{'ab'[index]}", self.version, routable=True)
         self.service.routes_changed(self.version)

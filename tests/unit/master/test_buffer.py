@@ -13,6 +13,7 @@ from msgspec import structs
 
 from asyncrl.comm.remembered import ids_remembered
 from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.trainer.messages import RolloutRecord
 
@@ -109,9 +110,31 @@ def test_a_second_attempt_at_a_prompt_is_dropped(state: str) -> None:
             buffer.mark_trained(batch)
     buffer.add([record(0, tag="again")])
     drops = buffer.pop_drops()
-    assert [(drop.record.rollout_id, drop.reason, drop.return_prompt) for drop in drops] == [
-        ("again0", "duplicate_prompt", False)
+    kept = {"live": "r0", "taken": "r0", "trained": ""}[state]
+    assert [drop.message for drop in drops] == [
+        DroppedRollout("again0", "duplicate_prompt", return_prompt=state != "trained", kept=kept)
     ]
+
+
+def test_a_prompt_that_is_dropped_for_good_takes_its_live_record_along() -> None:
+    buffer = SampleBuffer(1, 1, "drop")
+    buffer.add([record(0)])
+    assert buffer.give_up("e0-0")
+    assert (len(buffer), buffer.take(9)) == (0, None)
+    assert [drop.message for drop in buffer.pop_drops()] == [DroppedRollout("r0", "duplicate_prompt", False)]
+    assert not buffer.give_up("e0-0"), "it is used"
+
+
+@pytest.mark.parametrize("state", ["taken", "trained"])
+def test_a_prompt_that_a_step_trains_is_not_dropped_for_good(state: str) -> None:
+    buffer = SampleBuffer(1, 1, "drop")
+    buffer.add([record(0)])
+    batch = buffer.take(0)
+    assert batch is not None
+    if state == "trained":
+        buffer.mark_trained(batch)
+    assert not buffer.give_up("e0-0")
+    assert buffer.pop_drops() == []
 
 
 def test_state_survives_json_and_live_records_are_forgotten() -> None:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
+import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.ledger_lines import PromptGoes, RunSettings
 from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.manager.messages import GateBooks
 from asyncrl.manager.rollout_events import RolloutEvents
 from asyncrl.manager.staleness_gate import WORKER_LOST, StalenessGate, Ticket
 from asyncrl.master.buffer import TrainBatch
 from asyncrl.master.ledger import Ledger
 from asyncrl.master.metric_rows import batch_statistics
+from asyncrl.observability.samples import forget_after, rows_of, write_samples
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.weights.manifest import FileEntry, Manifest, write_manifest
+from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 
 ROWS, BATCH, ETA, WORKERS, SEED = 7, 4, 1, 2, 3
 
@@ -45,6 +50,10 @@ class Launch:
         self.number = 0
         self.finished: list[tuple[Ticket, int]] = []
         self.held: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = list(state["evaluations"]) if state else []
+        self.saved = self.version if state else 0
+        self.rows_dropped = dict(state["dropped"]) if state else {}
+        write_books(folder, self.version, self.gate.books())
 
     def admit(self, worker: int) -> Ticket | None:
         if not self.gate.capacity:
@@ -102,11 +111,22 @@ class Launch:
         if reported:
             self._report()
         self.ledger.step(batch, self.gate.books() if reported else None)
-        row = {"policy_version": self.version, **batch_statistics(batch)}
+        books = self.gate.books()
+        write_books(self.folder, self.version, books)
+        failed = books.dropped.get("bad_prompt", 0) - self.rows_dropped.get("bad_prompt", 0)
+        self.rows_dropped = dict(books.dropped)
+        row = {"policy_version": self.version, **batch_statistics(batch), "restarts": 0}
+        row["rollout/dropped_bad_prompt"] = failed
+        weights = {"model.safetensors": safetensors(self.version), "config.json": b"{}"}
+        tensors = {"w": TensorEntry((2, 3), "F32", "model.safetensors")}
+        write_folder(self.folder / "weights" / "actor" / f"v{self.version}", "actor", self.version, weights, tensors)
+        self._keep_samples(records)
         if not evaluated:
             self.held.append({"step": self.version, "row": row})
             return
-        row = {"step": self.version} | row
+        measured = {"eval/held_out/accuracy": self.version / 10, "eval/held_out/prompts": 8.0}
+        self.evaluations.append({"version": self.version} | measured)
+        row = {"step": self.version} | row | measured
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -122,29 +142,69 @@ class Launch:
             "used": list(self.used),
             "dropped": dict(self.gate.books().dropped),
             "ledger": self.ledger.saved(self.version, self.gate.books()),
+            "evaluations": list(self.evaluations),
         }
+        self.saved = self.version
         master = {
             "version": self.version,
             "ledger": state["ledger"],
             "buffer": {"used_prompts": packed(self.used)},
-            "journal": {"rows": self.held},
+            "journal": {"rows": self.held, "evaluations": self.evaluations},
+            "dropped": state["dropped"],
         }
         text = json.dumps({"version": self.version, "master_state": master}).encode()
-        write_folder(self.folder / "checkpoints" / f"v{self.version}", self.version, {"state.json": text})
-        weights = {"model.safetensors": bytes([self.version]) * 50}
-        write_folder(self.folder / "weights" / "actor" / f"v{self.version}", self.version, weights)
+        folder = self.folder / "checkpoints" / f"v{self.version}"
+        write_folder(folder, "checkpoint", self.version, {"state.json": text, "shard.safetensors": b"x" * 50})
         return state
 
     def end(self, total_steps: int = 0) -> None:
+        if self.saved != self.version:
+            self.save()
         for rollout_id in self.gate.abandon():
             self.events.abandoned(rollout_id)
         self._report()
         books = self.gate.books()
         self.ledger.end(self.version, books)
         self.ledger.close()
-        told = {"trained": books.trained, "dropped": books.dropped, "abandoned": books.abandoned}
-        summary = {"steps": self.version, "total_steps": total_steps or self.version, "books": told}
+        newest: dict[str, Any] = {}
+        if self.evaluations:
+            last = self.evaluations[-1]
+            newest["held_out"] = {name.rpartition("/")[2]: value for name, value in last.items()}
+        config = self.folder / "config.yaml"
+        config.write_text(config.read_text() + f"total_train_steps: {total_steps or self.version}\n")
+        summary = {
+            "steps": self.version,
+            "total_steps": total_steps or self.version,
+            "books": plain(books),
+            "eval": newest,
+            "evaluations": self.evaluations,
+            "evaluations_failed": [],
+        }
         (self.folder / "summary.json").write_text(json.dumps(summary))
+
+    def _keep_samples(self, records: Sequence[RolloutRecord]) -> None:
+        """Keep all samples that the last step trained, if there is pyarrow."""
+        if importlib.util.find_spec("pyarrow") is None:
+            return
+        rows = []
+        for record in records:
+            versions = sorted(record.version_tokens)
+            samples = [
+                Sample(
+                    tokens=np.arange(5, dtype=np.int32),
+                    loss_mask=np.array([0] * (5 - count) + [1] * count, np.uint8),
+                    behave_logprobs=np.array([0.0] * (5 - count) + [-0.5] * count, np.float32),
+                    versions=np.array([-1] * (5 - count) + [version] * count, np.int32),
+                    reward=reward,
+                    episode=episode,
+                )
+                for episode, (count, version, reward) in enumerate(
+                    zip(record.generated, (versions[0], versions[-1]), record.rewards, strict=True)
+                )
+            ]
+            trajectory = Trajectory(record.rollout_id, record.prompt_id, record.order, samples, {})
+            rows += rows_of(trajectory, self.version, str, {})
+        write_samples(self.folder / "samples", self.version, "head-0", rows, max_bytes=1 << 30)
 
     def _report(self) -> None:
         self.events.forget(self.seen)
@@ -167,12 +227,33 @@ def packed(prompts: list[str]) -> dict[str, Any]:
     return {"count": len(set(prompts)), "epochs": epochs, "others": []}
 
 
-def write_folder(folder: Path, version: int, files: Mapping[str, bytes]) -> None:
+def plain(books: GateBooks) -> dict[str, Any]:
+    return {name: getattr(books, name) for name in GateBooks.__struct_fields__}
+
+
+def write_books(folder: Path, step: int, books: GateBooks) -> None:
+    (folder / "books.json").write_text(json.dumps({"step": step, "books": plain(books)}))
+
+
+def safetensors(version: int) -> bytes:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes([version]) * 24
+
+
+def write_folder(
+    folder: Path,
+    role: str,
+    version: int,
+    files: Mapping[str, bytes],
+    tensors: Mapping[str, TensorEntry] | None = None,
+) -> None:
+    if folder.exists():  # of a launch that was forgotten
+        shutil.rmtree(folder)
     folder.mkdir(parents=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
     entries = {name: FileEntry.of([data]) for name, data in files.items()}
-    write_manifest(folder, Manifest("actor", version, entries))
+    write_manifest(folder, Manifest(role, version, entries, dict(tensors or {})))
 
 
 def begin_run(folder: Path) -> Path:
@@ -180,7 +261,7 @@ def begin_run(folder: Path) -> Path:
     (folder / "data_record.json").write_text(json.dumps({"rows": ROWS}))
     (folder / "config.yaml").write_text(
         f"train_batch_size: {BATCH}\nmax_head_offpolicyness: {ETA}\non_stale: drop\nseed: {SEED}\n"
-        f"rollout: {{workers: {WORKERS}}}\n"
+        f"rollout: {{workers: {WORKERS}}}\neval: {{interval: 1}}\nsamples: {{every: 1}}\n"
     )
     return folder
 
@@ -197,9 +278,12 @@ def recorded_run(tmp_path: Path) -> Path:
     first.ledger.close()
     rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(rows[:2]))  # as the next launch does
+    shutil.rmtree(folder / "weights" / "actor" / "v3")
+    forget_after(folder / "samples", 2, "head-0")
     second = Launch(folder, state)
     for _ in range(3):
         second.step()
     second.save()
     second.end()
+    shutil.rmtree(folder / "samples")  # they would take most of an audit's time
     return folder

@@ -125,10 +125,12 @@ def test_whoever_seals_anew_is_found_by_the_rules(recorded_run: Path) -> None:
             doctored = json.loads(json.dumps(lines))
             doctor(doctored, number, path)
             write(file, doctored, sealed=True)
-            if audit(recorded_run).findings:
+            if (found := audit(recorded_run)).findings:
                 noticed.add((kind, path))
-    # Nothing else tells when the first launch began.
-    assert fields.keys() - noticed == {("begin", ("at",))}
+            elif path == ("at",):
+                assert found.notes or number < 2, "nothing comes before the first time of a process"
+    # A clock that is set back just before the end is a note.
+    assert fields.keys() - noticed == {("end", ("at",))}
 
 
 @pytest.mark.parametrize("kind", ["admitted", "finished", "dropped", "abandoned", "trained", "step", "saved"])
@@ -185,14 +187,18 @@ def test_a_row_that_waits_for_its_evaluation_is_in_the_checkpoint_that_a_stop_le
     assert audit(run).findings == ()
     summary, told = run / "summary.json", json.loads((run / "summary.json").read_text())
     summary.write_text(json.dumps(told | {"total_steps": 2}))
-    assert audit(run).findings == ("metrics.jsonl: ends with step 1; the run ended at 2",), "complete, it wrote all"
+    findings = audit(run).findings
+    assert "metrics.jsonl: ends with step 1; the run ended at 2" in findings, "complete, it wrote all"
     summary.write_text(json.dumps(told))
     file = run / "metrics.jsonl"
     with file.open("a") as rows:  # its evaluation was given up at the end, when the checkpoint was there
         rows.write(json.dumps({"step": 2} | launch.held[0]["row"]) + "\n")
     assert audit(run).findings == ()
     file.write_text("")
-    assert audit(run).findings == ("checkpoints/v2: the row of step 2 comes after nothing",)
+    assert audit(run).findings == (
+        "checkpoints/v2: the row of step 2 comes after nothing",
+        "summary.json: has an evaluation of version 1, and metrics.jsonl has none",
+    )
 
 
 def test_a_held_row_that_is_not_the_ledgers_is_found(tmp_path: Path) -> None:
@@ -331,3 +337,65 @@ def test_a_worker_that_joined_plays_what_it_was_lent_and_nothing_else(tmp_path: 
     ):
         write(file, doctored, sealed=True)
         assert any(finding in str(found) for found in audit(run).findings), finding
+
+
+def set_back(lines: Lines, number: int, seconds: float) -> Lines:
+    """`lines` of a host whose clock was set back before the line `number`."""
+    return [
+        line | {"at": line["at"] - seconds} if at >= number and "at" in line else line for at, line in enumerate(lines)
+    ]
+
+
+def test_a_clock_that_is_set_back_is_a_note_for_each_process_and_no_finding(
+    recorded_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, lines = ledger_of(recorded_run)
+    number = next(number for number, line in enumerate(lines) if line["kind"] == "step" and line["step"] == 4)
+    write(file, set_back(lines, number, 3600.0), sealed=True)
+    found = audit(recorded_run)
+    assert found.findings == ()
+    assert sorted(note.partition(": ")[2] for note in found.notes) == [
+        "the clock of the GserverManager was set back by 3595 s",
+        "the clock of the MasterWorker was set back by 3595 s",
+    ]
+    assert main([str(recorded_run)], "asyncrl") == 0
+    assert capsys.readouterr().out.count("note: ledger/000001.jsonl:") == 2
+
+
+def test_what_a_killed_run_may_lack_is_no_finding_and_what_it_must_have_is(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run)
+    launch.step()
+    launch.save()
+    launch.step()
+    launch.step(evaluated=False)
+    launch.ledger.close()
+    assert audit(run).findings == (), "the row of step 3 waits for its evaluation"
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("interval: 1", "interval: 2"))
+    assert audit(run).findings == (
+        "metrics.jsonl: ends with step 2; the ledger's last step is 3, and version 3 waits for no evaluation",
+    )
+    config.write_text(config.read_text().replace("interval: 2", "interval: 1"))
+    shutil.rmtree(run / "weights" / "actor" / "v3")
+    assert audit(run).findings == ("weights: the newest is of version 2; the ledger's last step made 3",)
+
+
+def test_a_later_launch_that_ended_before_its_first_line_is_no_finding(recorded_run: Path) -> None:
+    for name in ("summary.json", "books.json"):
+        (recorded_run / name).unlink()
+    config = recorded_run / "config.yaml"
+    config.write_text(config.read_text().replace("max_head_offpolicyness: 1", "max_head_offpolicyness: 2"))
+    found = audit(recorded_run)
+    assert found.findings == ()
+
+
+def test_a_finished_run_that_was_cut_is_found(recorded_run: Path) -> None:
+    """The ledger's end, half the metrics and all weights are gone."""
+    file = recorded_run / "ledger" / "000001.jsonl"
+    file.write_bytes(file.read_bytes()[:-600])
+    metrics = recorded_run / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+    shutil.rmtree(recorded_run / "weights")
+    findings = audit(recorded_run).findings
+    assert {finding.partition(": ")[0] for finding in findings} >= {"summary.json", "metrics.jsonl", "weights"}

@@ -20,7 +20,7 @@ ROW = {
     "throughput/train_tokens_per_s": 5678.0,
     "time/step_s": 0.5,
     "time/wait_data_s": 0.1,
-    "time/gate_closed_s": 0.05,
+    "time/generation_idle_s": 0.05,
     "eval/held_out/accuracy": 0.75,
 }
 
@@ -54,15 +54,23 @@ def test_a_plain_row_is_one_line_with_the_main_figures() -> None:
 
 def test_the_live_panel_shows_progress_staleness_and_who_waits_for_whom() -> None:
     text = panel(ROW)
-    for part in ("asyncrl a/b", "step 3/10", "0.250", "max 2 of η = 4", "0.750", "trainer for data 20 %", "gate 10 %"):
+    for part in (
+        "asyncrl a/b",
+        "step 3/10",
+        "0.250",
+        "max 2 of η = 4",
+        "0.750",
+        "trainer for data 20 %",
+        "generation for training 10 %",
+    ):
         assert part in text
 
 
 def test_the_live_panel_fits_80_columns_whatever_the_figures() -> None:
-    shares = {"time/step_s": 100.0, "time/wait_data_s": 100.0, "time/gate_closed_s": 100.0}
+    shares = {"time/step_s": 100.0, "time/wait_data_s": 100.0, "time/generation_idle_s": 100.0}
     rates = {"throughput/gen_tokens_per_s": 1234567.0, "throughput/train_tokens_per_s": 7654321.0}
     text = panel(*[ROW | shares | rates | {"reward/mean": -12.5} for _ in range(30)])
-    assert "trainer for data 100 %, rollouts for the gate 100 %" in text
+    assert "trainer for data 100 %, generation for training 100 %" in text
     assert "generated 1,234,567, trained 7,654,321" in text
     assert "…" not in text
     assert max(len(line) for line in text.splitlines()) <= 80

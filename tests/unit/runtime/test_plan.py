@@ -231,7 +231,6 @@ def set_to(path: str, value: object) -> Callable[[ExperimentConfig], None]:
         (lambda config: setattr(config.system.hosts[2], "address", "10.0.0.2"), "has '10.0.0.2' 2 times"),
         (set_to("manager.weight_transport", "distributed"), "manager.weight_transport='distributed' reaches"),
         (set_to("generation.sglang.urls", ["http://10.0.0.9:30000"]), "generation.sglang.urls: nothing brings"),
-        (set_to("model.lora.rank", 8), "model.lora.rank=8: adapters name the folder"),
         (set_to("system.shared", True), "fileroot='/scratch/runs' is for hosts with disks of their own"),
     ],
 )

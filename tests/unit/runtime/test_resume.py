@@ -16,6 +16,7 @@ from asyncrl.observability.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError, check_finished, continuation
 from asyncrl.runtime.run_dir import CONFIG_FILE, SUMMARY_FILE, run_dir_of, write_run_config
+from asyncrl.weights.manifest import Manifest, file_entry, verify, write_manifest
 
 Make = Callable[..., ExperimentConfig]
 
@@ -126,7 +127,28 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(make: Make) -> None:
     run_dir = earlier_launch(make(), version=4)
     (run_dir / "checkpoints" / "v8").mkdir()
     (run_dir / "checkpoints" / "v8" / "state.json").write_text('{"cut of')
-    assert "checkpoint v4" in continuation(run_dir, make())[0]
+    damaged, line = continuation(run_dir, make())
+    assert damaged.startswith("checkpoint v8 is damaged and passed over: ")
+    assert line.startswith("continuing from checkpoint v4")
+
+
+def test_a_checkpoint_whose_tensors_are_damaged_is_passed_over_and_named(make: Make) -> None:
+    run_dir = earlier_launch(make(), version=4)
+    for version in (4, 8):
+        folder = run_dir / "checkpoints" / f"v{version}"
+        write(folder / "state.json", {"master_state": {"buffer": {"used_prompts": {"count": 4 * version}}}})
+        (folder / "shard.safetensors").write_bytes(b"tensors")
+        files = {name: file_entry(folder / name) for name in ("state.json", "shard.safetensors")}
+        write_manifest(folder, Manifest("checkpoint", version, files))
+    assert continuation(run_dir, make(), verify) == ["continuing from checkpoint v8: step 8 of 10, 32 prompts used"]
+    (run_dir / "checkpoints" / "v8" / "shard.safetensors").write_bytes(b"tensorz")
+    damaged, line = continuation(run_dir, make(), verify)
+    assert damaged.startswith("checkpoint v8 is damaged and passed over: ")
+    assert "has the checksum" in damaged
+    assert line == "continuing from checkpoint v4: step 4 of 10, 16 prompts used"
+    (run_dir / "checkpoints" / "v4" / "shard.safetensors").unlink()
+    with pytest.raises(TrialError, match=r"(?s)none of its checkpoints can be used:\n.*v8.*\n.*v4.*resume=restart"):
+        continuation(run_dir, make(), verify)
 
 
 def test_one_file_spelled_in_two_ways_is_no_change(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,9 +51,10 @@ UNKNOWN = {"clone3": 435, "io_uring_setup": 425, "landlock_create_ruleset": 444,
 CLONE, SOCKET = (56, 220), (41, 198)
 
 
-def verdict(machine: str, number: int, argument: int = 0, audit: int | None = None) -> int:
+def verdict(machine: str, number: int, *arguments: int, audit: int | None = None) -> int:
     """Run the filter as the kernel does."""
-    data = struct.pack("<IIQQ", number, AUDIT[machine] if audit is None else audit, 0, argument)
+    given = (*arguments, 0, 0, 0)[:3]
+    data = struct.pack("<IIQQQQ", number, AUDIT[machine] if audit is None else audit, 0, *given)
     instructions = list(struct.iter_unpack("<HBBI", refusing_filter(machine)))
     accumulator, position = 0, 0
     while True:
@@ -96,6 +97,16 @@ def test_arguments_decide_of_new_processes_and_sockets(column: int, machine: str
         assert [verdict(machine, call, family) for family in (1, 2, 10)] == [ALLOW] * 3
         for family in (0, 16, 17, 38, 40, 44):  # netlink, packets, kernel cryptography, vsock, XDP
             assert verdict(machine, call, family) == 0x50000 | errno.EAFNOSUPPORT
+
+
+@pytest.mark.parametrize(("machine", "number"), [("x86_64", 54), ("aarch64", 208)])
+def test_the_buffers_of_a_socket_keep_their_size(machine: str, number: int) -> None:
+    level, no_delay, send_buffer, receive_buffer = 1, 1, 7, 8
+    assert verdict(machine, number, 3, level, send_buffer) == 0x50000 | errno.EPERM
+    assert verdict(machine, number, 3, level, receive_buffer) == 0x50000 | errno.EPERM
+    assert verdict(machine, number, 3, level, 2) == ALLOW
+    assert verdict(machine, number, 3, 6, no_delay) == ALLOW
+    assert verdict(machine, number, 3, 6, send_buffer) == ALLOW
 
 
 def test_calls_of_other_architectures_end_the_program() -> None:

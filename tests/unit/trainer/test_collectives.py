@@ -10,6 +10,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import TypeAlias
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,7 +128,36 @@ def test_what_is_aborted_while_groups_are_made_ends_their_connections_and_nothin
         kept.sendall(b"still there")
         assert before.recv(100) == b"still there"
         assert ours.recv(1) == ended.recv(1) == b"", "both ends are shut down"
-        with socket.create_connection(also_made.getsockname()):  # what listens still does
+        with socket.create_connection(listening.getsockname()):  # what listened before still does
             pass
         for each in (before, ours, also_made, kept, ended):
             each.close()
+
+
+def test_once_its_groups_are_made_gloo_takes_no_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep each of their connections for the life of the process."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    collectives = Collectives()
+    with collectives.making(torch.device("cpu")):
+        dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+        dist.new_group([0])
+        ports = listening_ports()
+        assert len(ports) == 2
+        early = [socket.create_connection(("127.0.0.1", port), 60.0) for port in ports]
+    try:
+        for port in ports:
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), 0.2)
+        total = torch.ones(4)
+        dist.all_reduce(total)
+        assert total.tolist() == [1.0] * 4
+    finally:
+        collectives.leave()
+        for each in early:
+            each.close()
+
+
+def listening_ports() -> list[int]:
+    """Ports on which this process takes TCP connections."""
+    connections = psutil.Process().net_connections("tcp")
+    return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, OPTConfig, PretrainedConfig
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference import settings as inference
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager import settings as manager
-from asyncrl.trainer.lora_checks import layer_kinds, problems
-from asyncrl.trainer.settings import check
+from asyncrl.trainer.lora_checks import layer_kinds, problems, publishes_adapters
+from asyncrl.trainer.settings import LoraPublish, check
 
 KINDS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
@@ -75,14 +77,58 @@ def test_where_peft_is_not_installed_its_extra_is_named(
     assert list(check(adapted)) == []
 
 
-def test_servers_and_transports_that_take_whole_weights_only_are_refused(adapted: ExperimentConfig) -> None:
-    adapted.generation.backend, adapted.generation.sglang.python = GenerationBackend.sglang, "/bin/true"
-    (message,) = inference.check(adapted)
-    assert message.startswith("generation.backend='sglang': adapters (model.lora.rank=4) are served by the embedded")
-    for transport in ("tensor", "distributed"):
+def test_by_default_a_version_is_what_all_servers_can_take(adapted: ExperimentConfig) -> None:
+    assert publishes_adapters(adapted)
+    adapted.model.lora.publish = LoraPublish.merged
+    assert not publishes_adapters(adapted)
+    adapted.model.lora.publish = LoraPublish.auto
+    adapted.system.shared = False
+    assert not publishes_adapters(adapted)
+    adapted.system.shared, adapted.generation.backend = True, GenerationBackend.sglang
+    adapted.generation.sglang.python = "/bin/true"
+    assert not publishes_adapters(adapted)
+    for transport in ("disk", "tensor", "distributed"):
         adapted.manager.weight_transport = transport
-        (message,) = manager.check(adapted)
-        assert message.startswith(f"manager.weight_transport={transport!r}: whole weights are sent, and model.lora.")
+        assert not publishes_adapters(adapted)
+        assert list(check(adapted)) == list(inference.check(adapted)) == list(manager.check(adapted)) == []
+    adapted.model.lora.rank = 0
+    assert not publishes_adapters(adapted)
+
+
+def test_adapters_alone_are_refused_where_servers_take_whole_weights(adapted: ExperimentConfig) -> None:
+    adapted.model.lora.publish = LoraPublish.adapter
+    assert publishes_adapters(adapted)
+    assert list(check(adapted)) == []
+    adapted.generation.backend, adapted.manager.weight_transport = GenerationBackend.sglang, "tensor"
+    adapted.system.shared = False
+    assert list(check(adapted)) == [
+        "model.lora.publish='adapter': generation.backend='sglang' loads whole weights; use merged, or auto",
+        "model.lora.publish='adapter': manager.weight_transport='tensor' sends whole weights; use merged, or auto",
+        "model.lora.publish='adapter': system.shared=false: adapters name the folder of their base model, which is "
+        "another on each host; use merged, or auto",
+    ]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=17, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+        OPTConfig(
+            vocab_size=17,
+            hidden_size=32,
+            ffn_dim=44,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            word_embed_proj_dim=32,
+        ),
+    ],
+    ids=["gpt2", "opt"],
+)
+def test_layers_are_found_whatever_they_are_called(
+    config: PretrainedConfig, saved_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    kinds = {"gpt2": ["c_attn", "c_fc", "c_proj"], "opt": ["fc1", "fc2", "k_proj", "out_proj", "q_proj", "v_proj"]}
+    assert layer_kinds(saved_model(tmp_path / "model", config)) == kinds[config.model_type]
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ class BuildPlan:
         dtype: of the arithmetic.
         trained: parameters are then held in fp32, whatever `dtype`; else in `dtype`.
         lora: the adapters, where these are what is trained; the rest is then held in `dtype`.
+        merge: whether these are published merged into the rest.
         seed: of the adapters' first values.
         recompute: keep no activations but each layer's input, and compute the rest again in the backward pass.
         replay_routing: of a policy, whether its routers choose as the engine that generated did.
@@ -68,6 +69,7 @@ class BuildPlan:
     dtype: torch.dtype
     trained: bool
     lora: LoraConfig | None = None
+    merge: bool = False
     seed: int = 0
     recompute: bool = False
     replay_routing: bool = False
@@ -94,8 +96,9 @@ class Built:
             embedding has the input's; of a value model as in the stage.
         buffers: persistent ones of this stage, by their names in a model folder.
         published: of a policy, all tensors of its model folder in the model's order; the same on all ranks.
+        adapters: the adapters, in the same way, by their names in peft's folder.
         stages: the pipeline stage of each of these.
-        folder: by these names, which part of which parameter each is; empty where adapters are published.
+        folder: by the names in the model folder, which part of which parameter each is.
         model: the part as transformers knows it.
         embeddings: names of the embeddings' weights among `names`.
         tied: name of the embedding that is input and output embedding in one; None where they are two.
@@ -107,6 +110,7 @@ class Built:
     buffers: dict[str, Tensor]
     model: PreTrainedModel
     published: list[TensorSpec] = field(default_factory=list)
+    adapters: list[TensorSpec] = field(default_factory=list)
     stages: dict[str, int] = field(default_factory=dict)
     folder: dict[str, FolderTensor] = field(default_factory=dict)
     embeddings: frozenset[str] = frozenset()
@@ -131,7 +135,8 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         model.requires_grad_(False)
         add_adapters(trunk, plan.lora)
     routers = Routers(trunk, model.config.get_text_config().model_type) if plan.replay_routing else None
-    published = _published(model, folder, plan.dtype) if plan.lora is None else published_adapters(model, plan.dtype)
+    published = _published(model, folder, plan.dtype)
+    adapters = published_adapters(model, plan.dtype)
     tied = bool(model.config.get_text_config().tie_word_embeddings)
     head = cast(nn.Module, model.get_output_embeddings())  # type: ignore[no-untyped-call]
     if tied and not isinstance(head, nn.Linear):
@@ -160,8 +165,9 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         _buffers(stage, model),
         model,
         published,
-        {spec.name: _stage_of(spec.name, layers, place.stages) for spec in published},
-        {part.name: part for part in folder if plan.lora is None},
+        adapters,
+        {spec.name: _stage_of(spec.name, layers, place.stages) for spec in (*published, *adapters)},
+        {part.name: part for part in folder},
         frozenset(names[name] for name in embedding_names(stage)),
         f"{model.base_model_prefix}.{embedding}.weight" if tied else None,
         routers,

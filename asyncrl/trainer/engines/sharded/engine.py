@@ -43,14 +43,14 @@ from asyncrl.trainer.engines.sharded.build import (
 from asyncrl.trainer.engines.sharded.gathering import Gathering
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
 from asyncrl.trainer.engines.sharded.torch_warnings import several_collectives_expected
-from asyncrl.trainer.lora import adapters_off, is_adapter
+from asyncrl.trainer.lora import Merged, adapters_off, is_adapter
 from asyncrl.trainer.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.scoring import EntropyMode
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.adapters import published_name
-from asyncrl.weights.published import TensorSpec
+from asyncrl.weights.published import Published, TensorSpec
 
 Finish = Callable[[MicroBatch, Outputs], Tensor]
 
@@ -231,7 +231,13 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         self._temperature = temperature
         mine: dict[str, Tensor] = {**self.parameters(), **built.buffers}
         mine |= {published_name(name): parameter for name, parameter in self.parameters().items() if is_adapter(name)}
-        self._gathering = Gathering(built.published, built.stages, built.folder, mine, self._place, plan.device)
+        published, adapters = (
+            Gathering(specs, built.stages, built.folder, mine, self._place, plan.device)
+            for specs in (built.published, built.adapters)
+        )
+        self._published: Published = published if plan.lora is None else adapters
+        if plan.lora is not None and plan.merge:
+            self._published = Merged(published, adapters, plan.lora, built.folder.values(), self.model_config)
 
     @property
     def model_config(self) -> PretrainedConfig:
@@ -299,10 +305,10 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         ema_update_((local(mine[n].detach()) for n in mine), (local(theirs[n].detach()) for n in mine), decay)
 
     def published_specs(self) -> list[TensorSpec]:
-        return list(self._built.published)
+        return self._published.published_specs()
 
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        return self._gathering.gather(owners)
+        return self._published.gather(owners)
 
 
 class ShardedValueEngine(ShardedEngine, ValueEngine):

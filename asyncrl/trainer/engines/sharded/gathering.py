@@ -69,6 +69,10 @@ class Gathering:
     place: Place
     device: torch.device
 
+    def published_specs(self) -> list[TensorSpec]:
+        """See `asyncrl.trainer.engines.base.PolicyEngine.published_specs`."""
+        return list(self.specs)
+
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """See `asyncrl.trainer.engines.base.PolicyEngine.gather`."""
         here, grid = self.place.coordinates.pipeline, self.place.grid

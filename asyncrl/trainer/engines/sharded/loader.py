@@ -17,6 +17,7 @@ from asyncrl.trainer.engines.sharded.engine import ShardedPolicyEngine, ShardedV
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours
 from asyncrl.trainer.engines.sharded.settling import settled_layout
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
@@ -77,6 +78,7 @@ class ShardedLoader(EngineLoader):
             torch_dtype,
             trained,
             lora=lora,
+            merge=not publishes_adapters(self._config),
             seed=self._config.seed,
             recompute=trained and self._config.trainer.gradient_checkpointing,
             replay_routing=trained and self._config.moe.replay_routing,

@@ -32,6 +32,7 @@ from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.lora import is_adapter, plain_name
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import build_rank
+from asyncrl.trainer.settings import LoraPublish
 from asyncrl.trainer.step_batch import build_step_batch
 from asyncrl.weights.adapters import published_name
 from asyncrl.weights.model_folder import folder_tensors
@@ -135,6 +136,7 @@ CASES = [  # a layout of all three kinds has every pair of them
     *(("qwen3+lora4", layout) for layout in ("d1", "d2t2p2")),
     ("llama+lora4", "t4"),
     ("qwen2+lora4", "p2"),
+    *(("qwen2+merged", layout) for layout in ("p2", "d2t2")),
     *(("llama", layout) for layout in ("t4", "t2p2")),  # t4: more slices than key-value heads
     *(("mixtral", layout) for layout in ("d3", "t2p2")),  # d3: a rank without an expert
     *(("qwen3_moe", layout) for layout in ("d2", "d2t2")),
@@ -156,7 +158,8 @@ def test_any_layout_trains_as_one_process_does(
 ) -> None:
     name, _, how = model.partition("+")
     config.model.path = model_dir(name)
-    config.model.lora.rank = int(how.removeprefix("lora")) if how.startswith("lora") else 0
+    config.model.lora.rank = 4 if how in ("lora4", "merged") else 0
+    config.model.lora.publish = LoraPublish.merged if how == "merged" else LoraPublish.auto
     config.moe.replay_routing = how == "replay"
     # A stage's layers are computed again after another micro-batch went through them.
     config.trainer.gradient_checkpointing = how == "replay" and "p" in layout
@@ -199,10 +202,26 @@ def test_any_layout_trains_as_one_process_does(
     with torch.device("meta"):
         model_on_meta = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
     parts = {part.name: part for part in folder_tensors(model_on_meta)}
+    if how == "merged":
+        assert {name for name, _ in owner["published"]} == parts.keys()
+        _are_merged(owner["published"], weights, config)
+        return
     for published, tensor in owner["published"]:
         part = parts.get(published)
         expected = weights[published] if part is None else part.of(torch.from_numpy(weights[part.parameter])).numpy()
         np.testing.assert_array_equal(tensor, expected, err_msg=published)
+
+
+def _are_merged(published: list[tuple[str, Any]], weights: dict[str, Any], config: ExperimentConfig) -> None:
+    """Every layer is that of the base plus its trained adapter."""
+    scale, base = config.model.lora.alpha / config.model.lora.rank, load_file(f"{config.model.path}/model.safetensors")
+    for name, tensor in published:
+        adapter = published_name(name.removesuffix(".weight"))
+        expected = base[name]
+        if f"{adapter}.lora_A.weight" in weights:
+            expected = expected + scale * (weights[f"{adapter}.lora_B.weight"] @ weights[f"{adapter}.lora_A.weight"])
+            assert abs(expected - base[name]).max() > 1e-3, "it was trained"
+        np.testing.assert_allclose(tensor, expected, rtol=0, atol=1e-6, err_msg=name)
 
 
 def _same_statistics(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

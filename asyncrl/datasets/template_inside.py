@@ -1,0 +1,114 @@
+"""The process that compiles and renders chat templates for another one, within limits; see `template_process`.
+
+    python -P template_inside.py             # pickled requests from its input, answers to its output
+
+A template is somebody else's program. Jinja's sandbox keeps it from Python's objects, but bounds neither its loops nor
+its texts, which it partly makes as it compiles. So the kernel does: it limits the process's address space, and the CPU
+time of each request, at which it ends the process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+import resource
+import signal
+import struct
+import sys
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+HEADER = struct.Struct("<cQ")
+"""Of an answer: its kind, and the length of the text that follows."""
+RENDERED, REFUSED, NO_TEMPLATE, TOO_LARGE = b"r", b"f", b"n", b"l"
+
+
+def main(cpu_s: float, memory_bytes: int, text_chars: int) -> None:
+    """Answer requests until the input ends."""
+    for interrupt in (signal.SIGINT, signal.SIGTERM):  # the process that asks ends this one
+        signal.signal(interrupt, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    while True:
+        try:
+            source, variables, now = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that started this one
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        kind, text = _answer(source, variables, now, text_chars)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(HEADER.pack(kind, len(text)))
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+
+
+def _answer(source: str, variables: dict[str, Any] | None, now: Any, text_chars: int) -> tuple[bytes, bytes]:
+    """Kind and text of the answer; without `variables` the template is compiled alone."""
+    try:
+        try:
+            template = _compiled(source)
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+            return NO_TEMPLATE, _encoded(str(error))
+        if variables is None:
+            return RENDERED, b""
+        try:
+            text = template.render({"strftime_now": now.strftime, **variables})
+        except MemoryError:
+            raise
+        except Exception as error:
+            return REFUSED, _encoded(f"{type(error).__name__}: {error}")
+        return (RENDERED, _encoded(text)) if len(text) <= text_chars else (TOO_LARGE, b"")
+    except MemoryError:
+        return TOO_LARGE, b""
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", errors="surrogatepass")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's text for those who want a mask; it renders as what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own form
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Any) -> str:
+        return str(caller())
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)  # the type itself reaches further
+    return environment.from_string(source)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As JSON; Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

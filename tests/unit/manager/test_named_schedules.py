@@ -1,0 +1,261 @@
+"""What longer schedules of `test_any_schedule` found, by name: prompts trained and dropped, lost, or told twice."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.comm.ledger_lines import Dropped
+from asyncrl.manager import messages as m
+from asyncrl.manager.service import ManagerService
+from asyncrl.manager.shards import Shards
+from asyncrl.master.buffer import SampleBuffer
+from asyncrl.master.settings import OnStale
+from asyncrl.observability.audit.history import read_ledger
+from asyncrl.trainer.messages import RolloutRecord
+from tests.unit.manager.test_any_schedule import Schedule, Worker
+
+
+def begun(eta: int = 2) -> Schedule:
+    schedule = Schedule()
+    schedule.begin(batch=1, eta=eta, on_stale=OnStale.drop, stops_early=False)
+    take_over(schedule)
+    return schedule
+
+
+def take_over(schedule: Schedule) -> None:
+    for pick in range(len(schedule.workers)):
+        schedule.take_over(pick)
+        schedule.read_used_prompts(pick)
+
+
+def running(schedule: Schedule, prompt: str) -> tuple[Worker, str]:
+    """The worker that plays the prompt, and its rollout."""
+    found = [
+        (worker, name)
+        for worker in schedule.workers
+        for name, (ref, _) in worker.running.items()
+        if ref.prompt_id == prompt
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def drop_for_good(schedule: Schedule, prompt: str) -> None:
+    """The worker that plays the prompt drops it, and says so."""
+    worker, rollout = running(schedule, prompt)
+    worker.running.pop(rollout)
+    worker.ended.append(m.FinishedRollout(rollout, False, "rejected"))
+    schedule.report(schedule.workers.index(worker), "answered")
+
+
+def deliver(schedule: Schedule, prompt: str) -> None:
+    """The trainer has the prompt's rollout; its worker was not told so."""
+    found = running(schedule, prompt)
+    schedule.pick_of = lambda pick, names: found  # type: ignore[method-assign]
+    schedule.push(0)
+    schedule.arrive(0, 0, False)
+    del schedule.pick_of
+
+
+def played_twice() -> tuple[Schedule, str]:
+    """The trainer has a rollout of the prompt whose worker died; the successor plays the prompt again."""
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    (prompt,) = schedule.workers[0].in_hand
+    deliver(schedule, prompt)
+    schedule.a_worker_dies(0, True, 0)
+    take_over(schedule)
+    play_again(schedule, prompt)
+    return schedule, prompt
+
+
+def play_again(schedule: Schedule, prompt: str) -> None:
+    """Let worker 0 ask for a rollout at a time until it plays the prompt."""
+    for _ in range(4):
+        if prompt not in schedule.workers[0].in_hand:
+            schedule.allocate(0, 1, "answered")
+    assert prompt in schedule.workers[0].in_hand
+
+
+def dropped_lines(schedule: Schedule) -> list[tuple[str, str]]:
+    """Reason and fate of the prompt of every drop in the ledger."""
+    schedule.ledger.write()
+
+    def find(place: str, what: str) -> None:
+        raise AssertionError(what)
+
+    lines = [entry.line for entry in read_ledger(schedule.folder, find)]
+    return [(line.reason, line.prompt.value) for line in lines if isinstance(line, Dropped)]
+
+
+def test_a_prompt_that_is_trained_is_not_dropped_for_good_by_its_other_attempt() -> None:
+    schedule, prompt = played_twice()
+    schedule.collect()
+    schedule.train(dies=False)
+    drop_for_good(schedule, prompt)
+    schedule.report_step()
+    assert schedule.trainer.trained == [[prompt]]
+    assert dropped_lines(schedule) == [("worker_died", "returned"), ("rejected", "used")]
+    schedule.teardown()
+
+
+def test_a_prompt_that_is_dropped_for_good_takes_its_other_attempt_out_of_the_buffer() -> None:
+    schedule, prompt = played_twice()
+    schedule.collect()
+    drop_for_good(schedule, prompt)
+    schedule.report_step()
+    schedule.train(dies=False)
+    assert schedule.trainer.trained == []
+    assert schedule.given_up == {prompt}
+    assert dropped_lines(schedule) == [("worker_died", "returned"), ("rejected", "given_up")]
+    schedule.teardown()
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_a_master_that_goes_on_hears_what_is_dropped_for_good_before_it_trains(collected: bool) -> None:
+    """The one before it has written the drop, and died before it freed the other attempt at its rank."""
+    schedule, prompt = played_twice()
+    if collected:
+        schedule.collect()
+    drop_for_good(schedule, prompt)
+    schedule.report_step(dies=True)
+    schedule.collect()
+    assert schedule.trainer.behind or schedule.trainer.version == 0
+    schedule.report_step()
+    schedule.train(dies=False)
+    assert schedule.trainer.trained == []
+    schedule.teardown()
+
+
+def test_a_suspect_that_was_delivered_before_its_worker_died_is_trained_or_dropped_not_both() -> None:
+    schedule = begun(eta=3)
+    schedule.allocate(0, 1, "answered")
+    (prompt,) = schedule.workers[0].in_hand
+    for _ in range(2):
+        schedule.a_worker_dies(0, True, 0)
+        take_over(schedule)
+        schedule.allocate(0, 1, "answered")
+        while {prompt} != schedule.workers[0].in_hand:
+            for other in schedule.workers[0].in_hand - {prompt}:
+                drop_for_good(schedule, other)
+            schedule.allocate(0, 1, "answered")
+    deliver(schedule, prompt)
+    schedule.a_worker_dies(0, True, 0)
+    take_over(schedule)
+    schedule.collect()
+    schedule.train(dies=False)
+    schedule.report_step()
+    assert schedule.trainer.trained == [[prompt]]
+    assert dropped_lines(schedule)[-1] == ("crashed_worker", "used")
+    schedule.teardown()
+
+
+def test_a_worker_that_was_taken_for_dead_is_not_told_again_of_a_prompt_that_it_has() -> None:
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    returned = schedule.service.returned
+    (prompt,) = schedule.workers[0].in_hand
+    schedule.a_lease_lapses(0)
+    schedule.allocate(0, 1, "reply lost")
+    assert [each.prompt_id for each in returned.pending("rollout_worker/0")] == [prompt]
+    schedule.service.gate.closed = True  # for a moment, so that it is told and begins nothing
+    schedule.allocate(0, 1, "answered")
+    schedule.allocate(0, 1, "answered")
+    schedule.service.gate.closed = False
+    assert returned.pending("rollout_worker/0") == [], "it has heard it"
+    schedule.a_lease_lapses(0)
+    assert prompt not in [each.prompt_id for each in returned.pending("rollout_worker/0")]
+    schedule.a_worker_dies(0, True, 0)
+    assert prompt in [each.prompt_id for each in returned.pending("rollout_worker/0")]
+    schedule.teardown()
+
+
+WORKER = {"worker": "rollout_worker/0"}
+
+
+def record(name: str, version: int) -> RolloutRecord:
+    sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
+    tokens = {"oldest_version": version, "version_tokens": {version: 1}}
+    return msgspec.convert(
+        {"rollout_id": name, "prompt_id": "e0-0", "order": 0, "head": 0, **tokens, **sizes}, RolloutRecord
+    )
+
+
+class Manager:
+    """The real service with one worker, which has each rollout acknowledged at once."""
+
+    def __init__(self) -> None:
+        self.service = ManagerService(
+            batch_size=1, max_staleness=1, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, shards=Shards(1)
+        )
+        self.service.begin(0)
+
+    def play(self, rollout: str, ack: int = 0) -> None:
+        wanted = [m.WantedRollout(rollout, "e0-0", 0)]
+        asyncio.run(self.service.allocate_rollout(m.AllocateRequest(**WORKER, rollouts=wanted, returned_ack=ack)))
+        finished = [m.FinishedRollout(rollout, True)]
+        asyncio.run(self.service.finish_rollout(m.FinishRequest(**WORKER, finished=finished)))
+
+    def report(self, buffer: SampleBuffer, version: int) -> None:
+        dropped = [drop.message for drop in buffer.pop_drops()]
+        asyncio.run(self.service.report_consumed(m.ConsumedReport(version, [], dropped)))
+
+    def returned(self) -> list[Any]:
+        return [prompt.prompt_id for prompt in self.service.returned.pending("rollout_worker/0")]
+
+
+def test_a_prompt_is_not_lost_where_a_stale_attempt_is_received_again_and_hides_the_next_one() -> None:
+    """The master that dropped it died before it freed it at its rank; the next one receives both."""
+    manager = Manager()
+    manager.play("r1")
+    manager.service.routes_changed(2)
+    manager.service.gate.trained_version = 2
+    first = SampleBuffer(1, 1, OnStale.drop)
+    first.add([record("r1", 0)])
+    first.expire(2)
+    manager.report(first, 2)
+    assert manager.returned() == ["e0-0"]
+    manager.play("r2", manager.service.returned.pending("rollout_worker/0")[-1].seq)
+    assert manager.returned() == []
+    second = SampleBuffer(1, 1, OnStale.drop)
+    second.add([record("r1", 0), record("r2", 2)])
+    assert second.take(2) is None
+    manager.report(second, 2)
+    assert manager.returned() == ["e0-0"]
+
+
+def test_the_prompt_of_a_duplicate_is_not_returned_while_the_trainer_has_the_other_attempt() -> None:
+    """Also where that one is counted as lost with its worker."""
+    manager = Manager()
+    wanted = [m.WantedRollout("r1", "e0-0", 0)]
+    asyncio.run(manager.service.allocate_rollout(m.AllocateRequest(**WORKER, rollouts=wanted)))
+    manager.service.worker_died("rollout_worker/0")
+    manager.play("r2", manager.service.returned.pending("rollout_worker/0")[-1].seq)
+    buffer = SampleBuffer(1, 1, OnStale.drop)
+    buffer.add([record("r1", 0), record("r2", 0)])
+    manager.report(buffer, 0)
+    assert manager.returned() == []
+    buffer.expire(2)
+    manager.report(buffer, 0)
+    assert manager.returned() == ["e0-0"]
+
+
+def test_a_rollout_that_was_refused_is_not_started_by_a_late_copy_of_its_call() -> None:
+    """It was of a prompt that was lent, went home with its borrower's lease, and is lent to the same one again."""
+    schedule = Schedule()
+    schedule.begin(batch=1, eta=1, on_stale=OnStale.drop, stops_early=False, shards=1)
+    schedule.a_worker_joins(0)
+    for _ in range(2):
+        schedule.fair_turn(0)
+    schedule.allocate(1, 1, "late")
+    schedule.a_lease_lapses(1)
+    for _ in range(2):
+        schedule.fair_turn(0)
+    schedule.a_call_arrives_late(0, again=False)
+    known = {name for worker in schedule.workers for name in [*worker.running, *dict(worker.wanted)]}
+    assert set(schedule.service.gate.running_of("rollout_worker/1")) <= known
+    schedule.teardown()
