@@ -50,7 +50,7 @@ class StallWatch:
         self.progressed()
 
     def progressed(self) -> None:
-        """A step is complete."""
+        """A step is complete, or is held for rollouts that still run."""
         self._progress_at = self._clock()
 
     async def wait(self, waiting: Coroutine[Any, Any, _T], version: int, what: str) -> _T:
