@@ -1,11 +1,12 @@
 """Plays many adversarial schedules of the whole protocol, and damages many messages for every decoder.
 
-    python benchmarks/fuzz.py [--schedules 10000] [--inputs 1000000] [--seed 0] [--json PATH]
+    python benchmarks/fuzz.py [--schedules 10000] [--long 3000] [--inputs 1000000] [--seed 0] [--json PATH]
 
 A schedule is one of `tests/unit/manager/test_any_schedule.py`: processes die, fall silent and are heard late at any
-moment, and nothing may be lost, doubled or stuck. An input is one of `tests/unit/test_decoders.py`: a damaged message,
-which its decoder takes or refuses by name, in bounded time and memory. Both run in batches, each a process of its own
-with a seed of its own, so that what is found is found again by the command that is printed with it. The target is none.
+moment, and nothing may be lost, doubled or stuck. A long one has 700 moves, a short one 50. An input is one of
+`tests/unit/test_decoders.py`: a damaged message, which its decoder takes or refuses by name, in bounded time and
+memory. All run in batches, each a process of its own with a seed of its own, so that what is found is found again by
+the command that is printed with it. The target is none.
 """
 
 from __future__ import annotations
@@ -39,14 +40,19 @@ class Tally:
 
 
 def main() -> int:
-    """Run both and print the table; 1 where anything was found."""
+    """Run all and print the table; 1 where anything was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=10_000)
+    parser.add_argument("--long", type=int, default=3_000)
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0, help="of the first batch")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     args = parser.parse_args()
-    tallies = [schedules(args.schedules, args.seed), inputs(args.inputs, args.seed)]
+    tallies = [
+        schedules(args.schedules, args.seed),
+        long_schedules(args.long, args.seed),
+        inputs(args.inputs, args.seed),
+    ]
     print(f"{'':12}{'tried':>12}{'found':>8}{'seconds':>10}")
     for tally in tallies:
         print(f"{tally.name:12}{tally.tried:>12,}{len(tally.failed):>8}{tally.seconds:>10.0f}")
@@ -68,9 +74,22 @@ def schedules(count: int, seed: int) -> Tally:
             f"--hypothesis-seed={seed}",
             "--timeout=0",
             "--show-capture=no",
+            "-k",
+            "test_any_schedule and not long_schedule",
         ]
         _run(tally, command, {"ASYNCRL_FUZZ_SCHEDULES": str(batch)}, batch)
         seed += 1
+    return tally
+
+
+def long_schedules(count: int, seed: int) -> Tally:
+    """Play `count` long schedules; schedule i has the seed `seed` + i."""
+    tally = Tally("long")
+    command = ["-m", "pytest", "-q", str(SCHEDULES), "-k", "long_schedule", "--timeout=0", "--show-capture=no"]
+    while tally.tried < count:
+        batch = min(SCHEDULES_AT_A_TIME, count - tally.tried)
+        first = str(seed + tally.tried)
+        _run(tally, command, {"ASYNCRL_FUZZ_LONG_SCHEDULES": str(batch), "ASYNCRL_FUZZ_SEED": first}, batch)
     return tally
 
 

@@ -112,12 +112,15 @@ class WorkerAddress(_Entry, frozen=True):
 
 
 class WorkerStatus(_Entry, frozen=True):
-    """What a worker is at; `reason` says why it failed; `incarnation`: how many before it died."""
+    """What a worker is at; `reason` says why it failed; `incarnation`: how many before it died; `progress`: how often
+    it was seen to work while it starts.
+    """
 
     state: State
     pid: int
     reason: str = ""
     incarnation: int = 0
+    progress: int = 0
 
 
 class GenerationServerEntry(_Entry, frozen=True):

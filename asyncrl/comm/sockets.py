@@ -213,6 +213,11 @@ class PeerLink:
         self._reopening: asyncio.TimerHandle | None = None
         self._open()
 
+    @property
+    def connected(self) -> bool:
+        """True while the connection stands."""
+        return self._connected
+
     def send(self, frames: Sequence[Frame]) -> bool:
         """Hand `frames` to the connection; False if it takes nothing now.
 

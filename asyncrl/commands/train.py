@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +19,14 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
 from asyncrl.datasets.survey import Survey, shown
-from asyncrl.observability.display import make_display
+from asyncrl.observability.display import make_display, wrapped
 from asyncrl.runtime.claim import detached_holder
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError, changed_settings, check_finished
 from asyncrl.runtime.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
 from asyncrl.runtime.settings import Resume, check_place
-from asyncrl.runtime.summary import summary_lines
+from asyncrl.runtime.summary import SUMMARY_INDENT, summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.trainer.types import with_types
@@ -67,7 +67,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
     if config.resume == Resume.auto and check_finished(run_dir, config):
         console.print(f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:")
         for line in summary_lines(run_dir):
-            console.print(line)
+            console.print(wrapped(line, console, SUMMARY_INDENT))
         console.print("raise total_train_steps to go on, choose another trial_name, or start over with resume=restart")
         return EXIT_OK
     surveys = check_prompts(config)
@@ -83,13 +83,13 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         keep_data_record(config)
         keep_inputs(config)
         for line in device_lines(config):
-            console.print(line)
-        _show_prompts(config, surveys, run_dir, console)
+            display.note(line)
+        _show_prompts(config, surveys, run_dir, display.note)
         code = launcher.run()
     finally:
         display.close()
     for line in summary_lines(run_dir):
-        console.print(line)
+        console.print(wrapped(line, console, SUMMARY_INDENT))
     if detached:
         (run_dir / EXIT_FILE).write_text(str(code))
     return code
@@ -108,8 +108,10 @@ def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
         raise TrialError(f"{run_dir} is running with other settings ({listed}); `attach {run_dir}` shows it")
 
 
-def _show_prompts(config: ExperimentConfig, surveys: Mapping[str, Survey], run_dir: Path, console: Console) -> None:
-    """Say what the prompts are, on the terminal and in `logs/prompts.log`."""
+def _show_prompts(
+    config: ExperimentConfig, surveys: Mapping[str, Survey], run_dir: Path, note: Callable[[str], None]
+) -> None:
+    """Say what the prompts are, above the display and in `logs/prompts.log`."""
     lines = [
         f"{group}: {line}"
         for group, found in surveys.items()
@@ -120,7 +122,7 @@ def _show_prompts(config: ExperimentConfig, surveys: Mapping[str, Survey], run_d
         lines += [f"first prompt, {length} tokens:", shown(text)]
     lines += [f"chat template: {line}" for line in chat_notes(config)]
     for line in lines:
-        console.print(line)
+        note(line)
     logs = run_dir / LOGS_DIR
     logs.mkdir(exist_ok=True)
     (logs / "prompts.log").write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")

@@ -27,7 +27,7 @@ from asyncrl.manager.settings import UpdateMode
 from asyncrl.runtime.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.lasting_imports import lasting_imports
 from asyncrl.runtime.restart_budget import RestartBudget
-from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
+from asyncrl.runtime.waiting import StopRequested, or_stop
 from asyncrl.runtime.worker import AsyncWorker
 from asyncrl.staging.messages import MODEL
 
@@ -56,10 +56,9 @@ class GenerationServer(AsyncWorker):
         """Where the initial model is, once the host's staging server has it.
 
         Raises:
-            NameResolveTimeout: it has not within `generation.start_timeout_s`.
+            NotStarted: no staging server makes progress for `system.start_timeout_s`.
         """
-        key, limit_s = names.staged_key(MODEL, self.config.system.host), self.config.generation.start_timeout_s
-        return await await_name(self.resolver, key, limit_s, self.stop)
+        return await self.registered(names.staged_key(MODEL, self.config.system.host), names.STAGING_SERVER)
 
     async def _keep_up(self, host: EngineHost) -> Never:
         """Start the engine and register it, again and again.
@@ -81,6 +80,7 @@ class GenerationServer(AsyncWorker):
             if not budget.spend(time.monotonic()):
                 raise EngineFailed(f"{reason}\ngiven up after {limit} restarts in {window_s:g} s")
             self.log.error("%s\nstarting it again", reason)
+            self.set_status("starting")
 
     async def _check_kept_requests(self, url: str) -> None:
         """Check that answers may span a weight update, where the run has such.

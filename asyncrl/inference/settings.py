@@ -57,7 +57,13 @@ class GenerationConfig:
         unit="tokens",
         minimum=0,
     )
-    start_timeout_s: float = setting(300.0, "limit for a server to become ready", unit="s", minimum=1.0)
+    start_timeout_s: float = setting(
+        300.0,
+        "a server that starts may make no progress (use no CPU time, read nothing) for so long; with progress it may "
+        "take 15 times as long to become ready",
+        unit="s",
+        minimum=1.0,
+    )
     threads: int = setting(1, "CPU threads per server", minimum=1)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 

@@ -11,8 +11,8 @@ would do it again in the same company, and nobody could tell which it was. So:
 3. A suspect that was alone in hand at a third death is dropped for good (`crashed_worker`).
 
 Only the suspect in hand is blamed for a death, and nobody if there was other company where it should have been alone.
-So a prompt that kills costs three restarts, and each further one of the same company two. A death from outside costs a
-prompt only if three of them hit the same one: in company, as its worker's one suspect, and alone.
+So a prompt that kills costs three restarts, and each further one of the same company two. Deaths from outside cost a
+prompt only if three of them in a row hit the same one: in company, as its worker's one suspect, and alone.
 
 Example: A, B and C are in hand when the worker dies. Its successor plays A with D and E: all end well, A is cleared.
 It plays B with F and G, and dies. F, G and C are played; then B, alone. The worker dies once more: B is dropped.
@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 DEATHS_ALONE = 2
 """Deaths after which a suspect is tried alone."""
 MAX_DEATHS = 3
-"""At most the restarts that a process has (`system.restarts_per_process`), so that one bad row ends no run."""
+"""Half the restarts that a process has by default (`system.restarts_per_process`), so that one bad row ends no run."""
 
 
 class Suspects:

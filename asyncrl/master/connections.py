@@ -58,10 +58,10 @@ class ReplaceableWorker:
         """The worker `index` of `kind`, once it has registered.
 
         Raises:
-            NameResolveTimeout, StopRequested: see `connect`.
+            NotStarted, StopRequested: see `connect`.
         """
         key = names.worker_key(kind, index)
-        return cls(worker.resolver, key, await worker.registered(key), router)
+        return cls(worker.resolver, key, await worker.registered(key, kind), router)
 
     async def call(self, request: Request[R], *, timeout_s: float) -> R:
         """Make the call, to whoever is the worker, and return its reply.
@@ -112,11 +112,11 @@ async def connect(worker: AsyncWorker, kind: str, count: int, router: CallRouter
     """Clients of the `count` workers of `kind`, by index, once all have registered. They share `router`.
 
     Raises:
-        NameResolveTimeout: one did not within `system.start_timeout_s`.
+        NotStarted: one did not, and none makes progress for `system.start_timeout_s`.
         StopRequested: `worker` was asked to stop.
     """
     keys = [names.worker_key(kind, index) for index in range(count)]
-    found = [names.WorkerAddress.decode(await worker.registered(key)) for key in keys]
+    found = [names.WorkerAddress.decode(await worker.registered(key, kind)) for key in keys]
     return [
         RequestClient(at.endpoint, worker.security, name=key, router=router)
         for at, key in zip(found, keys, strict=True)
@@ -174,6 +174,15 @@ class NameBoard:
 
     def __init__(self, resolver: NameResolver) -> None:
         self._resolver = resolver
+
+    def producers_start(self) -> bool:
+        """True while all generation servers, or all RolloutWorkers, are starting, so that no rollout can be made."""
+        return any(self._all_start(kind) for kind in (names.GENERATION_SERVER, names.ROLLOUT_WORKER))
+
+    def _all_start(self, kind: str) -> bool:
+        entries = self._resolver.follow(f"{names.STATUSES}/{kind}").entries()
+        states = {names.WorkerStatus.decode(value).state for value in entries.values()}
+        return "starting" in states and "ready" not in states
 
     def announce_version(self, version: int, path: str) -> None:
         """The actor's newest weights are in `path`."""

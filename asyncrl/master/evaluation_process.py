@@ -28,6 +28,7 @@ class EvaluationMaster(AsyncWorker):
         router = router_of_peers(self, self.config.rollout.workers)
         try:
             workers = await connect(self, names.EVALUATION_WORKER, self.config.rollout.workers, router)
+            await self.registered(names.gen_server_key(0), names.GENERATION_SERVER)  # eval.timeout_s begins then
         except StopRequested:
             router.close()
             return

@@ -73,7 +73,7 @@ class MasterWorker(AsyncWorker):
         workers = range(self.config.rollout.workers)
         router = router_of_peers(self, self._placement.workers + len(workers))
         closing.callback(router.close)
-        url = await self.registered(names.MANAGER_KEY)
+        url = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER)
         find = partial(self.resolver.get, names.MANAGER_KEY)
         manager = ManagerClient(url, self.name, self.http_security, find=find)
         closing.push_async_callback(manager.close)
@@ -83,4 +83,6 @@ class MasterWorker(AsyncWorker):
             closing.callback(trainer.close)
         for rollout in rollouts:
             closing.callback(rollout.close)
-        return Peers(trainers, self._placement, manager, rollouts, NameBoard(self.resolver))
+        board = NameBoard(self.resolver)
+        await asyncio.to_thread(board.producers_start)  # the first look reads, the others do not
+        return Peers(trainers, self._placement, manager, rollouts, board)

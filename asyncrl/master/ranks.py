@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
+from asyncrl.runtime.starting import LONGEST_STARTS
+from asyncrl.trainer.messages import LoadCheckpoint, LoadedCheckpoint, LoadLastStep
 
 
 class Stalled(RuntimeError):
@@ -21,11 +24,19 @@ class Ranks:
         publisher: index of the one that publishes the actor, and commits checkpoints.
         limit_s: how long a reply may take.
         master: the incarnation of the master that calls.
+        load_s: how long the reply to `load` may take.
     """
 
-    def __init__(self, workers: Sequence[RequestClient], publisher: int, limit_s: float, master: int = 0) -> None:
+    def __init__(
+        self,
+        workers: Sequence[RequestClient],
+        publisher: int,
+        limit_s: float,
+        master: int = 0,
+        load_s: float = math.inf,
+    ) -> None:
         self.master = master
-        self._workers, self._publisher, self._limit_s = workers, publisher, limit_s
+        self._workers, self._publisher, self._limit_s, self._load_s = workers, publisher, limit_s, load_s
 
     async def all(self, request: Request[R]) -> list[R]:
         """Make the call to every rank; the replies by worker index.
@@ -34,6 +45,21 @@ class Ranks:
             Stalled: one did not answer in time.
         """
         return await self.some(self._workers, request)
+
+    async def load(self, request: LoadCheckpoint | LoadLastStep) -> list[LoadedCheckpoint]:
+        """Have every rank restore a state: a part of a start, which may take long from a slow disk.
+
+        Raises:
+            Stalled: one did not answer in time.
+        """
+        limit_s = self._load_s
+        try:
+            return await asyncio.gather(*(worker.call(request, timeout_s=limit_s) for worker in self._workers))
+        except TimeoutError as error:
+            raise Stalled(
+                f"{request.verb}: {error} (limit: {LONGEST_STARTS} times system.start_timeout_s, or "
+                "system.stall_timeout_s)"
+            ) from error
 
     async def each(self, requests: Sequence[Request[R]]) -> list[R]:
         """Make to every rank its own call; both by worker index.

@@ -45,7 +45,7 @@ class Recorder(AsyncWorker):
         }
         self._kept, self._files = len(kept), len(sample_files(self._folder))
         try:
-            url = await self.registered(names.MANAGER_KEY)
+            url = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER)
         except StopRequested:
             return
         manager = ManagerClient(url, self.name, self.http_security)
@@ -56,16 +56,17 @@ class Recorder(AsyncWorker):
             curriculum = self.config.dataset.curriculum
             measured = Curriculum(curriculum.low, curriculum.high, curriculum.rest)
             state = write_data_state(self.run_dir, UsedPrompts(kept.values()), measured)
-            NameBoard(self.resolver).announce_data_state(state, {})
+            board = NameBoard(self.resolver)
+            board.announce_data_state(state, {})
             self.ready()
-            await self._record(manager)
+            await self._record(manager, board)
             await manager.close_gate()
             write_books(self.run_dir, 0, await manager.abandon())
         finally:
             puller.close()
             await manager.close()
 
-    async def _record(self, manager: ManagerClient) -> None:
+    async def _record(self, manager: ManagerClient, board: NameBoard) -> None:
         wanted = self.config.total_train_steps * self.config.train_batch_size
         clock = AwakeClock()
         ticking = asyncio.create_task(clock.keep())
@@ -76,6 +77,8 @@ class Recorder(AsyncWorker):
                 if batch:
                     await asyncio.to_thread(self._write, batch)
                     self.log.info("%d of %d rollouts kept", self._kept, wanted)
+                    progress_at = clock()
+                elif board.producers_start():
                     progress_at = clock()
                 elif clock() - progress_at > self.config.system.stall_timeout_s:
                     raise RuntimeError(

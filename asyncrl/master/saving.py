@@ -169,7 +169,7 @@ class KeptSteps:
         if self._last_step is None:
             return None
         try:
-            state = (await self._ranks.all(LoadLastStep()))[0].master_state
+            state = (await self._ranks.load(LoadLastStep()))[0].master_state
             version = 0 if state is None else state["version"]
             if version >= announced:
                 return state

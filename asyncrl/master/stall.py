@@ -1,7 +1,8 @@
 """Waiting for as long as a step may take, and saying what it waits for when that is over.
 
 A run stalls when neither a step was complete nor an evaluation ended for `system.stall_timeout_s` in which this process
-ran. An evaluation pins the served version, and with it the gate: as long as it takes, no step has to come.
+ran. An evaluation pins the served version, and with it the gate: as long as it takes, no step has to come. Nor has it
+while all generation servers or all RolloutWorkers are still starting, which has limits of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from asyncrl.runtime.waiting import StopRequested, cancel
 
 _T = TypeVar("_T")
 
+LOOK_S = 1.0
+"""How often it is looked whether others are still starting."""
 STATUS_LIMIT_S = 5.0
 """Limit of a question whose answer only goes into a message."""
 
@@ -32,6 +35,7 @@ class StallWatch:
         stop: set when the run is asked to stop.
         free_since: when the last evaluation ended, by `clock`; one under way ends now.
         manager, buffer, collector: who says on which counter it waits.
+        starting: True while no step can come, as those that make its data are starting.
     """
 
     def __init__(
@@ -43,14 +47,15 @@ class StallWatch:
         manager: ManagerClient | OfflineGate,
         buffer: SampleBuffer,
         collector: Collector,
+        starting: Callable[[], bool],
     ) -> None:
-        self.limit_s = limit_s
+        self.limit_s, self._starting = limit_s, starting
         self._clock, self._stop, self._free_since = clock, stop, free_since
         self._manager, self._buffer, self._collector = manager, buffer, collector
         self.progressed()
 
     def progressed(self) -> None:
-        """A step is complete, or is held for rollouts that still run."""
+        """A step is complete, is held for rollouts that still run, or cannot come yet."""
         self._progress_at = self._clock()
 
     async def wait(self, waiting: Coroutine[Any, Any, _T], version: int, what: str) -> _T:
@@ -63,7 +68,9 @@ class StallWatch:
         task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(self._stop.wait())
         try:
             while (left_s := self._stalls_at() - self._clock()) > 0:
-                await awake_wait(task, stopping, limit_s=left_s)
+                await awake_wait(task, stopping, limit_s=min(left_s, LOOK_S))
+                if self._starting():
+                    self.progressed()
                 if task.done():
                     return task.result()
                 if stopping.done():

@@ -57,7 +57,7 @@ async def find(ranks: Ranks, steps: KeptSteps, checkpoints: Path, announced: int
         return Found(state, Source.ranks)
     if (state := await steps.load(announced)) is not None:
         return Found(state, Source.last_step)
-    loaded = await ranks.all(LoadCheckpoint(str(checkpoints)))
+    loaded = await ranks.load(LoadCheckpoint(str(checkpoints)))
     return Found(loaded[0].master_state, Source.checkpoint)
 
 

@@ -52,13 +52,14 @@ from asyncrl.master.replay import OfflineGate
 from asyncrl.master.reports import Known, Reports
 from asyncrl.master.run_files import checkpoint_root, write_books, write_summary
 from asyncrl.master.saving import Checkpoints, KeptSteps, Progress
-from asyncrl.master.stall import StallWatch
+from asyncrl.master.stall import LOOK_S, StallWatch
 from asyncrl.master.standing import Source
 from asyncrl.master.step_plan import plan_batch
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.starting import LONGEST_STARTS
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import EndStep
@@ -122,7 +123,8 @@ class TrainLoop:
         self.version = 0
         self.buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
         self._limit_s = config.system.stall_timeout_s
-        self._ranks = Ranks(peers.workers, worker_grid(config).publisher, self._limit_s, incarnation)
+        load_s = max(self._limit_s, LONGEST_STARTS * config.system.start_timeout_s)
+        self._ranks = Ranks(peers.workers, worker_grid(config).publisher, self._limit_s, incarnation, load_s)
         routes, grids = peers.placement.routing_table(), peers.placement.grids
         moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
         self._executor = Executor(graph, routes.placement, peers.workers, self._limit_s, moves)
@@ -146,6 +148,7 @@ class TrainLoop:
             peers.manager,
             self.buffer,
             self._collector,
+            peers.board.producers_start,
         )
         self._checkpoints = Checkpoints(
             config.checkpoint, run_dir, self._ranks, self._journal, check=self._collector.check
@@ -294,6 +297,8 @@ class TrainLoop:
             self._reports.step_kept(self.version)
 
     async def _evaluate(self, name: str, version: int) -> EvaluationResult:
+        while self.peers.board.producers_start():  # noqa: ASYNC110 - the resolver's thread has no event of this loop
+            await asyncio.sleep(LOOK_S)
         return await evaluate(self.peers.rollouts, name, version, self.config.eval.timeout_s)
 
     async def _finish(self) -> None:

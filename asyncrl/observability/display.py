@@ -5,9 +5,11 @@ Displays are fed rows of `metrics.jsonl` by the launcher; they know nothing of p
 
 from __future__ import annotations
 
+import textwrap
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -25,6 +27,8 @@ Row = Mapping[str, Any]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_WIDTH = 24
+_RECENT = 10
+"""Steps that rates and shares of time are shown over."""
 
 
 class Display(Protocol):
@@ -48,6 +52,24 @@ def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int) -> D
     if kind == DisplayMode.live:
         return LiveDisplay(console, title, total_steps, eta)
     return PlainDisplay(console if kind == DisplayMode.plain else Console(quiet=True), total_steps)
+
+
+def wrapped(text: str, console: Console, indent: int = 0) -> str:
+    """Return `text` with its lines broken between words where they are wider than a terminal; elsewhere as it is.
+
+    Paths and commands stay whole, so that they can be copied. What follows a break is indented by `indent`.
+    """
+    if not console.is_terminal:
+        return text
+    wrap = partial(
+        textwrap.wrap,
+        width=console.width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+    return "\n".join(part for line in text.split("\n") for part in wrap(line) or [""])
 
 
 def trend(values: list[float], width: int = _TREND_WIDTH) -> str:
@@ -157,6 +179,7 @@ class LiveDisplay:
         self._total = total_steps
         self._eta = eta
         self._row: Row = {}
+        self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
         self._evaluated: dict[str, list[float]] = {}
         self._failures = _Failures()
@@ -167,7 +190,7 @@ class LiveDisplay:
 
     def note(self, text: str) -> None:
         """Print the remark above the panel."""
-        self._live.console.print(text, markup=False, soft_wrap=True)
+        self._live.console.print(wrapped(text, self._live.console), markup=False, soft_wrap=True)
 
     def row(self, row: Row) -> None:
         """Take a step's figures in."""
@@ -178,6 +201,7 @@ class LiveDisplay:
         if "reward/mean" not in row:  # step 0: evaluations alone
             return
         self._row = row
+        self._recent.append(row)
         self._rewards.append(row["reward/mean"])
         if self._first_step is None:
             self._first_step = (row["step"], time.monotonic())
@@ -222,20 +246,29 @@ class LiveDisplay:
         )
         grid.add_row(
             "tokens/s",
-            f"generated {row['throughput/gen_tokens_per_s']:,.0f}, trained {row['throughput/train_tokens_per_s']:,.0f}",
+            f"generated {self._generated_per_s():,.0f}, trained {row['throughput/train_tokens_per_s']:,.0f}",
         )
-        waits = f"trainer for data {_share(row, 'time/wait_data_s')}"
+        waits = f"trainer for data {self._share('time/wait_data_s')}"
         if "time/generation_idle_s" in row:
-            waits += f", generation for training {_share(row, 'time/generation_idle_s')}"
+            waits += f", generation for training {self._share('time/generation_idle_s')}"
         grid.add_row("waiting", waits)
         if failed := self._failures.rollouts:
             counts = ", ".join(f"{count} {reason}" for reason, count in failed.items())
             grid.add_row("failed", f"[bold red]{counts}[/]")
         return grid
 
+    def _generated_per_s(self) -> float:
+        """Over the recent steps: rollouts end in bursts, and a short step may see none."""
+        tokens: float = sum(row["throughput/gen_tokens_per_s"] * row["time/step_s"] for row in self._recent)
+        return tokens / self._recent_s
 
-def _share(row: Row, key: str) -> str:
-    return f"{100 * row[key] / max(row['time/step_s'], 1e-9):.0f} %"
+    def _share(self, key: str) -> str:
+        return f"{100 * sum(row.get(key, 0.0) for row in self._recent) / self._recent_s:.0f} %"
+
+    @property
+    def _recent_s(self) -> float:
+        total: float = sum(row["time/step_s"] for row in self._recent)
+        return max(total, 1e-9)
 
 
 def _clock(seconds: float) -> str:

@@ -53,7 +53,6 @@ class FlatSteps:
         """Return what the summary says; None if something was learnt from every step."""
         if not self.count:
             return None
-        constant = f", in {self.constant} of them all rewards of the step" if self.constant else ""
-        return f"{self.count} of {self.steps} steps: all rewards of each group were equal{constant}; " + (
-            ADVICE if 2 * self.count > self.steps else "their prompts were all too easy or too hard"
-        )
+        equal = "all their rewards" if self.constant == self.count else "all rewards of each group"
+        advice = ADVICE if 2 * self.count > self.steps else "their prompts were all too easy or too hard"
+        return f"nothing was learnt from {self.count} of {self.steps} steps: {equal} were equal; {advice}"

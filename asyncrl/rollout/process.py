@@ -73,7 +73,7 @@ class RolloutWorker(AsyncWorker):
             for line in self._plugins.chat_format.findings.lines():
                 self.log.info("chat template: %s", line)
         rollout, mode = self.config.rollout, self.config.manager.update_mode
-        url, incarnation = await self.registered(names.MANAGER_KEY), self.spec.incarnation
+        url, incarnation = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER), self.spec.incarnation
         find = partial(self.resolver.get, names.MANAGER_KEY)
         manager = ManagerClient(url, self.name, self.http_security, incarnation=incarnation, find=find)
         try:
@@ -112,7 +112,7 @@ class RolloutWorker(AsyncWorker):
         """
         if not brings_inputs(self.config):
             return None
-        folder = Path(await self.registered(names.staged_key(INPUTS, self.config.system.host)))
+        folder = Path(await self.registered(names.staged_key(INPUTS, self.config.system.host), names.STAGING_SERVER))
         self._data_record = folder / DATA_RECORD_FILE
         return await asyncio.to_thread(read_from, folder, self.config, training=self.trains)
 
@@ -147,7 +147,7 @@ class RolloutWorker(AsyncWorker):
         deadline, failures = clock() + self.config.system.start_timeout_s, 0
         try:
             while True:
-                url = await self.registered(names.staging_server_key(LAUNCHER_HOST))
+                url = await self.registered(names.staging_server_key(LAUNCHER_HOST), names.STAGING_SERVER)
                 try:
                     return await StagingClient(http, url).code_differences(sums)
                 except HttpError as error:
@@ -245,7 +245,8 @@ class RolloutWorker(AsyncWorker):
         former = await manager.take_over()
         if self._has_joined:
             return LentPrompts(len(self._plugins.train_set), self.config.seed)
-        await self.registered(names.DATA_STATE_KEY)
+        leader = names.RECORDER if self.config.samples.only else names.MASTER_WORKER
+        await self.registered(names.DATA_STATE_KEY, leader, while_alive=True)  # it waits for the ranks meanwhile
         rows, workers = len(self._plugins.train_set), self.config.rollout.workers
         used = [*await manager.used_prompts(), *former.given_up]
         out = {prompt.prompt_id: prompt.attempt for prompt in former.out}

@@ -9,16 +9,23 @@ OTHERS = 128
 """Of a process that has many connections, beside them: logs, journals, name resolution, servers of HTTP."""
 
 
-def allow_connections(connections: int, to_whom: str) -> None:
-    """Let this process open as many files as its hard limit allows, among them so many connections.
+def allow_all_files() -> None:
+    """Let this process open as many files as its hard limit allows.
 
     The soft limit, mostly 1,024, is for programs that wait with `select`; none of a run's processes does.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def allow_connections(connections: int, to_whom: str) -> None:
+    """Let this process open as many files as its hard limit allows, among them so many connections.
 
     Raises:
         OSError: the hard limit does not allow it; the message calls their other ends `to_whom`.
     """
+    allow_all_files()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard < (wanted := connections + OTHERS):
         raise OSError(
             errno.EMFILE,

@@ -37,11 +37,13 @@ from asyncrl.observability.display import Display
 from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime import log_rotation
 from asyncrl.runtime.claim import LEASE_S, SAVE_LIMIT_S
+from asyncrl.runtime.descriptors import allow_all_files
 from asyncrl.runtime.ends import GAVE_UP, gave_up, how, leads, may_follow_another, trains, wait_for
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.last_step import keeps_last_step
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
+from asyncrl.runtime.open_files import check_files
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, note_restart, note_went_on
@@ -104,7 +106,11 @@ class Launcher:
 
         Raises:
             TrialError: see `Trial.prepare`.
+            ConfigError: its processes need more open files than this host allows.
         """
+        for warning in check_files(self.config):
+            self._display.note(warning)
+        allow_all_files()
         self._trial.prepare()
 
     def release(self) -> None:

@@ -89,7 +89,8 @@ def newest_progress(
             state = json.loads((folder / CHECKPOINT_STATE_FILE).read_bytes())
             return version, int(state["master_state"]["buffer"]["used_prompts"]["count"])
         except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-            passed_over(f"checkpoint v{version} is damaged and passed over: {error}")
+            cause = str(error).replace(f"{folder}/", "").partition(f": {folder} ")[0]
+            passed_over(f"checkpoint v{version} is damaged and passed over: {cause}")
     return None
 
 

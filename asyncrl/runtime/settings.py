@@ -136,12 +136,22 @@ class SystemConfig:
         False, "asks a second time for encrypt=false where processes listen on a network: everybody on it is trusted"
     )
     host: str = setting("127.0.0.1", "address the processes bind to and are reached at")
-    start_timeout_s: float = setting(120.0, "limit for all processes to become ready", unit="s", minimum=1.0)
+    start_timeout_s: float = setting(
+        120.0,
+        "processes that start may make no progress (use no CPU time, read nothing) for so long; with progress they may "
+        "take 15 times as long, and 5 times as long to show themselves at all; a process that ends is noticed at once",
+        unit="s",
+        minimum=1.0,
+    )
     heartbeat_s: float = setting(
         10.0, "lease of a worker's entry; it is renewed three times per lease", unit="s", minimum=0.5
     )
     stall_timeout_s: float = setting(
-        120.0, "no train step for so long: say which stage waits for what, and stop", unit="s", minimum=5.0
+        120.0,
+        "no train step for so long, once a generation server and a RolloutWorker have started: say which stage waits "
+        "for what, and stop",
+        unit="s",
+        minimum=5.0,
     )
     stop_patience_s: float = setting(
         30.0,
@@ -151,7 +161,7 @@ class SystemConfig:
         minimum=1.0,
     )
     restarts_per_process: int = setting(
-        3,
+        6,  # a prompt that kills its worker is found with three deaths (`manager/suspects.py`): room for two of them
         "how often each process that died is started again, within restart_window_s: alone, or with all of the "
         "trainer's side; with one more death the whole run goes back to its newest checkpoint, once, then it ends; 0: "
         "it ends at once",

@@ -14,6 +14,9 @@ from asyncrl.observability.tail import JsonlTail
 from asyncrl.runtime.restart_log import count_restarts, restart_seconds
 from asyncrl.runtime.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
 
+SUMMARY_INDENT = 11
+"""Columns of what a line of the summary begins with."""
+
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
     """The summary that the MasterWorker left at its end; None if it did not come so far."""

@@ -29,6 +29,7 @@ from asyncrl.runtime.run_dir import (
     LAUNCHER_LOG,
     LOCK_FILE,
     MANAGER_LOG_FILE,
+    MEETING_PREFIX,
     SECRET_FILE,
     SUMMARY_FILE,
     run_dir_of,
@@ -85,8 +86,14 @@ class Trial:
         """Give the trial back; nothing where it is not held."""
         if self._claim is not None:
             self._last_step.remove()
+            self._remove_meetings()
             self._claim.release()
             self._claim = None
+
+    def _remove_meetings(self) -> None:
+        """Remove the files in which training ranks met that were killed."""
+        for meeting in self.run_dir.glob(f"{MEETING_PREFIX}*"):
+            meeting.unlink(missing_ok=True)
 
     def _end_leftovers(self, claim: TrialClaim) -> None:
         """End what a launch that was killed with all its processes' keepers left running: it holds ports and memory."""
@@ -181,6 +188,7 @@ class Trial:
 
     def forget_trainer(self) -> None:
         """Take the addresses of the trainer's side out of name resolution: their successors would wait for the dead."""
+        self._remove_meetings()
         with open_resolver(self.config, self.run_dir) as resolver:
             trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS)
             keys = [key for tree in trees for key in resolver.get_subtree(tree)]

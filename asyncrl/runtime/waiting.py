@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from asyncrl.comm.awake import awake_wait
@@ -42,19 +42,16 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def await_name(resolver: NameResolver, key: str, limit_s: float, stop: asyncio.Event) -> str:
-    """The value under `key`, once it is there.
+async def await_name(resolver: NameResolver, key: str, look: Callable[[], None], stop: asyncio.Event) -> str:
+    """The value under `key`, once it is there; `look` is called while it is not, and ends the wait by raising.
 
     Raises:
-        NameResolveTimeout: it is not within `limit_s`.
         StopRequested: `stop` was set.
+        Exception: what `look` raises.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + limit_s
     while not stop.is_set():
         try:  # a thread cannot be interrupted: short waits, so that a stop request need not outwait a long one
-            return await asyncio.to_thread(resolver.wait, key, max(0.0, min(_NAME_WAIT_S, deadline - loop.time())))
-        except NameResolveTimeout as error:
-            if loop.time() >= deadline:
-                raise NameResolveTimeout(key, resolver.root, limit_s, "appear") from error
+            return await asyncio.to_thread(resolver.wait, key, _NAME_WAIT_S)
+        except NameResolveTimeout:
+            look()
     raise StopRequested

@@ -6,6 +6,7 @@ Life cycle of a worker process
    the registry of kinds; output goes to a log file of its own.
 2. `Worker.start` reads `<run_dir>/config.yaml`, opens name resolution and publishes `status/<kind>/<index>` with a
    lease. The lease is the heartbeat: the resolver's keep-alive thread renews it, and it lapses when the process dies.
+   While it starts the status counts the process's progress, for whoever waits for it (`asyncrl.runtime.starting`).
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
    (SIGTERM). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
    Whoever finds that another process has this entry, or that it may add none, was given up while it was cut off or
@@ -39,11 +40,16 @@ from asyncrl.comm.name_resolve import NameBackend, NameResolveError, NameResolve
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.runtime.descriptors import allow_all_files
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.process_tree import LAUNCH_VARIABLE
 from asyncrl.runtime.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.runtime.settings import etcd_access
+from asyncrl.runtime.starting import Effort, StartLimit, StartWait
 from asyncrl.runtime.waiting import await_name
+
+_LOOKS_PER_LEASE = 3
+"""How often a process that starts looks whether it has made progress: as often as it renews its lease."""
 
 
 class RestartTogether(Exception):  # it asks for something; nothing went wrong here
@@ -89,6 +95,8 @@ class Worker(ABC):
 
     interruptible: ClassVar[bool] = False
     """Whether a stop ends `run` in the middle of what it does. Else `run` looks at `stop_requested` itself."""
+    always_reports: ClassVar[bool] = False
+    """Whether the status counts the process's progress also once it is ready: others wait for what it does then."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -110,6 +118,10 @@ class Worker(ABC):
         """Keys of the run's sockets; None where the run has no secret."""
         self.stop_requested = threading.Event()
         self._interrupts = True
+        self._state: names.State | None = None
+        self._progress, self._others_progressed = 0, False
+        self._telling = threading.RLock()
+        self._started = threading.Event()
 
     @property
     def name(self) -> str:
@@ -119,12 +131,14 @@ class Worker(ABC):
     def start(self) -> int:
         """Run the whole life cycle; returns the process's exit code."""
         setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
+        allow_all_files()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which stops its workers in order
         try:
             with contextlib.suppress(_Stopped):
                 try:
                     signal.signal(signal.SIGTERM, self._on_sigterm)
                     self.set_status("starting")
+                    threading.Thread(target=self._report_progress, name="start-progress", daemon=True).start()
                     self.configure()
                     self._interrupts = self.interruptible
                     self.run()
@@ -141,6 +155,7 @@ class Worker(ABC):
             self._tell_end("failed", f"{type(error).__name__}: {error}")
             return EXIT_FAILED
         finally:
+            self._started.set()
             self.close()
             self.resolver.close()
 
@@ -202,9 +217,39 @@ class Worker(ABC):
 
     def set_status(self, state: names.State, reason: str = "") -> None:
         """Publish this worker's state; a last state stays, the others vanish with the process."""
-        value = names.WorkerStatus(state, os.getpid(), reason, self.spec.incarnation).encode()
-        lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
-        self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
+        with self._telling:
+            self._state = state
+            if state != "starting" and not self.always_reports:
+                self._started.set()
+            value = names.WorkerStatus(state, os.getpid(), reason, self.spec.incarnation, self._progress).encode()
+            lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
+            self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
+
+    def start_wait(self, kind: str, what: str, *, while_alive: bool = False) -> StartWait:
+        """A wait for `what` processes of `kind` do as they start, which counts as progress of this one's start."""
+        limit = StartLimit("system.start_timeout_s", self.config.system.start_timeout_s)
+        return StartWait(
+            self.resolver, kind, what, limit, while_alive=while_alive, progressed=self._note_progress_of_others
+        )
+
+    def _note_progress_of_others(self) -> None:
+        self._others_progressed = True
+
+    def _report_progress(self) -> None:
+        """Count progress in the status until this process has started. Runs in a thread."""
+        effort = Effort()
+        while not self._started.wait(self.config.system.heartbeat_s / _LOOKS_PER_LEASE):
+            if not effort.grew() and not self._others_progressed:
+                continue
+            self._others_progressed = False
+            with self._telling:
+                if self._state not in ("starting", "ready") or self._started.is_set():
+                    return
+                self._progress += 1
+                try:
+                    self.set_status(self._state)
+                except NameResolveError as error:
+                    self.log.warning("%s cannot tell of its progress: %s", self.name, error)
 
 
 class AsyncWorker(Worker):
@@ -232,14 +277,18 @@ class AsyncWorker(Worker):
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.stop.set)
 
-    async def registered(self, key: str) -> str:
-        """What is registered under `key` in name resolution, once it is there.
+    async def registered(self, key: str, kind: str, *, while_alive: bool = False) -> str:
+        """What a process of `kind` registers under `key` in name resolution, once it is there.
+
+        Args:
+            while_alive: see `StartWait`.
 
         Raises:
-            NameResolveTimeout: it is not within `system.start_timeout_s`.
+            NotStarted: no process of `kind` makes progress for `system.start_timeout_s`.
             StopRequested: a stop was requested.
         """
-        return await await_name(self.resolver, key, self.config.system.start_timeout_s, self.stop)
+        waiting = await asyncio.to_thread(self.start_wait, kind, f"name {key!r}", while_alive=while_alive)
+        return await await_name(self.resolver, key, waiting.look, self.stop)
 
     @abstractmethod
     async def main(self) -> None:

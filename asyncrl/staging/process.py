@@ -45,6 +45,8 @@ _MAX_SUMS_BYTES: Final = 4 << 20
 class StagingServer(AsyncWorker):
     """See the module's docstring."""
 
+    always_reports = True
+
     async def main(self) -> None:
         """Serve until a stop is requested."""
         # its own by number: "hosts" of one machine, or with one disk in spite of all, do not remove each other's

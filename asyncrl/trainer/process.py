@@ -34,6 +34,7 @@ from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.run_dir import SAMPLES_DIR, SPILLED_DIR
+from asyncrl.runtime.starting import LONGEST_STARTS
 from asyncrl.runtime.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.arrivals import ArrivalCheck
@@ -78,9 +79,10 @@ from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.stopping import heard_at_once
 from asyncrl.trainer.versions import Versions
 from asyncrl.trainer.worker_grid import WorkerGrid
-from asyncrl.trainer.world import training_world
+from asyncrl.trainer.world import all_have_started, training_world
 
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
+_MEET_LOOK_S = 0.1
 _CLOSE_S = 1.0  # how long the end waits for weights on their way
 
 
@@ -121,9 +123,11 @@ class ModelWorker(Worker):
         device = choose_device("trainer.device", config.trainer.device)
         graph = load_graph(config)
         placed = placement(config, graph)
-        self._world = self._open.enter_context(
-            training_world(config, self.index, placed, device, self.run_dir, self.resolver, self._collectives)
-        )
+        if placed.workers > 1:
+            self._meet(placed.workers)
+        joining = (config, self.index, placed, device, self.run_dir, self.resolver, self._collectives)
+        start_s = LONGEST_STARTS * config.system.start_timeout_s  # whether the others go on, the master sees
+        self._world = self._open.enter_context(training_world(*joining, start_s=start_s))
         self._device = device
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         self.log.info("%s", device_line(device, getattr(torch, config.model.dtype.on(device.type)), self._attention()))
@@ -131,7 +135,32 @@ class ModelWorker(Worker):
         self._open.callback(self._rank.last_step.close)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._kept = self._keep_samples()
+        all_have_started(config)
         self._take_connections()
+
+    def _meet(self, ranks: int) -> None:
+        """Return once all ranks are about to join: the first one waits for the others' processes, they for it.
+
+        Raises:
+            NotStarted: none of them makes progress for `system.start_timeout_s`.
+        """
+        if self.index:
+            waiting = self.start_wait(names.MODEL_WORKER, f"name {names.TRAINING_WORLD_KEY!r} of the first rank")
+            while names.TRAINING_WORLD_KEY not in self.resolver.get_subtree(names.TRAINING_WORLD_KEY):
+                waiting.look()
+                self.stop_requested.wait(_MEET_LOOK_S)
+            return
+        waiting = self.start_wait(names.MODEL_WORKER, f"all {ranks} ranks to begin")
+        given_up = f"{names.INCARNATIONS}/{names.MODEL_WORKER}"
+        while True:
+            there, least = waiting.living(), self.resolver.get_subtree(given_up)
+            if all(
+                there.get(rank, -1) >= int(least.get(names.incarnation_key(names.MODEL_WORKER, rank), 0))
+                for rank in range(ranks)
+            ):
+                return
+            waiting.look()
+            self.stop_requested.wait(_MEET_LOOK_S)
 
     def run(self) -> None:
         """Serve the master until a stop is requested."""

@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import TRAINING_WORLD_KEY
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import interface_of
+from asyncrl.runtime.run_dir import MEETING_PREFIX
 from asyncrl.trainer.collectives import Collectives
 from asyncrl.trainer.parallel import MESH_AXES, Place, RankHosts, Ranks, World
 from asyncrl.trainer.settings import TrainerEngine, engine_of
@@ -37,6 +38,8 @@ def training_world(
     run_dir: Path,
     resolver: NameResolver,
     collectives: Collectives | None = None,
+    *,
+    start_s: float = 0.0,
 ) -> Iterator[World]:
     """Join as `worker` of all grids of `placement`, leave at the end. One rank needs no world, but for the sharded
     engine.
@@ -46,25 +49,26 @@ def training_world(
 
     Args:
         collectives: for whoever may have to abort them; None: nobody.
+        start_s: how long a collective may take until `all_have_started`, where that is more than
+            `trainer.collective_timeout_s`: one rank may load for long while the others wait.
 
     Raises:
-        NameResolveTimeout: the first rank did not come within `system.start_timeout_s`.
+        NameResolveTimeout: the first rank did not come within `system.start_timeout_s`; a ModelWorker waits for it
+            before (`ModelWorker._meet`).
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(
-            device
-        )  # else DeviceMesh and NCCL choose one by the rank, and each rank sees its own only
+    if device.type == "cuda":  # DeviceMesh and NCCL choose a GPU by the rank's number else, and each rank sees one
+        torch.cuda.set_device(device.index or 0)
     if placement.workers == 1 and engine_of(config) == TrainerEngine.flat:
         yield World()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # once its groups are made, nothing connects any more
     if worker == 0:
-        meeting = run_dir / f"training_world-{os.getpid()}-{time.time_ns()}"
+        meeting = run_dir / f"{MEETING_PREFIX}{os.getpid()}-{time.time_ns()}"
         resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.heartbeat_s, replace=True)
     else:
         meeting = Path(resolver.wait(TRAINING_WORLD_KEY, config.system.start_timeout_s))
-    timeout = timedelta(seconds=config.trainer.collective_timeout_s)
+    timeout = timedelta(seconds=max(config.trainer.collective_timeout_s, start_s))
     collectives = collectives or Collectives()
     try:
         with collectives.making(device):
@@ -85,6 +89,14 @@ def training_world(
         yield World(worker, placement, everyone, places, located)
     finally:
         collectives.leave()
+        meeting.unlink(missing_ok=True)  # after torch's store, which makes it again where another rank was first
+
+
+def all_have_started(config: ExperimentConfig) -> None:
+    """From now on a rank waits for a peer in a collective for `trainer.collective_timeout_s` only."""
+    timeout = timedelta(seconds=config.trainer.collective_timeout_s)
+    for group in list(_world.pg_map):
+        _set_pg_timeout(timeout, group)
 
 
 def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> Place | None:

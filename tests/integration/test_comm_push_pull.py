@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import queue
 import subprocess
 import sys
@@ -312,6 +313,24 @@ async def test_closing_fails_the_pushes_that_wait_and_refuses_further_ones(silen
             await task
     with pytest.raises(PushTimeout, match="closed"):
         await pusher.push(make_trajectory(3), PATIENCE_S)
+
+
+async def test_closing_waits_for_no_acknowledgement_that_cannot_come(silent: zmq.Socket[bytes]) -> None:
+    pusher = make_pusher(endpoint(silent))
+    pushing = asyncio.create_task(pusher.push(make_trajectory(1), PATIENCE_S))
+    await asyncio.to_thread(silent.recv_multipart)
+    async with asyncio.timeout(PATIENCE_S):
+        closing = asyncio.create_task(pusher.close(math.inf))
+        await asyncio.sleep(0)
+        assert not closing.done()
+        silent.close(linger=0)  # as training ranks that are stopped too
+        assert await closing == ["rollout-1"]
+        alone = make_pusher()
+        asyncio.create_task(alone.push(make_trajectory(2), PATIENCE_S)).add_done_callback(lambda task: task.exception())
+        await asyncio.sleep(0)
+        assert await alone.close(math.inf) == ["rollout-2"]
+    with pytest.raises(PushTimeout, match="closed"):
+        await pushing
 
 
 async def test_an_invalid_trajectory_raises_where_it_was_made(puller: Puller) -> None:

@@ -17,7 +17,6 @@ import zmq
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
-from asyncrl.comm.name_resolve.errors import NameResolveTimeout
 from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestServer, messages
 from asyncrl.comm.request_reply.router import DESCRIPTORS_PER_CONNECTION, CallRouter
 from asyncrl.comm.security import RunSecret, SocketSecurity
@@ -32,6 +31,7 @@ from asyncrl.master.connections import (
 )
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
+from asyncrl.runtime.starting import NotStarted
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
 from asyncrl.trainer.worker_grid import WorkerGrid
 
@@ -122,7 +122,7 @@ class Registered:
             for index, endpoint in enumerate(endpoints)
         }
 
-    async def registered(self, key: str) -> str:
+    async def registered(self, key: str, kind: str) -> str:
         return self._found[key]
 
 
@@ -249,17 +249,35 @@ async def test_an_evaluation_whose_worker_dies_is_asked_of_its_successor(tmp_pat
         router.close()
 
 
-async def test_a_name_is_awaited_for_so_long_unless_the_run_stops(tmp_path: Path) -> None:
+async def test_a_name_is_awaited_until_its_limit_unless_the_run_stops(tmp_path: Path) -> None:
+    def over() -> None:
+        raise NotStarted("its limit is over")
+
     with FileResolver(str(tmp_path)) as resolver:
         stop = asyncio.Event()
-        with pytest.raises(NameResolveTimeout, match=r"'gserver_manager'.*0\.05 s"):
-            await await_name(resolver, "gserver_manager", 0.05, stop)
-        waiting = asyncio.create_task(await_name(resolver, "gserver_manager", LIMIT_S, stop))
+        with pytest.raises(NotStarted):
+            await await_name(resolver, "gserver_manager", over, stop)
         resolver.add("gserver_manager", "http://here")
-        assert await waiting == "http://here"
-        stop.set()
+        assert await await_name(resolver, "gserver_manager", over, stop) == "http://here"
+        waiting = asyncio.create_task(await_name(resolver, "nobody", stop.set, stop))
         with pytest.raises(StopRequested):
-            await await_name(resolver, "nobody", LIMIT_S, stop)
+            await waiting
+
+
+def test_no_step_can_come_while_all_that_make_rollouts_are_starting(tmp_path: Path) -> None:
+    with FileResolver(str(tmp_path)) as resolver:
+        board = NameBoard(resolver)
+        assert not board.producers_start(), "as where kept samples are trained on"
+        servers, workers = (
+            resolver.follow(f"{names.STATUSES}/{kind}") for kind in (names.GENERATION_SERVER, names.ROLLOUT_WORKER)
+        )
+        ready, loading = (names.WorkerStatus(state, 1).encode() for state in ("ready", "starting"))
+        for server, worker, starts in ((loading, ready, True), (ready, loading, True), (ready, ready, False)):
+            servers.put(names.status_key(names.GENERATION_SERVER, 0), server)
+            workers.put(names.status_key(names.ROLLOUT_WORKER, 0), worker)
+            assert board.producers_start() is starts
+        servers.put(names.status_key(names.GENERATION_SERVER, 1), loading)
+        assert not board.producers_start(), "one server is enough"
 
 
 def test_announcements_are_what_the_readers_expect(tmp_path: Path) -> None:

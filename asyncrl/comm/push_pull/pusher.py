@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import deque
@@ -135,16 +136,20 @@ class TrajectoryPusher:
     async def close(self, timeout_s: float) -> list[str]:
         """Wait up to `timeout_s` seconds for acknowledgements, then close; returns the ids never acknowledged.
 
+        Without a connection to a puller none can come, and nothing is waited for.
+
         Pushes still waiting raise PushTimeout.
         """
         if not self._closed:
             self._closed = True
             self._fail(self._waiting)
             self._waiting.clear()
-            try:
+            if self._is_alone:
+                self._drained.set()
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._drained.wait()
-            except TimeoutError:
+            if self._outbox:
                 _log.warning("%s closes with %d trajectories unacknowledged", self._identity, len(self._outbox))
             if self._timer is not None:
                 self._timer.cancel()
@@ -154,6 +159,10 @@ class TrajectoryPusher:
             self._fail(self._pushes.values())
             self._context.term()
         return self._outbox.labels
+
+    @property
+    def _is_alone(self) -> bool:
+        return not any(link.connected for link in self._links.values())
 
     def _fail(self, pushes: Iterable[_Push]) -> None:
         """Tell these that the pusher was closed."""
@@ -260,6 +269,8 @@ class TrajectoryPusher:
     def _on_lost(self, link: PeerLink) -> None:
         self._writable.pop(link.address, None)
         self._outbox.lost(link.address)
+        if self._closed and self._is_alone:
+            self._drained.set()
         self._pump()
 
     def _on_reply(self, link: PeerLink, frames: list[memoryview]) -> None:

@@ -62,7 +62,7 @@ class GenerationEngine:
     """Continuous batching over a transformers causal LM.
 
     Args:
-        model: any causal LM with a KV cache whose attention goes through transformers' attention interface.
+        model: any causal LM that keeps keys, values and recurrent states in transformers' cache; proven here.
         max_running_requests: most samples decoded together.
         max_model_len: longest prompt + output in tokens; default the model's own limit.
         max_total_tokens: bound of the KV cache in positions (rows x longest sample); default allows the full rectangle.

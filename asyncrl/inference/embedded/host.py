@@ -21,6 +21,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
 from asyncrl.inference.settings import context_length
+from asyncrl.runtime.starting import Effort, NotStarted, StartLimit, await_start
 from asyncrl.runtime.torch_device import attention_kernel, choose_device, device_line
 
 logger = logging.getLogger(__name__)
@@ -65,15 +66,14 @@ class EmbeddedHost:
         """Load the model and serve it on a free port.
 
         Raises:
-            EngineStartError: it was not loaded within `generation.start_timeout_s`, or is no model for this engine.
+            EngineStartError: no progress for `generation.start_timeout_s`, or it is no model for this engine.
         """
         await self.stop()
-        limit_s = self._config.generation.start_timeout_s
+        limit = StartLimit("generation.start_timeout_s", self._config.generation.start_timeout_s)
         try:
-            async with asyncio.timeout(limit_s):
-                self._engine = await asyncio.to_thread(self._load)
-        except TimeoutError:
-            raise EngineStartError(f"the model was not loaded within generation.start_timeout_s={limit_s:g}") from None
+            self._engine = await await_start(asyncio.to_thread(self._load), Effort(), limit)
+        except NotStarted as error:
+            raise EngineStartError(f"the model was not loaded: {error}") from None
         except UnsupportedModelError as error:
             raise EngineStartError(str(error)) from error
         self._engine.start()

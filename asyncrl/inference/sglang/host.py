@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 
@@ -26,8 +27,10 @@ from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
 from asyncrl.inference.sglang.process import ProcessTree
 from asyncrl.inference.sglang.start_failures import explained
+from asyncrl.runtime.starting import LONGEST_STARTS, Effort
 
-_READY_POLL_S = 0.2
+_READY_POLL_S, _LAST_READY_POLL_S = 0.2, 2.0
+"""Slower and slower, so that what answers the question is no progress."""
 _REQUEST_TIMEOUT_S = 5.0
 _STOP_GRACE_S = 0.5
 _BIND_ATTEMPTS = 3
@@ -107,7 +110,7 @@ class SGLangHost:
         assert tree is not None
         limit_s = self._config.generation.start_timeout_s
         death = asyncio.ensure_future(tree.died())
-        ready = asyncio.ensure_future(wait_ready(url, self._security, limit_s))
+        ready = asyncio.ensure_future(wait_ready(url, self._security, limit_s, Effort(tree.root_pid).grew))
         try:
             await asyncio.wait({death, ready}, return_when=asyncio.FIRST_COMPLETED)
             reason = ""
@@ -187,25 +190,34 @@ class AdoptedHost:
         """Nothing: the server is not ours."""
 
 
-async def wait_ready(url: str, security: HttpSecurity | None, timeout_s: float) -> None:
+async def wait_ready(
+    url: str, security: HttpSecurity | None, timeout_s: float, grew: Callable[[], bool] = lambda: False
+) -> None:
     """Wait until the server at `url` takes requests.
 
+    Args:
+        grew: whether it has made progress since the last call.
+
     Raises:
-        EngineStartError: it did not within `timeout_s` seconds; with what the last attempt gave.
+        EngineStartError: it did not within `timeout_s` seconds after its last progress, or `LONGEST_STARTS` times as
+            long; with what the last attempt gave.
     """
-    last = "no reply"
+    last, pause_s, now = "no reply", _READY_POLL_S, asyncio.get_running_loop().time
+    longest = now() + LONGEST_STARTS * timeout_s
     try:
-        async with asyncio.timeout(timeout_s), connect(url, security) as client:
+        async with asyncio.timeout(timeout_s) as limit, connect(url, security) as client:
             while True:
                 try:
                     return await client.ready(timeout_s=_REQUEST_TIMEOUT_S)
                 except HttpError as error:
                     last = str(error)
-                await asyncio.sleep(_READY_POLL_S)
+                if grew():
+                    limit.reschedule(min(now() + timeout_s, longest))
+                await asyncio.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, _LAST_READY_POLL_S)
     except TimeoutError:
         raise EngineStartError(
-            f"server {url} was not ready within generation.start_timeout_s={timeout_s:g}: {last}; give it longer if it "
-            "was still loading"
+            f"server {url} made no progress towards being ready for generation.start_timeout_s={timeout_s:g}: {last}"
         ) from None
 
 

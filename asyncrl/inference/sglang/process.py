@@ -80,6 +80,12 @@ class ProcessTree:
         self._tasks = [forwarding, asyncio.create_task(self._reap(self._process, forwarding))]
 
     @property
+    def root_pid(self) -> int:
+        """Process id of what the command runs below."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    @property
     def pid(self) -> int:
         """Process id of the command.
 

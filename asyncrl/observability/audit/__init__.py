@@ -1,6 +1,6 @@
 """What a run left on the disk, checked from its files alone: `docs/ledger.md` says what that proves and what it cannot.
 
 Nothing here decides anything in a run, and nothing that decides there is used here: only the types of the ledger's
-lines are shared. `history` reads the ledger, `rules` replays it, `outcome` is what it came to, and `others` holds the
-run's other files against that.
+lines are shared. `history` reads the ledger, `rules` replays it, `outcome` is what it came to, and `documents` (the
+small files), `rows` (metrics), `folders` (checkpoints, weights) and `kept` (samples) hold the other files against that.
 """

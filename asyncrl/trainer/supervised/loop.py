@@ -26,7 +26,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.api import Tokenizer
 from asyncrl.comm.private_files import make_private_folder
-from asyncrl.config.setting import Device
 from asyncrl.datasets import DemonstrationDataset, Placed
 from asyncrl.datasets.demonstrations import (
     Demonstration,
@@ -50,6 +49,7 @@ from asyncrl.datasets.tokenizers import (
 )
 from asyncrl.observability.metrics import read_rows
 from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE
+from asyncrl.runtime.torch_device import choose_device
 from asyncrl.trainer.supervised.engine_learner import EngineLearner
 from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.ranks import joined
@@ -203,7 +203,7 @@ def _by_muon(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total: 
         if initial is None
         else cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float32))
     )
-    model.to(_device(config))  # type: ignore[arg-type]
+    model.to(choose_device("device", config.device))  # type: ignore[arg-type]
 
     def save(beside: dict[str, bytes]) -> None:
         model.train(False)
@@ -223,7 +223,7 @@ def _by_engine(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total
             model = _random_model(config.model.architecture or DEMO_MODEL, tokenizer)
             save_model(model, tokenizer, initial, {})
     with joined(config, run_dir, rank, total) as world:
-        learner = EngineLearner(initial, run_dir, config, total, world, _device(config))
+        learner = EngineLearner(initial, run_dir, config, total, world, choose_device("device", config.device))
         save = partial(learner.finish, total, out_dir)
         yield _Run(learner, save, run_dir / METRICS_FILE if rank == 0 else None)
     if rank == 0 and not config.checkpoint.interval:
@@ -354,12 +354,6 @@ def _nobody(told: object) -> None:
 def run_dir_of(out_dir: Path) -> Path:
     """The folder of the run that makes `out_dir`."""
     return out_dir.with_name(f"{out_dir.name}.run")
-
-
-def _device(config: SFTConfig) -> torch.device:
-    if config.device == Device.auto:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(str(config.device))
 
 
 def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, beside: Mapping[str, bytes]) -> None:

@@ -302,6 +302,10 @@ class FakeBoard:
     versions: list[int] = field(default_factory=list)
     data_state: Path | None = None
     dropped: dict[str, int] = field(default_factory=dict)
+    starting: bool = False
+
+    def producers_start(self) -> bool:
+        return self.starting
 
     def announce_version(self, version: int, path: str) -> None:
         self.versions.append(version)

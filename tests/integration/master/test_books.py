@@ -108,6 +108,22 @@ async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_goo
     assert json.loads((tmp_path / "books.json").read_text())["books"]["dropped"] == {"failed": 2}
 
 
+async def test_a_received_rollout_whose_prompt_is_dropped_for_good_leaves_the_gate_while_the_step_waits(
+    tmp_path: Path,
+) -> None:
+    """It takes up room that the rollouts which the step lacks may need."""
+    run = Run(tmp_path, make_config())
+    await run.deliver(range(5))
+    async with running(run):
+        await until(lambda: len(run.manager.reports) == 1)
+        run.manager.give_up("e0-4")
+        await run.deliver(range(3), tag="again")
+        await until(lambda: run.manager.dropped.get("duplicate_prompt") == 4)
+        assert run.loop.version == 1
+    assert "e0-4" in run.loop.buffer.used
+    assert len(run.loop.buffer) == 0
+
+
 async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_batch_is(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(total_train_steps=3))
     run.workers.filtered_in_graph = 2.0

@@ -56,6 +56,25 @@ async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:
     assert run.loop.version == 2
 
 
+async def test_the_stall_clock_begins_once_generation_servers_and_rollout_workers_have_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.master.stall.LOOK_S", 0.01)
+    run = Run(tmp_path, make_config())
+    run.loop._stall.limit_s = 0.02
+    looks = 0
+
+    def starting() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks < 20  # ten times the limit
+
+    run.loop._stall._starting = starting
+    with pytest.raises(Stalled, match="0 of 4 rollouts in the buffer"):
+        await run.loop.run()
+    assert looks > 20
+
+
 async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
     run.loop._stall.limit_s = 0.05

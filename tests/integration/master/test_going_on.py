@@ -135,6 +135,24 @@ async def test_a_master_that_follows_goes_on_with_ranks_between_two_steps(
     assert [line["kind"] for line in lines if line["kind"] in ("begin", "end")] == ["begin", "end"]
 
 
+async def test_a_master_that_follows_hears_what_is_dropped_for_good_before_it_trains(
+    tmp_path: Path, last_step: LastStep
+) -> None:
+    """The one before it may have written that into the ledger."""
+    first = Run(tmp_path, make_config(total_train_steps=2), last_step=last_step)
+    async with running(first):
+        await first.deliver(range(6), oldest=1)
+        await until(lambda: len(first.manager.reports) == 1)
+    first.manager.give_up("e0-4")
+    await first.deliver(range(6, 9), oldest=1)
+
+    second = Run(tmp_path, first.config, follows=first)
+    async with running(second) as task:
+        await task
+    assert second.workers.trained_rollouts() == [f"r{order}" for order in (0, 1, 2, 3, 5, 6, 7, 8)]
+    assert second.manager.dropped == {"failed": 1, "duplicate_prompt": 1}
+
+
 async def test_a_master_that_follows_has_the_state_made_whole_before_others_hear_of_the_step(
     tmp_path: Path, last_step: LastStep
 ) -> None:

@@ -95,10 +95,14 @@ def model_of(family: str, seed: int = 3) -> PreTrainedModel:
     return model.eval()
 
 
-def engine_of(family: str, **limits: int) -> GenerationEngine:
-    engine = GenerationEngine(copy.deepcopy(model_of(family)), **{"max_model_len": 96, **limits})
+def new_engine(family: str) -> GenerationEngine:
+    engine = GenerationEngine(copy.deepcopy(model_of(family)), max_model_len=96, max_running_requests=6)
     engine.eos_token_ids = ()
     return engine
+
+
+engine_of = cache(new_engine)
+"""One for all tests that leave its weights alone, and run it until it is empty: so slots are used again, too."""
 
 
 def drain(engine: GenerationEngine) -> None:
@@ -143,14 +147,14 @@ def group(prompt: tuple[int, ...], lengths: list[int], *, first: int = 0) -> lis
 @pytest.mark.parametrize("family", FAMILIES)
 def test_samples_of_all_lengths_that_join_and_leave_have_the_logprobs_of_the_model_alone(family: str) -> None:
     draw = Random(1)
-    lengths = [1, 17, 9, 1, 30, 2, 17]
+    lengths = [1, 17, 9, 1, 30, 2, 17, 1, 9, 1]
     inputs = [
         GenerationInput(
             f"r{i}", tokens(draw, n), SamplingSpec(max_new_tokens=draw.randint(2, 14), seed=i), prompt_logprobs_from=0
         )
         for i, n in enumerate(lengths)
     ]
-    outputs = run(engine_of(family, max_running_requests=3), inputs)
+    outputs = run(engine_of(family), inputs)
     assert_exact(family, inputs, outputs)
     for request, output in zip(inputs, outputs, strict=True):
         assert output.prompt_logprobs is not None
@@ -163,12 +167,13 @@ def test_samples_of_all_lengths_that_join_and_leave_have_the_logprobs_of_the_mod
 def test_a_group_is_prefilled_once_and_parts_with_copies_of_the_state(family: str) -> None:
     prompt = tokens(Random(2), 11)
     engine = engine_of(family)
-    before = engine._batch.runner.prefilled_tokens
+    batch = engine._batch
+    before, rows, drawn = batch.runner.prefilled_tokens, batch.decoded_rows, batch.generated_tokens
     inputs = group(prompt, [4, 9, 9, 12, 14, 14])
     outputs = run(engine, inputs)
-    assert engine._batch.runner.prefilled_tokens - before == len(prompt) - 1
+    assert batch.runner.prefilled_tokens - before == len(prompt) - 1
     assert [output.cached_tokens for output in outputs] == [0] + [len(prompt) - 1] * 5
-    assert engine._batch.decoded_rows < engine._batch.generated_tokens, "they shared a slot"
+    assert batch.decoded_rows - rows < batch.generated_tokens - drawn, "they shared a slot"
     assert len({tuple(output.output_ids) for output in outputs}) == 6, "and have parted"
     assert_exact(family, inputs, outputs)
 
@@ -185,7 +190,7 @@ def test_a_late_member_of_a_group_does_not_get_the_state_of_one_that_has_gone_on
     assert_exact(family, inputs, first.result(timeout=0) + late.result(timeout=0))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_samples_that_part_in_the_middle_of_their_answers_are_exact(family: str) -> None:
     prompt = tokens(Random(5), 6)
     specs = [SamplingSpec(max_new_tokens=12, seed=seed, temperature=0.05 * (seed + 1)) for seed in range(12)]
@@ -211,7 +216,7 @@ def test_what_is_interrupted_by_new_weights_goes_on_from_states_of_the_new_ones(
     family: str, mode: PauseMode, other_weights: Callable[[str], Path]
 ) -> None:
     draw = Random(6)
-    engine = engine_of(family, max_running_requests=3)
+    engine = new_engine(family)
     inputs = [*group(tokens(draw, 7), [14, 14]), *group(tokens(draw, 12), [14], first=2)]
     future = engine.submit(Job(tuple(inputs)))
     for _ in range(6):
@@ -259,7 +264,7 @@ def goes_on_under(old: PreTrainedModel, new: PreTrainedModel, ids: list[int], ch
 def test_an_update_in_place_keeps_the_states_of_the_old_weights_as_it_keeps_their_keys(
     family: str, other_weights: Callable[[str], Path]
 ) -> None:
-    engine = engine_of(family)
+    engine = new_engine(family)
     inputs = group(tokens(Random(7), 5), [12, 12])
     future = engine.submit(Job(tuple(inputs)))
     for _ in range(4):
@@ -304,7 +309,11 @@ def _no_modules_searched(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("family", "mutate"),
-    [(family, mutate) for family in FEW for mutate in (_padded_together, _no_copy, _one_state_for_all)]
+    [
+        (family, mutate)
+        for family in ("mamba", "falcon_h1", "recurrent_gemma")
+        for mutate in (_padded_together, _no_copy, _one_state_for_all)
+    ]
     + [("recurrent_gemma", _no_modules_searched)],
 )
 def test_states_that_are_mixed_up_are_seen_at_load(
@@ -312,4 +321,4 @@ def test_states_that_are_mixed_up_are_seen_at_load(
 ) -> None:
     mutate(monkeypatch)
     with pytest.raises(UnsupportedModelError, match=r"differ from transformers. plain forward|forward with slots"):
-        engine_of(family)
+        new_engine(family)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.observability.display import LiveDisplay, PlainDisplay, main_figures, trend
+from asyncrl.observability.display import LiveDisplay, PlainDisplay, main_figures, trend, wrapped
 from asyncrl.observability.tail import JsonlTail
 
 ROW = {
@@ -163,3 +163,25 @@ def test_the_tail_reads_each_whole_line_once_and_survives_a_cut(tmp_path: Path) 
     assert tail.read() == [{"step": 2}]
     file.write_text(json.dumps({"step": 9}) + "\n")
     assert tail.read() == [{"step": 9}]
+
+
+def test_long_lines_break_between_words_on_a_terminal_alone_and_paths_stay_whole() -> None:
+    path = "/a/long/path/" + "x" * 60
+    line = f"metrics    {path} and some words that need a second line of a terminal"
+    terminal = Console(file=io.StringIO(), width=40, force_terminal=True)
+    parts = wrapped(line, terminal, indent=11).split("\n")
+    assert f"           {path}" in parts
+    assert all(len(part) <= 40 for part in parts if path not in part)
+    assert " ".join(part.strip() for part in parts) == line.replace("    ", " ")
+    assert wrapped("a\n\n  b", terminal) == "a\n\n  b"
+    assert wrapped(line, console(40)[0]) == line
+
+
+def test_rates_and_shares_are_those_of_the_recent_steps() -> None:
+    """A short step in which no rollout ended does not say that nothing is generated."""
+    burst = ROW | {"throughput/gen_tokens_per_s": 1000.0, "time/step_s": 0.9, "time/wait_data_s": 0.9}
+    quiet = ROW | {"throughput/gen_tokens_per_s": 0.0, "time/step_s": 0.1, "time/wait_data_s": 0.0}
+    text = panel(burst, quiet)
+    assert "generated 900," in text
+    assert "trainer for data 90 %" in text
+    assert "generated 0," in panel(burst, *[quiet] * 10)

@@ -70,6 +70,6 @@ def test_the_summary_counts_such_steps(tmp_path: Path) -> None:
 
     assert told(LEARNT, LEARNT) == []
     (line,) = told(*[ALL_RIGHT] * 3, LEARNT)
-    assert "3 of 4 steps: all rewards of each group were equal, in 3 of them all rewards of the step; look at" in line
+    assert "nothing was learnt from 3 of 4 steps: all their rewards were equal; look at" in line
     (line,) = told(EACH_GROUP, LEARNT, LEARNT)
-    assert "1 of 3 steps: all rewards of each group were equal; their prompts" in line
+    assert "nothing was learnt from 1 of 3 steps: all rewards of each group were equal; their prompts" in line

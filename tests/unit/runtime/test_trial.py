@@ -24,3 +24,14 @@ def test_who_joined_is_given_up_when_the_whole_run_begins_again(tmp_path: Path) 
         trial.begin_again()
         assert (resolver.get(own), resolver.get(joined)) == ("4", "8")
         assert names.MANAGER_KEY not in resolver.get_subtree("")
+
+
+def test_what_killed_ranks_left_of_their_meeting_is_removed_with_the_trial(tmp_path: Path) -> None:
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    trial = Trial(config, print)
+    trial.prepare()
+    for which in (trial.forget_trainer, trial.release):
+        meeting = trial.run_dir / "training_world-4711-1"
+        meeting.touch()
+        which()
+        assert not meeting.exists()

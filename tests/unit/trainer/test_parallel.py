@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _world
 
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.trainer.parallel import PeerFailed, Ranks, World
 from asyncrl.trainer.worker_grid import Placement, WorkerGrid
-from asyncrl.trainer.world import training_world
+from asyncrl.trainer.world import all_have_started, training_world
 
 LIMIT_S = 120.0
 GRID = WorkerGrid(data=2, tensor=2)
@@ -28,7 +29,10 @@ def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]
         torch.device("cpu"),
         folder,
         make_resolver("file", str(folder / "names")),
+        start_s=1800.0,
     ) as world:
+        starting = timeouts()
+        all_have_started(ExperimentConfig())
         place = world.place("actor")
         received = torch.zeros(1)
         peer = 1 - place.data.rank
@@ -56,8 +60,15 @@ def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]
             "everyone": place.everyone.all_reduce_sum(torch.tensor([float(worker)])).item(),
             "received": received.item(),
             "outcome": outcome,
+            "timeouts": [starting, timeouts()],
         }
         told.put((worker, found))
+
+
+def timeouts() -> list[float]:
+    """Those of all groups, in seconds."""
+    backends = [group._get_backend(torch.device("cpu")) for group in _world.pg_map]
+    return sorted({backend.options._timeout.total_seconds() for backend in backends})
 
 
 def test_four_ranks_of_two_copies_of_two_slices(tmp_path: Path) -> None:
@@ -82,6 +93,8 @@ def test_four_ranks_of_two_copies_of_two_slices(tmp_path: Path) -> None:
     assert [rank["everyone"] for rank in told] == [6.0] * 4
     assert [rank["received"] for rank in told] == [2.0, 3.0, 0.0, 1.0]
     assert told[3]["outcome"] == "ValueError('mine')"
+    assert [rank["timeouts"] for rank in told] == [[[1800.0], [120.0]]] * 4, "one may load for long"
+    assert not list(tmp_path.glob("training_world*"))
     for rank in told[:3]:
         assert str(rank["outcome"]).startswith("PeerFailed"), rank
         assert "failing failed on another rank, 3 of 4: ValueError('mine')" in str(rank["outcome"])
@@ -98,8 +111,9 @@ def test_a_rank_alone_is_everyone() -> None:
     assert issubclass(PeerFailed, RuntimeError)
 
 
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 def test_a_rank_chooses_its_gpu_before_anything_can_choose_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeviceMesh would take the GPU of LOCAL_RANK or of the rank's number, where each rank sees one."""
     done: list[object] = []
@@ -110,10 +124,10 @@ def test_a_rank_chooses_its_gpu_before_anything_can_choose_another(
 
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
     monkeypatch.setattr(torch.distributed, "init_process_group", form)
-    device, names = torch.device("cuda", 0), make_resolver("file", str(tmp_path / "names"))
+    device, names = torch.device(name), make_resolver("file", str(tmp_path / "names"))
     with (
         pytest.raises(ConnectionError),
         training_world(ExperimentConfig(), 0, Placement({"actor": GRID}), device, tmp_path, names),
     ):
         pass
-    assert done == [device, "world"]
+    assert done == [0, "world"]

@@ -18,7 +18,7 @@ from asyncrl.datasets.demonstrations import DemonstrationFormat, LazyRows, by_le
 from asyncrl.datasets.files import FileDataset
 from asyncrl.datasets.prompts import PromptFormat
 from asyncrl.datasets.tokenizers import CharTokenizer, load_tokenizer
-from asyncrl.trainer.settings import LoraConfig
+from asyncrl.trainer.settings import LoraConfig, LoraPublish
 from asyncrl.trainer.supervised.loop import (
     ProgressCallback,
     SFTPhase,
@@ -281,6 +281,10 @@ def test_the_held_out_loss_by_the_engine_is_muons(tmp_path: Path) -> None:
         ({"checkpoint": SFTCheckpointConfig(interval=5)}, "checkpoint.interval=5: optimizer=muon"),
         ({"trainer": SFTTrainerConfig(parallel="d2")}, "trainer.parallel=d2: optimizer=muon"),
         ({"model": SFTModelConfig(architecture=TINY, lora=LoraConfig(rank=2))}, "model.lora.rank=2: optimizer=muon"),
+        (
+            {"model": SFTModelConfig(architecture=TINY, lora=LoraConfig(rank=2, publish=LoraPublish.merged))},
+            "model.lora.publish='merged': no servers load the result",
+        ),
         ({**ENGINE, "trainer": SFTTrainerConfig(parallel="x2")}, "trainer.parallel='x2'"),
         (
             {**ENGINE, "trainer": SFTTrainerConfig(parallel="d2"), "device": Device.cuda},

@@ -1,0 +1,209 @@
+"""Limits of a start. They count time without progress, so that a start may be slow and is still noticed where it hangs.
+
+A model of many GiB on a network disk, kernels that are compiled, a machine that is busy with others: how long a start
+takes nobody knows beforehand. What can be known is whether it goes on. A process that starts measures its own work and
+that of its children (`Effort`), and counts it in its status; whoever waits for a process of that kind sees the number
+change (`StartWait`). A process that ends is the launcher's matter, which notices at once.
+
+    limit_s                    without any progress, see `system.start_timeout_s` and `generation.start_timeout_s`
+    BEFORE_BEGIN * limit_s     until a process shows itself at all: its libraries are loaded before
+    LONGEST_STARTS * limit_s   altogether: what works for so long and is not ready works in vain
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import psutil
+
+from asyncrl.comm import names
+from asyncrl.comm.awake import SLICE_S
+from asyncrl.comm.name_resolve import NameResolver
+
+_T = TypeVar("_T")
+
+BEFORE_BEGIN = 5
+LONGEST_STARTS = 15
+MEASURE_S = 5.0
+"""Work is measured over so long: the kernel counts it in hundredths of a second."""
+_BUSY_SHARE = 0.02
+"""Of one core. A process that waits uses a tenth of that: it renews leases and follows names."""
+_BYTES_PER_S = 64 << 10
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SHOWN = 4
+
+
+class NotStarted(RuntimeError):
+    """A process is not ready within its limit; the message names process, setting and what it was waited for."""
+
+
+class StartLimit:
+    """The limit of one start, by looks at it; time in which this process did not run does not count.
+
+    Args:
+        setting: name of the limit.
+        limit_s: its value.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, setting: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._setting, self.limit_s, self._clock = setting, limit_s, clock
+        self._looked = clock()
+        self._silent_s = self._total_s = 0.0
+
+    def fault(self, *, progressed: bool, begun: bool = True) -> str | None:
+        """Return why the start is given up, None as long as it is waited for.
+
+        Args:
+            progressed: it has gone on since the last look.
+            begun: the process has shown itself.
+        """
+        now = self._clock()
+        passed, self._looked = min(now - self._looked, SLICE_S), now
+        self._total_s += passed
+        self._silent_s = 0.0 if progressed else self._silent_s + passed
+        longest_s, allowed_s = LONGEST_STARTS * self.limit_s, (1 if begun else BEFORE_BEGIN) * self.limit_s
+        if self._total_s >= longest_s:
+            return f"not ready after {longest_s:g} s ({LONGEST_STARTS} times {self._setting}={self.limit_s:g})"
+        if self._silent_s < allowed_s:
+            return None
+        if begun:
+            return f"no progress for {self.limit_s:g} s ({self._setting}: no CPU time used, nothing read)"
+        return f"not begun within {allowed_s:g} s ({BEFORE_BEGIN} times {self._setting}={self.limit_s:g})"
+
+
+class _Work(NamedTuple):
+    ticks: int
+    bytes: int
+
+
+class Effort:
+    """The work of the process `pid` and its descendants: CPU time and what they read.
+
+    Args:
+        pid: None for this process.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, pid: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pid, self._clock = os.getpid() if pid is None else pid, clock
+        self._measured, self._done = clock(), _work(self._pid)
+
+    def grew(self) -> bool:
+        """Return True if they have worked since the last call that did; looks every `MEASURE_S`."""
+        now = self._clock()
+        if (passed := now - self._measured) < MEASURE_S:
+            return False
+        before, self._done, self._measured = self._done, _work(self._pid), now
+        nothing = _Work(0, 0)
+        grown = [(done, before.get(pid, nothing)) for pid, done in self._done.items()]
+        ticks = sum(now.ticks - then.ticks for now, then in grown)
+        read = sum(now.bytes - then.bytes for now, then in grown)
+        return ticks > _BUSY_SHARE * _TICKS_PER_S * passed or read > _BYTES_PER_S * passed
+
+
+def _work(pid: int) -> dict[int, _Work]:
+    """What the process and its descendants have done so far, by process."""
+    try:
+        pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return {}
+    done = {}
+    for each in pids:
+        try:
+            # After the name: state is field 3, major faults 12, user and system time 14 and 15 (proc_pid_stat(5)).
+            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
+            read = Path(f"/proc/{each}/io").read_text().split()[1]
+        except OSError:  # it has ended
+            continue
+        done[each] = _Work(int(fields[11]) + int(fields[12]), int(read) + int(fields[9]) * _PAGE_BYTES)
+    return done
+
+
+async def await_start(starting: Awaitable[_T], effort: Effort, limit: StartLimit) -> _T:
+    """Await what starts something, for as long as `effort` grows.
+
+    Raises:
+        NotStarted: the limit is over; `starting` is cancelled.
+    """
+    task = asyncio.ensure_future(starting)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=min(SLICE_S, limit.limit_s))
+            if not task.done() and (fault := limit.fault(progressed=effort.grew())) is not None:
+                raise NotStarted(fault)
+        return task.result()
+    finally:
+        task.cancel()
+
+
+class StartWait:
+    """A wait for what processes of one kind do as they start.
+
+    Make it in a thread that may block for a moment.
+
+    Args:
+        kind: of those that are waited for.
+        what: they are to do.
+        limit: of their start.
+        while_alive: their start has limits of its own, so that it is enough that they live.
+        progressed: called where they have made progress.
+    """
+
+    def __init__(
+        self,
+        resolver: NameResolver,
+        kind: str,
+        what: str,
+        limit: StartLimit,
+        *,
+        while_alive: bool = False,
+        progressed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._kind, self._what, self._limit = kind, what, limit
+        self._while_alive, self._progressed = while_alive, progressed
+        self._statuses = resolver.follow(f"{names.STATUSES}/{kind}")
+        self._seen: dict[str, str] = {}
+
+    def living(self) -> dict[int, int]:
+        """The incarnations of the processes that live, by index."""
+        statuses = {
+            names.index_of(key): names.WorkerStatus.decode(value) for key, value in self._statuses.entries().items()
+        }
+        return {index: status.incarnation for index, status in statuses.items() if _lives(status)}
+
+    def look(self) -> None:
+        """Call this again and again while waiting.
+
+        Raises:
+            NotStarted: the limit is over.
+        """
+        seen, self._seen = self._seen, self._statuses.entries()
+        statuses = [names.WorkerStatus.decode(value) for value in self._seen.values()]
+        alive = any(map(_lives, statuses))
+        progressed = seen != self._seen or (self._while_alive and alive)
+        if progressed:
+            self._progressed()
+        if self._while_alive and alive:
+            return
+        if (fault := self._limit.fault(progressed=progressed, begun=alive)) is not None:
+            raise NotStarted(f"waited for {self._what}: {self._kind}: {fault}; {self._standing(statuses)}")
+
+    def _standing(self, statuses: list[names.WorkerStatus]) -> str:
+        late = [
+            f"{key.removeprefix(f'{names.STATUSES}/')} is {status.state} (pid {status.pid})"
+            for key, status in zip(self._seen, statuses, strict=True)
+            if status.state != "ready"
+        ]
+        more = f" and {len(late) - _SHOWN} more" if len(late) > _SHOWN else ""
+        return f"{', '.join(late[:_SHOWN])}{more}; see their logs" if late else f"no {self._kind} is starting"
+
+
+def _lives(status: names.WorkerStatus) -> bool:
+    return status.state in ("starting", "ready")

@@ -1,0 +1,222 @@
+"""RolloutWorkers that are killed from outside, again and again: every prompt is trained, none is dropped for it.
+
+Manager, gate, suspects, prompt streams and buffer are the real ones, in virtual time. A worker plays `PLACES` rollouts
+of `ROLLOUT_S` at a time, and its successor begins `RESTART_S` after a death; the trainer takes `STEP_S` for a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from asyncrl.datasets.order import PromptRef, PromptStream
+from asyncrl.manager import messages as m
+from asyncrl.manager.service import ManagerService
+from asyncrl.manager.shards import Shards
+from asyncrl.master.buffer import SampleBuffer
+from asyncrl.master.reports import decide
+from asyncrl.master.settings import OnStale
+from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
+from asyncrl.runtime.settings import SystemConfig
+from asyncrl.trainer.messages import RolloutRecord
+
+BATCH, ETA, ROWS, PLACES = 4, 2, 64, 4
+ROLLOUT_S, STEP_S, RESTART_S = (0.2, 0.8), 4.0, 1.8
+
+
+class Worker:
+    """A RolloutWorker's process."""
+
+    def __init__(self, shard: int, incarnation: int) -> None:
+        self.name, self.shard, self.incarnation = f"rollout_worker/{shard}", shard, incarnation
+        self.stream: PromptStream | None = None
+        self.wanted: dict[str, PromptRef] = {}
+        self.running: dict[str, PromptRef] = {}
+        self.ended: list[m.FinishedRollout] = []
+        self.ack = 0
+        self.dead = False
+
+    def who(self) -> dict[str, Any]:
+        ended, self.ended = self.ended, []
+        return {"worker": self.name, "incarnation": self.incarnation, "finished": ended}
+
+
+class Cluster:
+    """A run in virtual time; `deadly` prompts kill the worker that plays them, half a second after they began."""
+
+    def __init__(self, workers: int, seed: int, deadly: Sequence[int] = ()) -> None:
+        self.now, self.random = 0.0, Random(seed)
+        self.runner = asyncio.Runner()
+        self.service = ManagerService(
+            batch_size=BATCH,
+            max_staleness=ETA,
+            routing="least_requests",
+            lease_s=1e9,
+            clock=lambda: self.now,
+            shards=Shards(workers),
+        )
+        self.service.begin(0)
+        self.service.router.update(0, "http://server", 0, routable=True)
+        self.buffer = SampleBuffer(BATCH, ETA, OnStale.wait)
+        self.version, self.deadly = 0, {PromptStream(ROWS, 0).ref(order).prompt_id for order in deadly}
+        self.trained: list[str] = []
+        self.deaths: list[tuple[float, str]] = []
+        self.known = (0, 0)
+        self.training = False
+        self.ids = itertools.count()
+        self.turns: list[tuple[float, int, Callable[[], None]]] = []
+        self.workers = [Worker(shard, 0) for shard in range(workers)]
+        for worker in self.workers:
+            self.after(0.0, lambda worker=worker: self.begin(worker))
+
+    def after(self, seconds: float, turn: Callable[[], None]) -> None:
+        heapq.heappush(self.turns, (self.now + seconds, next(self.ids), turn))
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Play until a condition holds.
+
+        Raises:
+            AssertionError: nothing goes on.
+        """
+        while not until():
+            assert self.turns, "nothing goes on"
+            self.now, _, turn = heapq.heappop(self.turns)
+            turn()
+            self.ask()
+            self.train()
+
+    def begin(self, worker: Worker) -> None:
+        former = self.runner.run(self.service.take_over(m.TakeOverRequest(**worker.who())))
+        out = {prompt.prompt_id: prompt.attempt for prompt in former.out}
+        used = [*self.buffer.used, *former.given_up]
+        worker.stream = PromptStream(ROWS, 0, worker.shard, len(self.workers), used=used, out=out)
+
+    def ask(self) -> None:
+        """Every worker with room asks for rollouts, the one with the earliest prompt first, as if calls were held."""
+        for worker in self.workers:
+            while worker.stream is not None and len(worker.wanted) + len(worker.running) < PLACES:
+                worker.wanted[f"r{next(self.ids)}"] = worker.stream.next()
+        asking = [worker for worker in self.workers if worker.wanted]
+        for worker in sorted(asking, key=lambda worker: min(ref.order for ref in worker.wanted.values())):
+            wanted = [m.WantedRollout(key, ref.prompt_id, ref.order) for key, ref in worker.wanted.items()]
+            request = m.AllocateRequest(**worker.who(), rollouts=wanted, returned_ack=worker.ack)
+            reply = self.runner.run(self.service.allocate_rollout(request))
+            for returned in reply.returned:
+                worker.ack = returned.seq
+                assert worker.stream is not None
+                worker.stream.give_back(returned.prompt_id, returned.attempt)
+            for granted in reply.granted:
+                self.play(worker, granted.rollout_id, worker.wanted.pop(granted.rollout_id), granted.version)
+
+    def play(self, worker: Worker, rollout: str, ref: PromptRef, version: int) -> None:
+        worker.running[rollout] = ref
+
+        def end() -> None:
+            if not worker.dead:
+                del worker.running[rollout]
+                worker.ended.append(m.FinishedRollout(rollout, True, tokens=2))
+                self.buffer.add([record(rollout, ref, version)])
+
+        if ref.prompt_id in self.deadly:
+            self.after(0.5, lambda: self.kill(worker))
+        else:
+            self.after(self.random.uniform(*ROLLOUT_S), end)
+
+    def kill(self, worker: Worker) -> None:
+        if worker.dead or worker.stream is None:
+            return
+        worker.dead = True
+        self.deaths.append((self.now, worker.name))
+        self.workers[worker.shard] = successor = Worker(worker.shard, worker.incarnation + 1)
+        self.service.incarnation_seen(worker.name, successor.incarnation)
+        self.after(RESTART_S, lambda: self.begin(successor))
+
+    def train(self) -> None:
+        self.buffer.expire(self.version)
+        if self.training or self.service.gate.is_blocked(self.version):
+            return
+        batch = self.buffer.take(self.version)
+        if batch is None:
+            return
+        self.training = True
+
+        def done() -> None:
+            self.training = False
+            self.buffer.mark_trained(batch)
+            self.version += 1
+            self.trained += [each.prompt_id for each in batch.records]
+            self.report([each.rollout_id for each in batch.records])
+            self.service.router.update(0, "http://server", self.version, routable=True)
+            self.service.routes_changed(self.version)
+
+        self.after(STEP_S, done)
+
+    def report(self, trained: list[str]) -> None:
+        dropped = [drop.message for drop in self.buffer.pop_drops()]
+        report = m.ConsumedReport(self.version, trained, dropped, *self.known)
+        reply = self.runner.run(self.service.report_consumed(report))
+        decide(self.buffer, reply.given_up, [])
+        self.known = reply.seq, reply.events_seq
+
+    @property
+    def crashed(self) -> int:
+        """Prompts that were dropped as they killed their worker."""
+        return self.service.gate.books().dropped.get("crashed_worker", 0)
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+def record(rollout: str, ref: PromptRef, version: int) -> RolloutRecord:
+    sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
+    tokens = {"oldest_version": version, "version_tokens": {version: 1}}
+    return RolloutRecord(rollout_id=rollout, prompt_id=ref.prompt_id, order=ref.order, head=0, **tokens, **sizes)
+
+
+def kill_from_outside(cluster: Cluster, kills: int, mean_s: float) -> None:
+    """Kill a worker at random that often, and let the run go on until all that was out is trained."""
+
+    def kill() -> None:
+        cluster.kill(cluster.random.choice(cluster.workers))
+        if len(cluster.deaths) < kills:
+            cluster.after(cluster.random.expovariate(1 / mean_s), kill)
+
+    cluster.after(cluster.random.expovariate(1 / mean_s), kill)
+    cluster.run(lambda: len(cluster.deaths) == kills)
+    out = max(ref.order for worker in cluster.workers for ref in worker.wanted.values() or [PromptRef("", 0, 0)])
+    end = {PromptStream(ROWS, 0).ref(order).prompt_id for order in range(out)}
+    cluster.run(lambda: end <= set(cluster.buffer.used))
+
+
+def test_a_hundred_kills_from_outside_drop_no_prompt() -> None:
+    cluster = Cluster(workers=2, seed=0)
+    kill_from_outside(cluster, kills=100, mean_s=20.0)
+    assert cluster.crashed == 0
+    assert len(set(cluster.trained)) == len(cluster.trained)
+    books = cluster.service.gate.books()
+    assert books.balanced
+    assert set(books.dropped) <= {"worker_died", "duplicate_prompt"}
+    assert not cluster.service.rollouts.suspects, "all are cleared"
+    cluster.close()
+
+
+@pytest.mark.parametrize(("deadly", "deaths"), [([5], 3), ([5, 7], 5), ([5, 200], 6)])
+def test_prompts_that_kill_are_dropped_before_they_use_up_the_restarts(deadly: list[int], deaths: int) -> None:
+    """One costs three restarts, a second of the same company two more, and one of another time three again."""
+    cluster = Cluster(workers=1, seed=0, deadly=deadly)
+    cluster.run(lambda: cluster.crashed == len(deadly))
+    assert len(cluster.deaths) == deaths
+    system = SystemConfig()
+    policy = RestartPolicy(system.restarts_per_process, system.restart_window_s)
+    alone = [policy.died(worker, now) is AfterDeath.alone for now, worker in cluster.deaths]
+    assert all(alone)
+    end = {PromptStream(ROWS, 0).ref(order).prompt_id for order in range(max(deadly) + 1)}
+    cluster.run(lambda: end <= set(cluster.buffer.used))
+    assert set(cluster.buffer.used) - set(cluster.trained) == cluster.deadly
+    cluster.close()

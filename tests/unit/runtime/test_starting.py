@@ -1,0 +1,187 @@
+"""The limits of a start: time without progress."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve import FileResolver
+from asyncrl.comm.names import GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, WorkerStatus, status_key
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime import starting, worker
+from asyncrl.runtime.run_dir import write_run_config
+from asyncrl.runtime.starting import (
+    BEFORE_BEGIN,
+    LONGEST_STARTS,
+    Effort,
+    NotStarted,
+    StartLimit,
+    StartWait,
+    await_start,
+)
+from asyncrl.runtime.worker import Worker, WorkerSpec
+
+LIMIT_S = 60.0
+
+
+class Clock:
+    """Seconds; every call is one later, as of looks that are a second apart."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def looks_until_over(limit: StartLimit, *, progress_every: int = 0, begun: bool = True) -> tuple[int, str]:
+    for look in range(1, 10_000):
+        progressed = bool(progress_every) and look % progress_every == 0
+        if (fault := limit.fault(progressed=progressed, begun=begun)) is not None:
+            return look, fault
+    raise AssertionError("it never ends")
+
+
+def test_a_start_without_progress_is_over_after_its_limit_and_names_it() -> None:
+    looks, fault = looks_until_over(StartLimit("system.start_timeout_s", 20.0, Clock()))
+    assert looks == 20
+    assert "20 s (system.start_timeout_s" in fault
+
+
+def test_a_start_with_progress_may_be_long_but_not_for_ever() -> None:
+    looks, fault = looks_until_over(StartLimit("system.start_timeout_s", 20.0, Clock()), progress_every=19)
+    assert looks == 20 * LONGEST_STARTS
+    assert f"({LONGEST_STARTS} times system.start_timeout_s=20)" in fault
+
+
+def test_what_has_not_shown_itself_has_more_time() -> None:
+    looks, fault = looks_until_over(StartLimit("system.start_timeout_s", 20.0, Clock()), begun=False)
+    assert looks == 20 * BEFORE_BEGIN
+    assert "not begun within 100 s" in fault
+
+
+def test_time_in_which_this_process_stood_still_does_not_count() -> None:
+    clock = Clock()
+    limit = StartLimit("system.start_timeout_s", 20.0, clock)
+    clock.now += 3600.0
+    assert looks_until_over(limit)[0] == 20
+
+
+def waits(resolver: FileResolver, kind: str, clock: Clock, *, while_alive: bool = False) -> StartWait:
+    return StartWait(
+        resolver, kind, "a name", StartLimit("system.start_timeout_s", 20.0, clock), while_alive=while_alive
+    )
+
+
+def look_often(wait: StartWait) -> None:
+    for _ in range(1000):
+        wait.look()
+
+
+class Names(FileResolver):
+    """What is followed is what was put there, at once."""
+
+    def say(self, kind: str, index: int, status: WorkerStatus) -> None:
+        self.follow(f"{names.STATUSES}/{kind}").put(status_key(kind, index), status.encode())
+
+
+@pytest.fixture
+def resolver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Names:
+    monkeypatch.setattr(Names, "_follow", lambda self, subtree: self._closing.wait())
+    return Names(tmp_path)
+
+
+def test_who_waits_for_a_process_waits_as_long_as_any_of_its_kind_makes_progress(resolver: Names) -> None:
+    with resolver:
+        wait = waits(resolver, MODEL_WORKER, Clock())
+        resolver.say(MODEL_WORKER, 0, WorkerStatus("ready", 10))
+        for progress in range(100):
+            resolver.say(MODEL_WORKER, 1, WorkerStatus("starting", 11, progress=progress // 10))
+            wait.look()
+        late = "a name: model_worker: no progress for 20 s .*; model_worker/1 is starting .pid 11.; see their logs"
+        with pytest.raises(NotStarted, match=late):
+            look_often(wait)
+
+
+def test_a_process_that_waits_for_others_is_waited_for_while_it_lives(resolver: Names) -> None:
+    with resolver:
+        wait = waits(resolver, MASTER_WORKER, Clock(), while_alive=True)
+        resolver.say(MASTER_WORKER, 0, WorkerStatus("starting", 10))
+        for _ in range(100):
+            wait.look()
+        resolver.follow(f"{names.STATUSES}/{MASTER_WORKER}").remove(status_key(MASTER_WORKER, 0))
+        with pytest.raises(NotStarted, match=r"not begun within 100 s.*no master_worker is starting"):
+            look_often(wait)
+
+
+def test_work_of_a_process_and_of_its_children_counts_and_waiting_does_not() -> None:
+    clock = Clock()
+    effort, idle = Effort(clock=clock), Effort(1 << 22, clock)
+    assert not effort.grew(), "it is measured over a while"
+    clock.now += starting.MEASURE_S
+    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+    with Path("/dev/zero").open("rb", buffering=0) as zeros:
+        for _ in range(64):
+            zeros.read(1 << 20)
+    assert effort.grew()
+    clock.now += starting.MEASURE_S
+    assert not idle.grew(), "there is no such process"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as waiting:
+        child = Effort(waiting.pid, clock)
+        clock.now += 1e6
+        assert not child.grew()
+        waiting.kill()
+
+
+async def test_what_hangs_as_it_starts_is_given_up_and_what_works_is_awaited() -> None:
+    class Works(Effort):
+        def grew(self) -> bool:
+            return True
+
+    class Hangs(Effort):
+        def grew(self) -> bool:
+            return False
+
+    clock, begun = Clock(), asyncio.Event()
+
+    async def start() -> str:
+        await begun.wait()
+        return "started"
+
+    limit = StartLimit("generation.start_timeout_s", 0.01, clock)
+    with pytest.raises(NotStarted, match=r"generation\.start_timeout_s"):
+        await await_start(start(), Hangs(), limit)
+    loading = asyncio.create_task(await_start(start(), Works(), StartLimit("x", 1e6)))
+    begun.set()
+    assert await loading == "started"
+
+
+def test_a_process_counts_its_progress_in_its_status_until_it_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.Effort, "grew", lambda self: True)
+    config = ExperimentConfig()
+    config.system.encrypt, config.system.heartbeat_s = False, 0.5
+    write_run_config(config, tmp_path)
+
+    class Loads(Worker):
+        def run(self) -> None:
+            raise AssertionError("it is not started")
+
+    loads, key = Loads(WorkerSpec(GSERVER_MANAGER, 0, tmp_path)), status_key(GSERVER_MANAGER, 0)
+    with loads.resolver as resolver, ThreadPoolExecutor(1) as pool:
+        loads.set_status("starting")
+        reporting = pool.submit(loads._report_progress)
+        while (status := WorkerStatus.decode(resolver.get(key))).progress < 2:
+            resolver.watch(key, LIMIT_S, status.encode())
+        assert status.state == "starting"
+        loads.set_status("ready")
+        reporting.result(LIMIT_S)
+        assert WorkerStatus.decode(resolver.get(key)).state == "ready"
