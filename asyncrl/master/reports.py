@@ -91,7 +91,6 @@ class Reports:
         self._kept_version = 0
         self._untold_step: TrainBatch | None = None  # of a loop before this one, for the ledger
         self._told_already = 0  # rollouts' lines that the ledger has after the step that is gone on from
-        self._behind = False  # a loop before this one may have recorded more prompts as dropped for good
         self._curriculum = self._new_curriculum()
         self._trained_before = 0
         self._in_data_state: tuple[int, int] | None = None  # how many used prompts and measurements it has
@@ -109,6 +108,9 @@ class Reports:
     def take_up(self, unreported: Sequence[str], known: Known, told: int, untold_step: TrainBatch | None) -> None:
         """Be where the loop before this one was after its last step.
 
+        Its rollouts are reported again before another step begins. So the reply tells what was dropped for good, also
+        what the loop before this one has written into the ledger.
+
         Args:
             told: rollouts' lines that the ledger has after that step.
             untold_step: the step, unless the ledger has it.
@@ -117,7 +119,6 @@ class Reports:
         self._buffer.know_trained(unreported)
         self.known = self._kept_known = known
         self._told_already, self._untold_step = told, untold_step
-        self._behind = True
 
     def state(self) -> dict[str, Any]:
         """Its part of a checkpoint."""
@@ -146,7 +147,7 @@ class Reports:
         while self.may_tell_of(version):
             self._drops += self._buffer.pop_drops()
             drops = self._drops
-            if not (self.unreported or drops or self._behind):
+            if not self.unreported and not drops:
                 return
             await or_stop(self._report(version), self._stop, self._limit_s)
             for head in sorted({drop.record.head for drop in drops}):
@@ -209,7 +210,6 @@ class Reports:
         first = reply.events_seq - len(reply.events)  # the manager may have been told that more of them are recorded
         known, self._told_already = (self.known.events or first) + self._told_already, 0
         self._ledger.take(decide(self._buffer, reply.given_up, reply.events[max(0, known - first) :]))
-        self._behind = False
         self.status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.books.dropped)
         self.books, self.known = reply.books, Known(reply.seq, reply.events_seq, reply.measured_seq)
         for prompt_id, success in reply.measured:

@@ -23,6 +23,8 @@ class NarrowLink:
     That at "full" takes none at all, that at "wide" always takes another.
     """
 
+    connected = True
+
     def __init__(
         self,
         _context: object,

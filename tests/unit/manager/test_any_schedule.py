@@ -169,7 +169,6 @@ class Trainer:
     kept_known: Known = field(default_factory=Known)
     untold: TrainBatch | None = None
     told_already: int = 0
-    behind: bool = False
     books: m.GateBooks = NO_BOOKS
     in_step: list[str] = field(default_factory=list)
 
@@ -516,7 +515,7 @@ class Schedule(RuleBasedStateMachine):
             self.held.pop((copy.head, copy.rollout_id), None)
         self.inbox = []
 
-    @move(dies=BOTH, when=lambda self: not self.trainer.unreported and not self.trainer.behind)
+    @move(dies=BOTH, when=lambda self: not self.trainer.unreported)
     def train(self, dies: bool) -> None:
         """A step, up to where its state is kept and the others hear of it; the ranks may die before that.
 
@@ -577,7 +576,7 @@ class Schedule(RuleBasedStateMachine):
             return
         discarded, trainer.unreported, trainer.drops = trainer.drops, [], []
         known = max(0, trainer.known.events - (reply.events_seq - len(reply.events))) + trainer.told_already
-        trainer.told_already, trainer.behind = 0, False
+        trainer.told_already = 0
         self.ledger.take(decide(trainer.buffer, reply.given_up, reply.events[known:]))
         trainer.books, trainer.known = reply.books, Known(reply.seq, reply.events_seq)
         self.given_up |= {each.prompt_id for each in reply.given_up}
@@ -607,7 +606,7 @@ class Schedule(RuleBasedStateMachine):
             trainer.unreported = list(kept["unreported"])
             trainer.buffer.know_trained(trainer.unreported)
             trainer.known = trainer.kept_known = kept["known"]
-            trainer.told_already, trainer.behind = told.rollouts, True
+            trainer.told_already = told.rollouts
             trainer.untold = None if told.step else kept["batch"]
         self.disk = list(trainer.buffer.used)
         self.given_up &= set(trainer.buffer.used) | self.proposed()
