@@ -74,6 +74,8 @@ class Batches:
     async def _nothing_would_expire(self, version: int) -> None:
         """Hold the step until every rollout that a later step could not train is in the buffer."""
         what = "the end of rollouts that would expire (on_stale=wait)"
-        while running := await self._stall.wait(self._manager.wait_expiring(version, HOLD_S), version, what):
+        hold_s = min(HOLD_S, self._stall.limit_s / 2)
+        while running := await self._stall.wait(self._manager.wait_expiring(version, hold_s), version, what):
             _log.info("step %d is held for %d rollouts that would expire", version, len(running))
+            self._stall.progressed()  # each ends within `rollout.rollout_timeout_s`: the stall limit is on silence
         await self._stall.wait(self._collector.refresh(), version, "the ModelWorkers to tell what they received")

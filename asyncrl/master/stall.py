@@ -55,7 +55,7 @@ class StallWatch:
         self.progressed()
 
     def progressed(self) -> None:
-        """A step is complete, or none can be."""
+        """A step is complete, is held for rollouts that still run, or cannot come yet."""
         self._progress_at = self._clock()
 
     async def wait(self, waiting: Coroutine[Any, Any, _T], version: int, what: str) -> _T:

@@ -15,9 +15,9 @@ from simulator.setup import Outcome, Setup
 
 COLUMNS = (
     "| run | trained tokens/s | speed-up | step | generation idle | training idle | age, mean (max) | "
-    "prefilled again | in vain | answer |"
+    "prefilled again | in vain | answer | long |"
 )
-RULE = "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+RULE = "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
 
 
 class Kept:
@@ -94,7 +94,7 @@ def _row(cell: Cell, found: Outcome, baseline: float) -> str:
         f"| {cell.label} | {found.trained_per_s / 1e3:.0f} k | {found.trained_per_s / baseline:.2f} | "
         f"{found.step_s:.0f} s | {found.generation_idle:.0%} | "
         f"{found.training_idle:.0%} | {found.staleness_mean:.2f} ({found.staleness_max}) | {found.interrupted:.2f} | "
-        f"{vain:.0%} | {answer:,.0f} |"
+        f"{vain:.0%} | {answer:,.0f} | {found.long_share:.1%} |"
     )
 
 

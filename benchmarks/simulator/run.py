@@ -46,7 +46,7 @@ from simulator.engine_model import EngineCounts
 from simulator.faults import Fleet
 from simulator.host import Announcements, Processes
 from simulator.lengths import Lengths
-from simulator.setup import Outcome, Setup
+from simulator.setup import LONG, Outcome, Setup
 from simulator.trainer import DataHead
 from simulator.wire import Network, VerbsHost, VirtualHttp
 
@@ -113,6 +113,7 @@ class _Mark:
     train_s: float
     wait_s: float
     staleness: Counter[int]
+    answers: Counter[bool]
 
 
 class Simulation:
@@ -166,6 +167,8 @@ class Simulation:
         self.manager = _Client("master_worker/0", self.network, self.on)
         self.version = 0
         self.staleness: Counter[int] = Counter()
+        self.beyond = 0  # tokens older than η, which carry no loss with on_stale=mask
+        self.answers: Counter[bool] = Counter()
         self.steps: list[float] = []
         self._train_s = self._wait_s = 0.0
         self._drops: list[Drop] = []
@@ -281,7 +284,11 @@ class Simulation:
         self.version += 1
         for record in batch.records:
             for version, count in record.version_tokens.items():
-                self.staleness[batch.version - version] += count
+                if (age := batch.version - version) <= self.setup.eta:
+                    self.staleness[age] += count
+                else:
+                    self.beyond += count
+            self.answers.update(tokens * self.setup.grain >= LONG for tokens in record.generated)
         self._trained += [record.rollout_id for record in batch.records]
         await self.head.call(Discard(tuple(self._trained)), timeout_s=1.0)
         await self.on.rank.work(self.trainer.publish_s)
@@ -348,7 +355,7 @@ class Simulation:
     def _mark(self) -> _Mark:
         counts = EngineCounts()
         counts.add(self.fleet.counts())
-        return _Mark(self._loop.time(), counts, self._train_s, self._wait_s, self.staleness.copy())
+        return _Mark(self._loop.time(), counts, self._train_s, self._wait_s, self.staleness.copy(), self.answers.copy())
 
     async def _audit(self) -> list[str]:
         """Let what runs end, then look whether everything is accounted for."""
@@ -374,8 +381,8 @@ class Simulation:
             found.append(f"{placed} sequences are placed on servers where nothing runs")
         if self.fleet.sequences:
             found.append(f"{self.fleet.sequences} answers run on servers and nobody waits for them")
-        if self.staleness and max(self.staleness) > self.setup.eta and self.setup.on_stale != OnStale.mask:
-            found.append(f"a token of age {max(self.staleness)} was trained, η is {self.setup.eta}")
+        if self.beyond and self.setup.on_stale != OnStale.mask:
+            found.append(f"{self.beyond} tokens older than η={self.setup.eta} were trained")
         if not self.setup.faults.any:
             for life in self.decisions.servers:
                 if life.state is not ServerState.SERVING or life.version != self.version:
@@ -394,7 +401,7 @@ class Simulation:
         else:
             idle = ((1.0 - busy) * generation + (1.0 - trained) * training) / (generation + training)
         steps = self.steps[setup.warm_up :]
-        staleness = last.staleness - first.staleness
+        staleness, answers = last.staleness - first.staleness, last.answers - first.answers
         return Outcome(
             step_s=elapsed / len(steps),
             wait_s=(last.wait_s - first.wait_s) / len(steps),
@@ -405,6 +412,7 @@ class Simulation:
             tokens_per_s=generated * setup.grain / elapsed,
             trained_per_s=staleness.total() * setup.grain / elapsed,
             staleness=staleness,
+            long_share=answers[True] / answers.total(),
             interrupted=(last.counts.interrupted - first.counts.interrupted) / generated if generated else 0.0,
             retracted=last.counts.retracted - first.counts.retracted,
             dropped=dict(self._books.dropped),

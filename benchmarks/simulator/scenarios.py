@@ -161,6 +161,18 @@ def _etas(devices: int, quick: bool) -> list[Cell]:
     return cells
 
 
+def _beyond(devices: int, quick: bool) -> list[Cell]:
+    """What becomes of answers that take longer than η steps."""
+    table = f"{devices} devices: beyond η"
+    cells = _baselines(table, devices, (8,), quick=quick)
+    for eta in (1, 2, 4, 8):
+        for on_stale in OnStale:
+            more = in_flight(min(3, eta + 1), devices) | {"on_stale": on_stale}
+            setup = asynchronous(devices, _generating(devices), 4, eta, quick=quick, **more)
+            cells.append(Cell(table, f"η = {eta}, {on_stale}", setup))
+    return cells
+
+
 def _in_flight(quick: bool) -> list[Cell]:
     table = "64 devices: rollouts in flight"
     cells = _baselines(table, 64, (8,), quick=quick)
@@ -260,6 +272,7 @@ def _assumptions(quick: bool) -> list[Cell]:
 TABLES: dict[str, Table] = {
     "splits64": _splits(64, (9, 10, 11, 12, 13), (1, 2, 4, 8), (1, 2)),
     "eta64": lambda quick: _etas(64, quick),
+    "beyond64": lambda quick: _beyond(64, quick),
     "inflight": _in_flight,
     "assumptions": _assumptions,
     "updates": _updates,

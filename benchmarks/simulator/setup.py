@@ -14,6 +14,9 @@ from simulator.engine_model import EngineModel
 from simulator.faults import Faults
 from simulator.trainer import TrainerModel
 
+LONG = 16_384
+"""Tokens of an answer that counts as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -113,6 +116,8 @@ class Outcome:
     trained_per_s: float
     """Tokens trained, of those that were generated: what counts. A step of short answers is soon done."""
     staleness: Counter[int]
+    long_share: float
+    """Trained answers of `LONG` tokens and more, of all trained; it falls where long ones are selected against."""
     interrupted: float
     """Tokens that had to be prefilled again after weight updates, as a share of those generated."""
     retracted: int

@@ -177,6 +177,25 @@ async def test_wait_holds_the_step_until_nothing_would_expire(tmp_path: Path) ->
     assert run.manager.asked == [0, 0, 0]
 
 
+async def test_a_step_that_is_held_for_longer_than_the_stall_limit_is_no_stall(tmp_path: Path) -> None:
+    """What it is held for runs, each within a limit of its own."""
+    run, now = Run(tmp_path, make_config(total_train_steps=1, on_stale="wait")), 0.0
+    stall = run.loop._stall
+    stall._clock = lambda: now  # type: ignore[assignment]
+    stall.progressed()
+
+    async def still_running(version: int, timeout_s: float) -> Sequence[str]:
+        nonlocal now
+        assert timeout_s < stall.limit_s
+        now += 0.6 * stall.limit_s
+        return ["r9"] if now < 3 * stall.limit_s else []
+
+    run.manager.wait_expiring = still_running  # type: ignore[method-assign]
+    await run.deliver(range(4))
+    await run.loop.run()
+    assert run.loop.version == 1
+
+
 async def test_wait_takes_what_arrived_by_the_time_the_way_was_clear(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(total_train_steps=1, on_stale="wait"))
     await run.deliver(range(4, 8), oldest=1)
