@@ -338,7 +338,8 @@ class Simulation:
         )
         self._known = (reply.seq, reply.events_seq, reply.measured_seq)
         self._books = reply.books
-        self.buffer.give_up(reply.given_up)
+        for prompt in reply.given_up:
+            self.buffer.give_up(prompt.prompt_id)
         if drops:
             await self.head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)
 
