@@ -42,7 +42,7 @@ def needs(config: ExperimentConfig) -> Iterator[Need]:
     """The needs of the processes of a run that depend on its size."""
     counts = {kind: KINDS[kind].count(config) for kind in KINDS}
     workers, servers, ranks = (
-        counts[kind] for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER, names.MODEL_WORKER)
+        counts.get(kind, 0) for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER, names.MODEL_WORKER)
     )
     rollout, group = config.rollout, config.group_size
 

@@ -184,6 +184,7 @@ def test_an_engine_that_dies_is_started_again_at_a_new_address_until_that_is_hop
     config: ExperimentConfig, resolver: NameResolver, start: Start, tmp_path: Path
 ) -> None:
     use_fake_sglang(config, tmp_path)
+    config.system.restarts_per_process = 3
     process = start(config)
     key = names.gen_server_key(0)
     registration = resolver.wait(key, LIMIT_S)
@@ -191,7 +192,7 @@ def test_an_engine_that_dies_is_started_again_at_a_new_address_until_that_is_hop
         psutil.Process(names.GenerationServerEntry.decode(registration).pid).kill()
         resolver.watch(key, LIMIT_S, last=registration)  # it is gone, or the next one is there already
         registration = resolver.wait(key, LIMIT_S)
-        assert status(resolver).state == "ready"
+        await_state(resolver, "ready")
     psutil.Process(names.GenerationServerEntry.decode(registration).pid).kill()
 
     assert process.wait(LIMIT_S) == 1

@@ -22,6 +22,7 @@ from asyncrl.comm import names
 from asyncrl.comm.http import HttpRefused
 from asyncrl.comm.sealed_json import seal
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
 from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
@@ -119,6 +120,7 @@ class Run:
 def config_of(**manager: Any) -> ExperimentConfig:
     config = ExperimentConfig(train_batch_size=2, max_head_offpolicyness=1)
     config.system.encrypt = False
+    config.model.dtype = config.generation.dtype = Dtype.float32  # as the launcher settles `auto` on a CPU
     config.manager.health_interval_s = 0.1
     config.manager.update_timeout_s = config.system.heartbeat_s = LIMIT_S
     for name, value in manager.items():

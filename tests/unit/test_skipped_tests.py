@@ -28,9 +28,9 @@ def test_of_the_moon():
 
 def test_tests_left_out_for_one_reason_are_one_line_with_the_command_that_includes_them(tmp_path: Path) -> None:
     (tmp_path / "test_left_out.py").write_text(LEFT_OUT)
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "conftest", str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "-p", "tests.conftest", str(tmp_path)],
         env=os.environ | {"PYTHONPATH": path},
         cwd=tmp_path,
         capture_output=True,

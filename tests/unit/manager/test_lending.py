@@ -121,7 +121,8 @@ async def test_what_was_begun_is_not_lent_and_what_was_lent_is_begun_by_nobody_e
     stolen = m.WantedRollout("another", "e0-2", 2)
     for thief in (HOME, OTHER):
         assert (await run.ask(thief, [stolen])).gone == ["another"]
-    assert [each.rollout_id for each in (await run.ask(JOINED, [stolen])).granted] == ["another"]
+    theirs = m.WantedRollout("a third", "e0-2", 2)  # an id that was refused is used up
+    assert [each.rollout_id for each in (await run.ask(JOINED, [theirs])).granted] == ["a third"]
     assert run.owed_to(2) is None
     assert run.service.gate.books().submitted == 2
 

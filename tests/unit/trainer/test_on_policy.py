@@ -51,6 +51,7 @@ def generated(path: Path, sampling: dict[str, float], count: int = 16) -> StepBa
                 versions=np.where(mask, 0, -1).astype(np.int32),
                 reward=float(len(samples) % 3 == 0),
                 truncated=False,
+                episode=len(samples),
             )
         )
     groups = [Trajectory(f"r{i}", f"p{i}", i, tuple(samples[i::4])) for i in range(4)]
