@@ -130,7 +130,7 @@ class Remembered(_Event, frozen=True):
     events: EventsState
     incarnations: dict[str, int]
     begun: bool
-    suspects: tuple[dict[str, int], dict[str, str]] = ({}, {})
+    suspects: tuple[dict[str, int], dict[str, str], int] = ({}, {}, 0)
     measured: LogState[tuple[str, float]] = LogState(0, [])
     ends_awaited: dict[str, tuple[str, str]] = {}
 

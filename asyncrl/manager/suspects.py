@@ -12,7 +12,10 @@ would do it again in the same company, and nobody could tell which it was. So:
 
 Only the suspect in hand is blamed for a death, and nobody if there was other company where it should have been alone.
 So a prompt that kills costs three restarts, and each further one of the same company two. Deaths from outside cost a
-prompt only if three of them in a row hit the same one: in company, as its worker's one suspect, and alone.
+prompt only if three of them in a row hit the same one: in company, as its worker's one suspect, and alone. Where
+workers are killed from outside again and again, this would happen now and then. But there a suspect that is tried alone
+ends well, as a rule, and shows that it was not the cause of two deaths. After one such suspect a prompt is dropped with
+its fourth death only, and after `MAX_SPARED` with its fifth, all but the first two of them alone.
 
 Example: A, B and C are in hand when the worker dies. Its successor plays A with D and E: all end well, A is cleared.
 It plays B with F and G, and dies. F, G and C are played; then B, alone. The worker dies once more: B is dropped.
@@ -26,6 +29,8 @@ DEATHS_ALONE = 2
 """Deaths after which a suspect is tried alone."""
 MAX_DEATHS = 3
 """Half the restarts that a process has by default (`system.restarts_per_process`), so that one bad row ends no run."""
+MAX_SPARED = 2
+"""At most so many deaths more, where deaths have come from outside: still fewer than those restarts."""
 
 
 class Suspects:
@@ -39,6 +44,7 @@ class Suspects:
         self._in_hand = in_hand
         self._deaths: dict[str, int] = {}
         self._playing: dict[str, str] = {}
+        self._spared = 0  # suspects that were tried alone and came to their end
         self.changes = 0
         """Grows whenever a prompt that has to wait may have to no longer."""
 
@@ -46,13 +52,13 @@ class Suspects:
         """True if there is a suspect."""
         return bool(self._deaths)
 
-    def state(self) -> tuple[dict[str, int], dict[str, str]]:
+    def state(self) -> tuple[dict[str, int], dict[str, str], int]:
         """All there is; `restore` takes it."""
-        return dict(self._deaths), dict(self._playing)
+        return dict(self._deaths), dict(self._playing), self._spared
 
-    def restore(self, deaths: Mapping[str, int], playing: Mapping[str, str]) -> None:
+    def restore(self, deaths: Mapping[str, int], playing: Mapping[str, str], spared: int) -> None:
         """Be as `state` says."""
-        self._deaths, self._playing = dict(deaths), dict(playing)
+        self._deaths, self._playing, self._spared = dict(deaths), dict(playing), spared
         self.changes += 1
 
     def tried_alone(self, prompt_id: str) -> bool:
@@ -75,7 +81,7 @@ class Suspects:
     def ended(self, worker: str, prompt_id: str) -> None:
         """`prompt_id` came to an end on `worker`, whichever: it kills nobody, and another may be alone there now."""
         if self._deaths:
-            self._deaths.pop(prompt_id, None)
+            self._spared += self._deaths.pop(prompt_id, 0) >= DEATHS_ALONE
             self.changes += 1
         if self._playing.get(worker) == prompt_id:
             self._stop(worker)
@@ -91,10 +97,10 @@ class Suspects:
             for prompt_id in in_hand:
                 self._deaths.setdefault(prompt_id, 1)
             return None
-        if not self.tried_alone(suspect):
-            self._deaths[suspect] += 1
+        if self.tried_alone(suspect) and any(other != suspect for other in in_hand):
             return None
-        if any(other != suspect for other in in_hand):
+        self._deaths[suspect] += 1
+        if self._deaths[suspect] < MAX_DEATHS + min(self._spared, MAX_SPARED):
             return None
         del self._deaths[suspect]
         return suspect

@@ -11,6 +11,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_books import Noted, RolloutBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.suspects import Suspects
+from asyncrl.runtime.settings import SystemConfig
 
 WORKER = "rollout_worker/0"
 
@@ -52,7 +53,7 @@ def test_the_worked_example_of_the_docstring() -> None:
     assert suspects.must_wait("w", "H")
     assert not suspects.must_wait("other", "H")
     assert die() == "B"
-    assert suspects.state() == ({}, {})
+    assert suspects.state() == ({}, {}, 0)
 
 
 class Run:
@@ -127,7 +128,7 @@ def test_a_manager_that_is_started_again_suspects_the_same() -> None:
     books = RolloutBooks(3, 1)
     for event in run.events:
         books.replay(decoder.decode(event))
-    assert books.suspects.state() == run.service.rollouts.suspects.state() == ({"e0-0": 1, "e0-1": 1}, {})
+    assert books.suspects.state() == run.service.rollouts.suspects.state() == ({"e0-0": 1, "e0-1": 1}, {}, 0)
 
 
 def test_a_suspect_that_another_worker_saw_end_is_none_as_its_worker_dies() -> None:
@@ -136,3 +137,24 @@ def test_a_suspect_that_another_worker_saw_end_is_none_as_its_worker_dies() -> N
     suspects.began("w0", "a")
     suspects.ended("w1", "a")
     assert suspects.died("w0", ["b"]) is None
+
+
+def test_where_deaths_came_from_outside_a_prompt_is_dropped_with_a_later_death_still_within_the_restarts() -> None:
+    def deaths_until_dropped(suspects: Suspects, prompt: str) -> int:
+        for death in range(1, 10):
+            suspects.began("w", prompt)
+            if suspects.died("w", [prompt]) == prompt:
+                return death
+        raise AssertionError("it is never dropped")
+
+    suspects = Suspects(lambda worker: [])
+    needed = [deaths_until_dropped(suspects, "bad")]
+    for innocent in ("a", "b", "c"):
+        for _ in range(2):
+            suspects.began("w", innocent)
+            suspects.died("w", [innocent])
+        suspects.began("w", innocent)
+        suspects.ended("w", innocent)
+        needed.append(deaths_until_dropped(suspects, "bad"))
+    assert needed == [3, 4, 5, 5]
+    assert max(needed) < SystemConfig().restarts_per_process
