@@ -64,8 +64,8 @@ class Collectives:
                 if self._aborted:
                     self._shut_down()
         if device.type == "cpu":  # NCCL, which may be among them on GPUs, connects later too
-            for descriptor in self._made:
-                _take_no_more(descriptor)
+            for descriptor, number in self._made.items():
+                _take_no_more(descriptor, number)
 
     def abort(self) -> None:
         """Have every collective of this process fail that is under way, or begins later."""
@@ -82,7 +82,7 @@ class Collectives:
 
     def _shut_down(self) -> None:
         for descriptor, number in self._made.items():
-            with suppress(OSError):  # it is closed, or none that has another end
+            with suppress(OSError):  # it has no other end
                 _end_connection(descriptor, number)
         if self._device.type == "cuda" and dist.is_initialized():
             _abort_process_group()
@@ -100,28 +100,40 @@ def _sockets() -> dict[int, int]:
     return found
 
 
+@contextmanager
+def _reopened(descriptor: int, number: int) -> Iterator[socket.socket | None]:
+    """The TCP socket of this `number` that had this descriptor; None if it is closed by now, or no TCP socket."""
+    try:
+        found = socket.socket(fileno=os.dup(descriptor))
+    except OSError:
+        yield None
+        return
+    with found:
+        same = os.fstat(found.fileno()).st_ino == number
+        yield found if same and found.family in (socket.AF_INET, socket.AF_INET6) else None
+
+
 def _end_connection(descriptor: int, number: int) -> None:
     """Shut the TCP connection down that has this descriptor, if it still is the socket of this `number`.
 
     Raises:
         OSError: it is none. One that listens is left alone: gloo's thread would end the process.
     """
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        if os.fstat(connection.fileno()).st_ino == number and connection.family in (socket.AF_INET, socket.AF_INET6):
+    with _reopened(descriptor, number) as connection:
+        if connection is not None:
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _take_no_more(descriptor: int) -> None:
-    """If the socket listens for TCP connections, have the kernel drop what asks for one; those that it made stay.
+def _take_no_more(descriptor: int, number: int) -> None:
+    """If the socket of this `number` still listens for TCP connections, have the kernel drop what asks for one; those
+    that it made stay.
 
     Raises:
         OSError: the kernel takes no filter.
     """
-    with socket.socket(fileno=os.dup(descriptor)) as listener:
-        if listener.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    with _reopened(descriptor, number) as listener:
+        if listener is None or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return
         program = ctypes.create_string_buffer(_DROP_ALL, len(_DROP_ALL))
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))

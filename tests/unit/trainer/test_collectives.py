@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from collections.abc import Callable, Mapping
 from multiprocessing.queues import Queue
@@ -155,6 +156,20 @@ def test_once_its_groups_are_made_gloo_takes_no_strangers(tmp_path: Path, monkey
         collectives.leave()
         for each in early:
             each.close()
+
+
+def test_a_socket_that_has_closed_by_the_time_it_is_looked_at_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As short-lived ones of gloo and its store do; their descriptors may be others' by then."""
+    with socket.create_server(("127.0.0.1", 0)) as others:
+        closed = socket.create_server(("127.0.0.1", 0))
+        seen = {closed.fileno(): os.fstat(closed.fileno()).st_ino, others.fileno(): 1}
+        closed.close()
+        looks = iter([{}, seen])
+        monkeypatch.setattr("asyncrl.trainer.collectives._sockets", lambda: next(looks))
+        with Collectives().making(torch.device("cpu")):
+            pass
+        with socket.create_connection(others.getsockname(), LIMIT_S):
+            pass
 
 
 def listening_ports() -> list[int]:
