@@ -38,7 +38,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.agents.single_turn import SingleTurnAgent
 from asyncrl.algorithms.advantages.grpo import grpo
 from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs
 from asyncrl.algorithms.objective import Objective
@@ -54,19 +53,20 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
-from asyncrl.chat.client import EpisodeClient
 from asyncrl.config.catalog import resolve
 from asyncrl.config.load import load_supervised
-from asyncrl.datasets import Dataset
-from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.order import PromptStream
-from asyncrl.datasets.prompts import PromptFormat, make_prompt
-from asyncrl.datasets.tokenizers import ChatTokenizer, load_tokenizer
-from asyncrl.envs.single_turn import SingleTurnEnv
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.seeds import derive_seed
-from asyncrl.rewards.arithmetic import arithmetic_reward
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.chat.client import EpisodeClient
+from asyncrl.plugins.datasets import Dataset
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.order import PromptStream
+from asyncrl.plugins.datasets.prompts import PromptFormat, make_prompt
+from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
+from asyncrl.plugins.envs.single_turn import SingleTurnEnv
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.rollout.episode import run_group
 from asyncrl.trainer.engines.decay_groups import decay_groups
 from asyncrl.trainer.supervised.base_model import ensure_base_model

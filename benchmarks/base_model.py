@@ -20,10 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.load import load_supervised
-from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
-from asyncrl.rewards.arithmetic import arithmetic_reward
 from asyncrl.trainer.supervised.loop import SFTPhase, make_base_model, phases_of
 from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
 

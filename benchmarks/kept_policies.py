@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.commands.exporting import export
-from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizers import load_tokenizer
-from asyncrl.observability.metrics import read_rows
+from asyncrl.observe.metrics import read_rows
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
-from asyncrl.rewards.arithmetic import arithmetic_reward
 
 HELD_OUT = 1024
 """Problems, the same for every run whatever its seed: an accuracy of 0.9 has a standard error of 0.009."""

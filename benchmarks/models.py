@@ -47,12 +47,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.architectures.proof import UnsupportedModelError
-from asyncrl.architectures.transformers_internals import set_attention
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.transformers_internals import set_attention
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.settings import OptimizerConfig

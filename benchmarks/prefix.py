@@ -41,14 +41,14 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.load import load_supervised
-from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.sequence import Sequence as Running
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
-from asyncrl.rewards.arithmetic import arithmetic_reward
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW

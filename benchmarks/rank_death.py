@@ -192,7 +192,7 @@ def save_model(folder: Path) -> None:
     """A small model: what is measured here grows with the processes, not with their parameters."""
     code = (
         "import torch, sys; from transformers import AutoModelForCausalLM, Qwen2Config; torch.manual_seed(0);"
-        "from pathlib import Path; from asyncrl.datasets.tokenizers import CharTokenizer;"
+        "from pathlib import Path; from asyncrl.plugins.datasets.tokenizers import CharTokenizer;"
         "c = Qwen2Config(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,"
         "intermediate_size=256, vocab_size=512, tie_word_embeddings=True);"
         "AutoModelForCausalLM.from_config(c).save_pretrained(sys.argv[1]);"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import uvloop
 
-from asyncrl.rewards.math_answer import math_answer_reward
+from asyncrl.plugins.rewards.math_answer import math_answer_reward
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.policy import Limits
 from asyncrl.rollout.offload.processes import ProcessPool
@@ -30,7 +30,7 @@ KINDS = {
     "expressions": [("x+1", "1+x"), (r"2\sqrt{2}", r"\sqrt{8}"), ("(1,2]", "(1,2)"), (r"\{1,2\}", r"\{2,1\}")],
 }
 MIX = ["numbers"] * 45 + ["notations"] * 4 + ["expressions"]
-TARGET_PATH = "asyncrl.rewards.math_answer:math_answer_reward"
+TARGET_PATH = "asyncrl.plugins.rewards.math_answer:math_answer_reward"
 
 
 def problems(kinds: list[str]) -> Iterator[tuple[dict[str, str], str]]:

@@ -33,8 +33,8 @@ from pathlib import Path
 import kept_policies
 
 from asyncrl.config.load import load_supervised
-from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.observability.metrics import read_rows
+from asyncrl.observe.metrics import read_rows
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 TORCH, TRL = "torch==2.13.0", "trl==1.16.0"

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from asyncrl.comm.security import HttpSecurity, RunSecret
-from asyncrl.observability.metrics import read_rows
+from asyncrl.observe.metrics import read_rows
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, versions_in
 
@@ -167,7 +167,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from asyncrl.datasets.tokenizers import CharTokenizer
+    from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 
     folder = tmp_path_factory.mktemp("tiny_model")
     tokenizer = CharTokenizer()
@@ -194,7 +194,7 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
 
-    from asyncrl.datasets.tokenizers import CharTokenizer
+    from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 
     folder = tmp_path_factory.mktemp("tiny_moe")
     tokenizer = CharTokenizer()
@@ -549,7 +549,7 @@ GATED = """
 import asyncio
 from pathlib import Path
 
-from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 
 
 class Gated(SingleTurnAgent):

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.observability.audit.documents import Documents
-from asyncrl.observability.audit.folders import check_checkpoints, check_weights, role_folders, versions_in
-from asyncrl.observability.audit.history import read_ledger, surviving
-from asyncrl.observability.audit.kept import check_samples
-from asyncrl.observability.audit.outcome import Outcome
-from asyncrl.observability.audit.rows import check_metrics
-from asyncrl.observability.audit.rules import Replay
+from asyncrl.verify.audit.documents import Documents
+from asyncrl.verify.audit.folders import check_checkpoints, check_weights, role_folders, versions_in
+from asyncrl.verify.audit.history import read_ledger, surviving
+from asyncrl.verify.audit.kept import check_samples
+from asyncrl.verify.audit.outcome import Outcome
+from asyncrl.verify.audit.rows import check_metrics
+from asyncrl.verify.audit.rules import Replay
 
 LEDGER_DIR, METRICS_FILE, SAMPLES_DIR = "ledger", "metrics.jsonl", "samples"
 CHECKPOINTS_DIR, WEIGHTS_DIR = "checkpoints", "weights"

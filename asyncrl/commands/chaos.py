@@ -21,24 +21,24 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.chaos import disk
-from asyncrl.chaos.plan import Fault, FaultKind, make_plan
-from asyncrl.chaos.record import LAUNCHER, add_costs, complete, find_work, read_restarts
-from asyncrl.chaos.report import WIDTH, table, verdict
-from asyncrl.chaos.run import ChaosRun, Watched
 from asyncrl.comm import names
 from asyncrl.commands.audit import Audit, audit
 from asyncrl.commands.experiment_args import RL_ONLY, refuse
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.observability.audit.history import read_ledger
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.run_dir import LEDGER_DIR, run_dir_of
 from asyncrl.runtime.summary import read_summary, summary_lines
 from asyncrl.trainer.settings import worker_grid
+from asyncrl.verify.audit.history import read_ledger
+from asyncrl.verify.chaos import disk
+from asyncrl.verify.chaos.plan import Fault, FaultKind, make_plan
+from asyncrl.verify.chaos.record import LAUNCHER, add_costs, complete, find_work, read_restarts
+from asyncrl.verify.chaos.report import WIDTH, table, verdict
+from asyncrl.verify.chaos.run import ChaosRun, Watched
 
 _BUDGET = "system.restarts_per_process"
 _OURS = ("resume", "logging.display")

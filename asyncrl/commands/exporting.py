@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.comm.names import ACTOR
-from asyncrl.datasets.tokenizers import model_files
+from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
 from asyncrl.trainer.lora import adapter_config, is_adapter
 from asyncrl.trainer.parallel import Ranks

@@ -8,19 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.chat.settings import turns
 from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets import Placed
-from asyncrl.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
-from asyncrl.datasets.files import FileDataset
-from asyncrl.datasets.prompts import Overlong
-from asyncrl.datasets.survey import Survey, survey
 from asyncrl.master.evaluation_statistics import ALWAYS
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
+from asyncrl.plugins.chat.settings import turns
+from asyncrl.plugins.datasets import Placed
+from asyncrl.plugins.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
+from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.prompts import Overlong
+from asyncrl.plugins.datasets.survey import Survey, survey
 from asyncrl.rollout import named_inputs
 from asyncrl.rollout.scoring import load_rewards
 from asyncrl.rollout.settings import evaluation_sets

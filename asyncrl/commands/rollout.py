@@ -23,7 +23,7 @@ from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.observability.display import make_display
+from asyncrl.observe.display import make_display
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError

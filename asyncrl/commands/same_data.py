@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.datasets.record import DataRecord
+from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.inputs import bring_inputs
 from asyncrl.rollout.user_code import load_train_set
 from asyncrl.runtime.resume import ADVICE, TrialError, newest_progress

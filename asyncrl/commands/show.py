@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.observability.samples import Row, read_samples, sample_files, step_of
+from asyncrl.observe.samples import Row, read_samples, sample_files, step_of
 from asyncrl.runtime.run_dir import SAMPLES_DIR
 
 EXIT_USAGE = 2

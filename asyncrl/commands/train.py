@@ -18,8 +18,8 @@ from asyncrl.commands.same_data import check_same_data, keep_data_record, keep_i
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets.survey import Survey, shown
-from asyncrl.observability.display import make_display, wrapped
+from asyncrl.observe.display import make_display, wrapped
+from asyncrl.plugins.datasets.survey import Survey, shown
 from asyncrl.runtime.claim import detached_holder
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
-import asyncrl.chat.settings
 import asyncrl.inference.settings
 import asyncrl.manager.settings
 import asyncrl.master.settings
-import asyncrl.observability.settings
+import asyncrl.observe.settings
+import asyncrl.plugins.chat.settings
+import asyncrl.plugins.tools.settings
 import asyncrl.rollout.settings
 import asyncrl.runtime.settings
-import asyncrl.tools.settings
 import asyncrl.trainer.settings
 import asyncrl.trainer.supervised.settings
 from asyncrl.config.experiment import ExperimentConfig
@@ -29,12 +29,12 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ROOMS = (
     asyncrl.master.settings,
     asyncrl.rollout.settings,
-    asyncrl.tools.settings,
-    asyncrl.chat.settings,
+    asyncrl.plugins.tools.settings,
+    asyncrl.plugins.chat.settings,
     asyncrl.trainer.settings,
     asyncrl.inference.settings,
     asyncrl.manager.settings,
-    asyncrl.observability.settings,
+    asyncrl.observe.settings,
     asyncrl.runtime.settings,
 )
 

@@ -12,7 +12,8 @@ from asyncrl.config.setting import setting
 from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.master.settings import BufferConfig, OnStale
-from asyncrl.observability.settings import LoggingConfig, SamplesConfig
+from asyncrl.observe.settings import LoggingConfig, SamplesConfig
+from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.rollout.settings import (
     AgentConfig,
     DatasetConfig,
@@ -23,7 +24,6 @@ from asyncrl.rollout.settings import (
     RolloutConfig,
 )
 from asyncrl.runtime.settings import Resume, SystemConfig
-from asyncrl.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.trainer.settings import (
     AlgorithmConfig,
     CheckpointConfig,

@@ -29,7 +29,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.api.generation import Completion, FinishReason, SamplingParams
-from asyncrl.architectures.routers import RoutingShape
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.messages import (
@@ -42,6 +41,7 @@ from asyncrl.inference.messages import (
 )
 from asyncrl.inference.messages import PauseMode as PauseMode  # for the users of this client
 from asyncrl.inference.seeds import derive_seed as derive_seed
+from asyncrl.models.routers import RoutingShape
 
 RID_DELIMITER = ";"
 CONTROL_TIMEOUT_S = 10.0

@@ -29,7 +29,7 @@ from asyncrl.runtime.lasting_imports import lasting_imports
 from asyncrl.runtime.restart_budget import RestartBudget
 from asyncrl.runtime.waiting import StopRequested, or_stop
 from asyncrl.runtime.worker import AsyncWorker
-from asyncrl.staging.messages import MODEL
+from asyncrl.weights.staging.messages import MODEL
 
 
 class EngineFailed(RuntimeError):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from asyncrl.chat.settings import needed_context
 from asyncrl.config.setting import Device, Dtype, setting
+from asyncrl.plugins.chat.settings import needed_context
 from asyncrl.rollout.settings import longest_answer
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager import messages as m
 from asyncrl.manager.gate_queue import GateQueue, WaitingCall
 from asyncrl.manager.lending import Lenders
@@ -19,6 +18,7 @@ from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.rollout_books import Acknowledged, Admitted, Event, Refused, RolloutBooks
 from asyncrl.manager.router import ServerView
 from asyncrl.manager.staleness_gate import ABANDONED, LENT, WORKER_LOST
+from asyncrl.plugins.datasets.curriculum import Curriculum
 
 FIRST_ASK_S = 10.0
 """How long the first admission waits for a worker that has not asked yet."""

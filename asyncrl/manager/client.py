@@ -22,8 +22,8 @@ from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager import messages as m
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 
 CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""

@@ -20,8 +20,6 @@ from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.comm.sealed_json import unseal
-from asyncrl.datasets.curriculum import Curriculum
-from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target
@@ -35,16 +33,18 @@ from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.manager.shards import Shards
+from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.descriptors import allow_connections
 from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.run_dir import INPUTS_DIR, MANAGER_LOG_FILE
 from asyncrl.runtime.settings import brings_inputs, staging_hosts
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
-from asyncrl.staging.messages import INPUTS, MODEL
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.settings import worker_grid
 from asyncrl.weights.manifest import Manifest, ManifestError, verify
+from asyncrl.weights.staging.messages import INPUTS, MODEL
 from asyncrl.weights.transports import weight_transport
 
 DISCOVERY_INTERVAL_S = 0.25

@@ -32,7 +32,6 @@ from typing import Any
 from msgspec import structs
 
 from asyncrl.comm.remembered import ids_remembered
-from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager import messages as m
 from asyncrl.manager.admission import Admission
 from asyncrl.manager.event_log import EventLog
@@ -56,6 +55,7 @@ from asyncrl.manager.rollout_books import (
 from asyncrl.manager.router import Router, ServerView
 from asyncrl.manager.shards import NO_SHARDS, Shards
 from asyncrl.manager.wakeup import Signal
+from asyncrl.plugins.datasets.curriculum import Curriculum
 
 MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""

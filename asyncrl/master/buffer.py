@@ -37,9 +37,9 @@ from typing import Any
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.remembered import Remembered, ids_remembered
-from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.master.records import Drop
 from asyncrl.master.settings import OnStale
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 
 

@@ -21,9 +21,9 @@ from asyncrl.master.collector import Collector
 from asyncrl.master.evaluation_statistics import evaluation_statistics
 from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics
 from asyncrl.master.version_announcer import Outcomes
-from asyncrl.observability.metrics import MetricsWriter, read_rows
-from asyncrl.observability.sample_tables import SampleTables
-from asyncrl.observability.tail import JsonlTail
+from asyncrl.observe.metrics import MetricsWriter, read_rows
+from asyncrl.observe.sample_tables import SampleTables
+from asyncrl.observe.tail import JsonlTail
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.runtime.restart_log import restarts_in, seconds_in
 from asyncrl.runtime.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR

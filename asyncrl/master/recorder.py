@@ -16,13 +16,13 @@ from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.push_pull import TrajectoryPuller
-from asyncrl.datasets.curriculum import Curriculum
-from asyncrl.datasets.tokenizers import load_tokenizer
-from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.connections import NameBoard
 from asyncrl.master.run_files import write_books, write_data_state
-from asyncrl.observability.samples import read_samples, rows_of, sample_files, write_samples
+from asyncrl.observe.samples import read_samples, rows_of, sample_files, write_samples
+from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.runtime.run_dir import SAMPLES_DIR
 from asyncrl.runtime.waiting import StopRequested
 from asyncrl.runtime.worker import AsyncWorker

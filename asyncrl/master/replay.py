@@ -29,7 +29,7 @@ from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks
 from asyncrl.master.connections import NameBoard
-from asyncrl.observability.samples import read_samples, sample_files, trajectories
+from asyncrl.observe.samples import read_samples, sample_files, trajectories
 from asyncrl.runtime.worker import AsyncWorker
 
 WORKER = "replay/0"

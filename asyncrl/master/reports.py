@@ -23,7 +23,6 @@ from msgspec import structs
 from asyncrl.comm.ledger_lines import Dropped, PromptGoes, RolloutLine
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import GateBooks, GivenUp
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
@@ -32,6 +31,7 @@ from asyncrl.master.records import Drop
 from asyncrl.master.replay import OfflineGate
 from asyncrl.master.run_files import BooksError, check_books, write_data_state
 from asyncrl.master.saving import KeptSteps
+from asyncrl.plugins.datasets.curriculum import Curriculum
 from asyncrl.runtime.run_dir import DATA_STATE_FILE
 from asyncrl.runtime.waiting import or_stop
 from asyncrl.trainer.messages import Discard

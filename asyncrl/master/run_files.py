@@ -10,10 +10,10 @@ from typing import Any
 
 from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.comm.sealed_json import seal
-from asyncrl.datasets.curriculum import Curriculum
-from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.journal import Journal
+from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.runtime.restart_log import count_restarts
 from asyncrl.runtime.run_dir import (
     BOOKS_FILE,

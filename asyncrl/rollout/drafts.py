@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.api.generation import Completion, FinishReason, GenerationRequest
-from asyncrl.chat.stop_strings import Decode, kept_tokens
+from asyncrl.plugins.chat.stop_strings import Decode, kept_tokens
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
-from asyncrl.datasets.prompts import BadPrompt
+from asyncrl.plugins.datasets.prompts import BadPrompt
 from asyncrl.rollout.episode import metrics_of, run_group
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult

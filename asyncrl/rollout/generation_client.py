@@ -18,10 +18,10 @@ has not cached) every so often. A server that gives no answer for the other half
 As one may be only deaf to aborts (a proxy that does not know them stands before it), the next round asks for half as
 many tokens, and later ones for more again.
 
-Stop strings are looked for here, on all token ids of a draft after each round (`asyncrl.chat.stop_strings`): so they
-may lie across rounds, and both engines end at the same token. A server that has a tokenizer is told of them too, to
-generate no more than needed; one that has none generates in rounds of `STOP_CHUNK` tokens, and what is too much is cut
-off.
+Stop strings are looked for here, on all token ids of a draft after each round (`asyncrl.plugins.chat.stop_strings`): so
+they may lie across rounds, and both engines end at the same token. A server that has a tokenizer is told of them too,
+to generate no more than needed; one that has none generates in rounds of `STOP_CHUNK` tokens, and what is too much is
+cut off.
 
 SGLang serves what begins alike from its prefix cache, but computes it for every sample of a batch that finds it empty:
 of a new prompt, and of all after a weight update. So where that is much, a round first sends what its samples have in
@@ -57,8 +57,6 @@ from typing import Any, Self
 from msgspec import structs
 
 from asyncrl.api.generation import Completion, GenerationRequest, GenerationResult, SamplingParams
-from asyncrl.architectures.routers import RoutingShape
-from asyncrl.chat.stop_strings import Decode, check_stop_strings
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.security import HttpSecurity
@@ -72,6 +70,8 @@ from asyncrl.inference.client import (
 )
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.messages import Route, RouteRequest
+from asyncrl.models.routers import RoutingShape
+from asyncrl.plugins.chat.stop_strings import Decode, check_stop_strings
 from asyncrl.rollout.drafts import Draft, Work
 
 SCHEDULE_HOLD_S = 5.0

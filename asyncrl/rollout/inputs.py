@@ -31,10 +31,10 @@ import msgspec
 from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets import Dataset
-from asyncrl.datasets.readers import files_of
-from asyncrl.datasets.record import content_sum
-from asyncrl.datasets.tokenizers import model_files
+from asyncrl.plugins.datasets import Dataset
+from asyncrl.plugins.datasets.readers import files_of
+from asyncrl.plugins.datasets.record import content_sum
+from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.rollout.named_inputs import files_in_args, is_file, named_inputs, texts_in_args
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.user_code import load_eval_set, load_train_set

@@ -36,10 +36,10 @@ from asyncrl.algorithms.group_view import Verdict
 from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
 from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, failed_in, given_up
 from asyncrl.config.catalog import resolve
-from asyncrl.datasets.order import LentPrompts, PromptRef, PromptStream
-from asyncrl.datasets.prompts import BadPrompt, OverlongPrompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, RequestSize, ReturnedPrompt, Route, WantedRollout
+from asyncrl.plugins.datasets.order import LentPrompts, PromptRef, PromptStream
+from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt
 from asyncrl.rollout.episode import Tries, judge, metrics_of, run_group, shape
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.offload.errors import group_failed_in

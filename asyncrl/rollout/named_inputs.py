@@ -10,8 +10,8 @@ from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, definition, split_path
-from asyncrl.datasets.chat import AUTO, OFF
-from asyncrl.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.chat import AUTO, OFF
+from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.rollout.settings import GYMNASIUM, evaluation_sets
 
 _REGISTERED_IN = "algorithm.plugins"

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from asyncrl.architectures.routers import routing_shape_of
 from asyncrl.comm import names
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http import HttpError, JsonHttp
@@ -19,12 +18,13 @@ from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
 from asyncrl.config.same_code import how_found, loaded_sources
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets.order import LentPrompts, PromptStream
-from asyncrl.datasets.record import DataRecord
 from asyncrl.inference.settings import caches_prefixes, finds_stop_strings
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import least_episodes
+from asyncrl.models.routers import routing_shape_of
+from asyncrl.plugins.datasets.order import LentPrompts, PromptStream
+from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.inputs import Inputs, check_rows, import_named, read_from
@@ -35,8 +35,8 @@ from asyncrl.runtime.run_dir import DATA_RECORD_FILE
 from asyncrl.runtime.settings import brings_inputs
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
-from asyncrl.staging.client import StagingClient
-from asyncrl.staging.messages import INPUTS, LAUNCHER_HOST
+from asyncrl.weights.staging.client import StagingClient
+from asyncrl.weights.staging.messages import INPUTS, LAUNCHER_HOST
 
 MEMBERSHIP_INTERVAL_S = 1.0
 """How often it is looked whether there are other training ranks."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.api import GenerationClient, Prompt, Sample
-from asyncrl.chat.client import ChatPolicy, EpisodeClient
-from asyncrl.chat.template import ChatFormat
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.openai.session import Session
+from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
+from asyncrl.plugins.chat.template import ChatFormat
 
 
 class ServedEpisodeClient(EpisodeClient):

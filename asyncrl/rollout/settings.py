@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from asyncrl.api.reward import RunIn
-from asyncrl.chat.settings import ChatConfig
-from asyncrl.chat.stop_strings import check_stop_strings
 from asyncrl.config import plugin_forms, signatures
 from asyncrl.config.setting import ChoiceConfig, PluginConfig, setting
-from asyncrl.datasets.chat import AUTO, OFF
-from asyncrl.datasets.prompts import Overlong
-from asyncrl.datasets.readers import JSONL, PARQUET, is_data_path
+from asyncrl.plugins.chat.settings import ChatConfig
+from asyncrl.plugins.chat.stop_strings import check_stop_strings
+from asyncrl.plugins.datasets.chat import AUTO, OFF
+from asyncrl.plugins.datasets.prompts import Overlong
+from asyncrl.plugins.datasets.readers import JSONL, PARQUET, is_data_path
 
 if TYPE_CHECKING:
     from asyncrl.config.experiment import ExperimentConfig
@@ -62,7 +62,7 @@ class DatasetConfig:
     """The prompts."""
 
     path: str = setting(
-        "asyncrl.datasets.arithmetic:ArithmeticDataset",
+        "asyncrl.plugins.datasets.arithmetic:ArithmeticDataset",
         "dataset class by import path, a JSONL or Parquet file, a folder of them, a folder saved by `datasets`, or a "
         "name on the Hugging Face hub; docs/data.md",
         fixed=True,
@@ -115,7 +115,7 @@ class AgentConfig(PluginConfig):
     """The agent."""
 
     path: str = setting(
-        "asyncrl.agents.single_turn:SingleTurnAgent",
+        "asyncrl.plugins.agents.single_turn:SingleTurnAgent",
         "import path of a class or of a function run(prompt, env, client); docs/agents.md",
     )
     run_in: RunIn = setting(
@@ -140,7 +140,7 @@ class EnvConfig(PluginConfig):
     """The environment."""
 
     path: str = setting(
-        "asyncrl.envs.single_turn:SingleTurnEnv",
+        "asyncrl.plugins.envs.single_turn:SingleTurnEnv",
         "import path of the class, `package.module:Name`, or `gymnasium:` and the name of a registered environment",
     )
     vectorized: bool = setting(
@@ -171,7 +171,7 @@ class RewardConfig(PluginConfig):
     """The reward, where there is one alone."""
 
     path: str = setting(
-        "asyncrl.rewards.arithmetic:arithmetic_reward",
+        "asyncrl.plugins.rewards.arithmetic:arithmetic_reward",
         "function (data, completion), (episode) or (group), or a class whose instances are called so; docs/rewards.md",
     )
     run_in: RunIn = setting(RunIn.auto, "loop, thread or process; auto: as the function is marked, else a thread")
@@ -454,8 +454,8 @@ def _evaluation(config: ExperimentConfig) -> Iterator[str]:
 
 GYMNASIUM = "gymnasium:"
 """What `env.path` begins with for a registered environment; its name follows, or module:name."""
-GYMNASIUM_ENV = "asyncrl.envs.gymnasium_env:GymnasiumEnv"
-_GYMNASIUM_VECTOR = "asyncrl.envs.gymnasium_vector:VectorGames"
+GYMNASIUM_ENV = "asyncrl.plugins.envs.gymnasium_env:GymnasiumEnv"
+_GYMNASIUM_VECTOR = "asyncrl.plugins.envs.gymnasium_vector:VectorGames"
 
 
 def _environment(env: EnvConfig) -> Iterator[str]:
@@ -530,7 +530,7 @@ def dataset(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
         if not Path(path).expanduser().exists():
             yield f"{group}.path={path!r}: no such file; give a data file, or a dataset class as package.module:Name"
         supplied = ("path", "split", "seed", "fields")
-        yield from signatures.problems(group, "asyncrl.datasets.files:FileDataset", args, supplied)
+        yield from signatures.problems(group, "asyncrl.plugins.datasets.files:FileDataset", args, supplied)
     elif ":" in path:
         yield from signatures.problems(group, path, args, supplied=("split", "seed"))
     else:

@@ -12,19 +12,19 @@ from asyncrl.api import RunIn, Tool, ToolResult
 from asyncrl.api.reward import marked_run_in
 from asyncrl.api.tool import FunctionTool, as_result, as_tool
 from asyncrl.api.tool_schema import ToolSchemaError
-from asyncrl.chat.parsers import FORMATS, choose, unsupported
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets.chat import AUTO
+from asyncrl.plugins.chat.parsers import FORMATS, choose, unsupported
+from asyncrl.plugins.datasets.chat import AUTO
+from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
+from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
+from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
 from asyncrl.rollout.offload.adapters import is_built_in
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, current_meter, timed
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
-from asyncrl.tools.mcp import McpError, McpServer, McpTool, installed
-from asyncrl.tools.settings import McpServerConfig, ToolConfig
-from asyncrl.tools.toolbox import HostedTool, Toolbox, ToolFailure
 
 
 class RunTools:

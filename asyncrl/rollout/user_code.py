@@ -14,22 +14,23 @@ from typing import Any
 from asyncrl.api import Agent, Environment, GenerationClient, Prompt, RunIn, SamplingParams, ToolSchema
 from asyncrl.api.agent import agent_of
 from asyncrl.api.reward import marked_run_in
-from asyncrl.chat.client import ChatPolicy
-from asyncrl.chat.parsers import choose, parser
-from asyncrl.chat.request import Limits
-from asyncrl.chat.template import ChatFormat
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError, PluginConfig
-from asyncrl.datasets import Dataset, load_dataset
-from asyncrl.datasets.chat import AUTO
-from asyncrl.datasets.mixture import Mixture
-from asyncrl.datasets.order import PromptRef
-from asyncrl.datasets.prompts import PromptFormat, load_chat_template, make_prompt
-from asyncrl.datasets.readers import is_data_path
-from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.settings import GenerationBackend, context_length
+from asyncrl.plugins.chat.client import ChatPolicy
+from asyncrl.plugins.chat.parsers import choose, parser
+from asyncrl.plugins.chat.request import Limits
+from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.plugins.datasets import Dataset, load_dataset
+from asyncrl.plugins.datasets.chat import AUTO
+from asyncrl.plugins.datasets.mixture import Mixture
+from asyncrl.plugins.datasets.order import PromptRef
+from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, make_prompt
+from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.tools.toolbox import Toolbox
 from asyncrl.rollout.offload.adapters import AgentProcess, OffloadedEnvironment, adapted_agent, is_built_in
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity
@@ -40,7 +41,6 @@ from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_
 from asyncrl.rollout.served_client import ServedEpisodeClient
 from asyncrl.rollout.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig, EvaluationSet, evaluation_sets
 from asyncrl.rollout.tools import RunTools, check_format
-from asyncrl.tools.toolbox import Toolbox
 
 
 class Plugins:
@@ -135,7 +135,7 @@ class Plugins:
             return functools.partial(self.make_env, GroupPlaces(self._env_places, size))
         if not config.vectorized:
             return self.make_env
-        from asyncrl.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
+        from asyncrl.plugins.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
 
         code = Code(f"env {config.path}.step", Activity.env, config.timeout_s, RunIn.thread)
         call = functools.partial(self.offloader.call, code)

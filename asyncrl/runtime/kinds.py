@@ -170,7 +170,7 @@ def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
 
 KINDS = {
     STAGING_SERVER: ProcessKind(
-        "asyncrl.staging.process:StagingServer",
+        "asyncrl.weights.staging.process:StagingServer",
         _staging_servers,
         runs=_TRAIN | _EVALUATE,
         serves=True,

@@ -33,8 +33,8 @@ from dataclasses import replace
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, Subtree
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observability.display import Display
-from asyncrl.observability.tail import JsonlTail
+from asyncrl.observe.display import Display
+from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime import log_rotation
 from asyncrl.runtime.claim import LEASE_S, SAVE_LIMIT_S
 from asyncrl.runtime.descriptors import allow_all_files

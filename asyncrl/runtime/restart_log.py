@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.observability.tail import JsonlTail
+from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.run_dir import RESTARTS_FILE
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.drop_reasons import failure, lost_episodes
-from asyncrl.observability.learning import FlatSteps
-from asyncrl.observability.tail import JsonlTail
+from asyncrl.observe.learning import FlatSteps
+from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.restart_log import count_restarts, restart_seconds
 from asyncrl.runtime.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, unrecorded
-from asyncrl.architectures.routers import RoutingShape
 from asyncrl.comm.push_pull import InvalidTrajectory
+from asyncrl.models.routers import RoutingShape
 
 MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, but for rounding."""
@@ -74,7 +74,7 @@ def routing_fault(trajectory: Trajectory, shape: RoutingShape) -> str | None:
     if routing is None:
         return (
             "does not tell which experts its tokens went through (moe.replay_routing): its agent has to build its "
-            "samples by asyncrl.agents.sample_builder or the chat client, or to give them Sample.routing"
+            "samples by asyncrl.plugins.agents.sample_builder or the chat client, or to give them Sample.routing"
         )
     expected = (shape.layers, shape.per_token)
     if routing.dtype != shape.dtype or routing.shape[1:] != expected:

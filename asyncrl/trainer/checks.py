@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from asyncrl.algorithms.registry import KINDS
 from asyncrl.algorithms.spec import ProximalMode
-from asyncrl.architectures.routers import routing_shape
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config import catalog
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
+from asyncrl.models.routers import routing_shape
 from asyncrl.runtime.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import layout_checks, lora_checks

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.observability.samples import TOKEN_SCORES, Row, forget_after, rows_of, write_samples
+from asyncrl.observe.samples import TOKEN_SCORES, Row, forget_after, rows_of, write_samples
 from asyncrl.trainer.step_batch import StepBatch
 
 _log = logging.getLogger(__name__)

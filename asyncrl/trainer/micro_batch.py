@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.architectures.transformers_internals import packing_arguments
+from asyncrl.models.transformers_internals import packing_arguments
 from asyncrl.trainer.micro_batch_layout import AttentionKind, Ints, cut
 from asyncrl.trainer.packed_attention import attention_blocks, on_device
 from asyncrl.trainer.prefix_tree import WORTHWHILE, Branches, Prefixes, PrefixOrder, cut_tree, lay_out

@@ -14,8 +14,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from asyncrl.architectures.transformers_internals import set_attention
 from asyncrl.config.setting import Dtype
+from asyncrl.models.transformers_internals import set_attention
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.proof import first_layout
 from asyncrl.trainer.settings import AttentionImplementation

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from asyncrl.architectures.transformers_internals import register_attention
+from asyncrl.models.transformers_internals import register_attention
 from asyncrl.trainer.micro_batch_layout import Block, Ints, blocks
 
 PACKED = "asyncrl_packed"

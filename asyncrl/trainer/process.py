@@ -24,14 +24,14 @@ import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.architectures.routers import routing_shape_of
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.remembered import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
-from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.routers import routing_shape_of
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.run_dir import SAMPLES_DIR, SPILLED_DIR
 from asyncrl.runtime.starting import LONGEST_STARTS

@@ -2,7 +2,7 @@
 
 Packing computes no padding, but only attention that is told where sequences end keeps them apart. A recurrence or a
 convolution does so where its kernel takes the packing arguments, some models have an attention of their own, and which
-is which no list of names would hold. So each way is tried at load (`asyncrl.architectures.proof`) in this order:
+is which no list of names would hold. So each way is tried at load (`asyncrl.models.proof`) in this order:
 
     sdpa                packed with shared prefixes, then packed, then padded rows with torch's attention, then padded
                         rows with transformers' eager one
@@ -13,7 +13,7 @@ Padded rows end in padding, which a causal model cannot look at, be it attention
 right for every causal model, at the price of computing the padding.
 
 Where the run's sequences or rows may be longer than a length in the model's config, a layout has to be right on a copy
-of the model with short lengths too (`asyncrl.architectures.short_lengths`).
+of the model with short lengths too (`asyncrl.models.short_lengths`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.proof import (
+from asyncrl.models.proof import (
     Difference,
     Tokens,
     UnsupportedModelError,
@@ -37,8 +37,8 @@ from asyncrl.architectures.proof import (
     told,
     tolerance,
 )
-from asyncrl.architectures.short_lengths import short_model, spoken
-from asyncrl.architectures.transformers_internals import (
+from asyncrl.models.short_lengths import short_model, spoken
+from asyncrl.models.transformers_internals import (
     PLAIN_LAYERS,
     RECURRENT_LAYERS,
     TOKENWISE_LAYERS,

@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.transformers_internals import has_more_than_head, logits_of_head, logits_of_model
+from asyncrl.models.transformers_internals import has_more_than_head, logits_of_head, logits_of_model
 
 MAX_LOGITS_BYTES = 256 << 20
 """fp32 logits of one chunk: large enough that the head's matrix product is efficient, small beside any model."""

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.api.trajectory import SampleColumns, Trajectory, join_routing, unrecorded
-from asyncrl.architectures.routing import UNRECORDED
 from asyncrl.master.graph.types import BATCH_KEYS
+from asyncrl.models.routing import UNRECORDED
 from asyncrl.trainer.prefix_tree import Prefixes, PrefixOrder, symbols
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)

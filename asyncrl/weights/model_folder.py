@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.transformers_internals import as_saved
+from asyncrl.models.transformers_internals import as_saved
 
 _PROBE_SIZES = (4, 2, 1)
 """A probe's dimension has the first of these that divides the parameter's: enough for halves and for what is turned."""

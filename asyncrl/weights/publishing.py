@@ -36,7 +36,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncrl.datasets.tokenizers import model_files
+from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.adapters import STEM as ADAPTERS_STEM

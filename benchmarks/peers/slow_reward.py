@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.rewards.arithmetic import arithmetic_reward
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 
 
 async def slow_reward(data: Mapping[str, Any], completion: str) -> float:

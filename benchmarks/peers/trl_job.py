@@ -27,7 +27,7 @@ log = open(job["log"], "w", buffering=1)  # noqa: SIM115 - for the life of the p
 
 
 def verdict(completion: str, answer: str) -> float:
-    """As `asyncrl.rewards.arithmetic`."""
+    """As `asyncrl.plugins.rewards.arithmetic`."""
     _, marker, result = completion.partition("#")
     return 1.0 if marker and result == answer else 0.0
 

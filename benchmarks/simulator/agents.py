@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl.agents.sample_builder import SampleBuilder
-from asyncrl.agents.single_turn import SingleTurnAgent
 from asyncrl.api import Agent, Environment, GenerationClient, GenerationRequest, Prompt, Sample
 from asyncrl.api.environment import StepResult
 from asyncrl.api.generation import SamplingParams
 from asyncrl.api.seeds import seed_from
-from asyncrl.datasets.order import PromptRef, prompt_seed
 from asyncrl.inference.seeds import uniform
+from asyncrl.plugins.agents.sample_builder import SampleBuilder
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.datasets.order import PromptRef, prompt_seed
 from simulator.lengths import LogNormal
 
 

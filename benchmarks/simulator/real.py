@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.observability.metrics import read_rows
+from asyncrl.observe.metrics import read_rows
 from simulator.lengths import parting
 
 WARM_UP = 8

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.api import GenerationRequest, GenerationResult
-from asyncrl.datasets.order import PromptStream
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.runner import FleetRunner
@@ -33,6 +32,7 @@ from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
 from asyncrl.master.records import Drop
 from asyncrl.master.settings import OnStale
+from asyncrl.plugins.datasets.order import PromptStream
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.settings import Pacing, RolloutConfig

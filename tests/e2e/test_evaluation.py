@@ -20,7 +20,9 @@ def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weigh
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    broken = "{name: broken, path: 'asyncrl.datasets.arithmetic:ArithmeticDataset', sampling: {max_new_tokens: 200}}"
+    broken = (
+        "{name: broken, path: 'asyncrl.plugins.datasets.arithmetic:ArithmeticDataset', sampling: {max_new_tokens: 200}}"
+    )
     sets = f"[{{name: own, path: {rows}}}, {{name: sampled, path: {rows}, interval: 2, n_samples: 3, "
     sets += f"sampling: {{temperature: 1.0, max_new_tokens: 4}}}}, {broken}]"
     run = start_run(

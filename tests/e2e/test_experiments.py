@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.commands.export import main as export
 from asyncrl.config.load import load_experiment
-from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +116,7 @@ def test_gsm8k_chat_trains_a_chat_model_on_rows_of_its_form(
         eval__interval=None,
         checkpoint__keep_best="null",
         rewards=f"[{{name: odd, path: '{tmp_path / 'odd.py'}:odd'}}, "
-        "{name: right, path: 'asyncrl.rewards.math_answer:math_answer_reward'}]",
+        "{name: right, path: 'asyncrl.plugins.rewards.math_answer:math_answer_reward'}]",
         reward__path=None,
     )
     assert "first prompt," in run.output

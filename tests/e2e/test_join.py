@@ -20,7 +20,7 @@ from asyncrl.comm.security import RunSecret
 from asyncrl.commands.audit import audit
 from asyncrl.launch import main
 from asyncrl.manager.messages import ServerStatus, StatusReply
-from asyncrl.observability.metrics import read_rows
+from asyncrl.observe.metrics import read_rows
 from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
 from asyncrl.runtime.worker import open_resolver
 

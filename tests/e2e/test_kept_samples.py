@@ -13,7 +13,7 @@ pytest.importorskip("pyarrow")
 
 from asyncrl.commands import show
 from asyncrl.commands.audit import audit
-from asyncrl.observability.samples import read_samples, sample_files
+from asyncrl.observe.samples import read_samples, sample_files
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.api import SamplingParams
 from asyncrl.config.import_paths import load_plugin
-from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer, StepReport
 
 pytestmark = pytest.mark.slow

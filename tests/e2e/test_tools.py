@@ -45,7 +45,7 @@ def finished(start_run: Any, experiment: str, model: Path, **overrides: Any) -> 
     own = {
         "experiment_name": experiment,
         "model__path": model,
-        "reward__path": "asyncrl.rewards.format:FormatReward",
+        "reward__path": "asyncrl.plugins.rewards.format:FormatReward",
         "reward__args": "{pattern: 'It is -?[0-4].*'}",
         "max_head_offpolicyness": None,
         "total_train_steps": STEPS,

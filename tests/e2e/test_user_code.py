@@ -56,7 +56,7 @@ import os
 import sys
 import time
 
-from asyncrl.envs.single_turn import SingleTurnEnv
+from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 
 
 def score(data, completion):

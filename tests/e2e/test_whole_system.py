@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.observability.tail import JsonlTail
+from asyncrl.observe.tail import JsonlTail
 
 from ..conftest import LIMIT_S, SHARED_MEMORY, Gate, left_in_memory
 from .clusters import await_that
@@ -98,7 +98,7 @@ NOTING_AGENT = """
 import json
 from pathlib import Path
 
-from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 
 
 class NotingAgent(SingleTurnAgent):

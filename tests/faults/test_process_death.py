@@ -89,7 +89,7 @@ def test_a_stop_names_the_rank_that_does_not_answer_and_ends_without_it(start_ru
 
 STUCK_EVALUATION = """
 import asyncio
-from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 
 class Stuck(SingleTurnAgent):
     "Answers prompts of the training, and none of an evaluation."

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.commands.audit import audit
-from asyncrl.datasets.order import PromptStream
-from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.order import PromptStream
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
 
 from ..conftest import LIMIT_S, SETTINGS, Gate
@@ -252,7 +252,7 @@ def test_a_master_killed_in_a_step_is_followed_by_one_that_has_all_ranks_begin_a
 HELD_EVALUATION = """
 import asyncio
 from pathlib import Path
-from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 
 class Held(SingleTurnAgent):
     "Answers prompts of the training, and those of an evaluation once there is a file."
@@ -286,7 +286,7 @@ def test_an_evaluation_that_the_trainers_restart_cuts_off_is_made_again_on_its_v
 DEADLY = """
 import asyncio, os, signal
 from pathlib import Path
-from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 
 class Deadly(SingleTurnAgent):
     "Ends its process with one prompt, each time once there is a file."

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from asyncrl.commands.audit import audit
-from asyncrl.datasets.files import FileDataset
-from asyncrl.datasets.mixture import Mixture
-from asyncrl.datasets.order import PromptStream, epoch_order
-from asyncrl.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.mixture import Mixture
+from asyncrl.plugins.datasets.order import PromptStream, epoch_order
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.loop import MAX_ATTEMPTS
 
 from ..conftest import LIMIT_S, Gate

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observability.display import Display
+from asyncrl.observe.display import Display
 from asyncrl.runtime import keeper
 from asyncrl.runtime.claim import TrialClaim
 from asyncrl.runtime.keeper import Identity, identity_of, kill

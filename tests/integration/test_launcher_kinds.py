@@ -54,7 +54,7 @@ KINDS |= {
 LAUNCH = """
 import sys
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observability.display import make_display
+from asyncrl.observe.display import make_display
 from asyncrl.runtime import launcher as module
 from asyncrl.runtime.launcher import Launcher
 

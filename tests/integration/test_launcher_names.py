@@ -10,7 +10,7 @@ import pytest
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver, NameResolveUnavailable
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observability.display import make_display
+from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import run_dir_of

@@ -13,7 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import HttpRefused
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager.admission import FIRST_ASK_S
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -32,6 +31,7 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.curriculum import Curriculum
 
 
 class Clock:

@@ -23,7 +23,6 @@ from asyncrl.comm.http import HttpRefused
 from asyncrl.comm.sealed_json import seal
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.manager.client import ManagerClient
@@ -38,6 +37,7 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.process import GserverManager
 from asyncrl.manager.prometheus import manager_registry
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.runtime.run_dir import write_run_config
 from asyncrl.runtime.worker import WorkerSpec

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingParams
-from asyncrl.architectures.routers import RoutingShape
-from asyncrl.architectures.routing import Routers
 from asyncrl.inference.client import GenerateItem
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
+from asyncrl.models.routers import RoutingShape
+from asyncrl.models.routing import Routers
 from asyncrl.rollout import generation_client
 from asyncrl.rollout.drafts import Draft
 from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient

@@ -17,8 +17,8 @@ from asyncrl.rollout.process import RolloutWorker
 from asyncrl.runtime.run_dir import write_run_config
 from asyncrl.runtime.waiting import StopRequested
 from asyncrl.runtime.worker import WorkerSpec
-from asyncrl.staging.messages import LAUNCHER_HOST
-from asyncrl.staging.process import StagingService
+from asyncrl.weights.staging.messages import LAUNCHER_HOST
+from asyncrl.weights.staging.process import StagingService
 
 from ..ports import free_ports
 

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observability.display import make_display
+from asyncrl.observe.display import make_display
 from asyncrl.runtime import claim as claim_module
 from asyncrl.runtime.claim import TrialClaim, read_holder
 from asyncrl.runtime.launcher import Launcher

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.datasets.tokenizers import CharTokenizer
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.parallel import World
 from asyncrl.trainer.roles import TrainingRank, build_rank

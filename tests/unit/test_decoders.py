@@ -38,7 +38,6 @@ import xxhash
 import asyncrl.rollout.messages
 import asyncrl.trainer.messages
 from asyncrl.api import Sample, Trajectory
-from asyncrl.chat.parsers import FORMATS, parser
 from asyncrl.comm import ledger_lines as lines
 from asyncrl.comm import names
 from asyncrl.comm.codec import CodecError
@@ -50,9 +49,6 @@ from asyncrl.comm.push_pull import messages as push_pull
 from asyncrl.comm.request_reply import messages as request_reply
 from asyncrl.comm.sealed_json import seal
 from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories
-from asyncrl.datasets.readers import read as read_records
-from asyncrl.datasets.record import DataRecord
-from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.inference import messages as serving
 from asyncrl.inference.embedded import requests as embedded
 from asyncrl.inference.embedded.types import RequestError
@@ -66,13 +62,17 @@ from asyncrl.manager.rollout_books import Lent, RolloutBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.buffer import TrainBatch
 from asyncrl.master.ledger import Ledger
-from asyncrl.observability.audit.history import read_ledger, surviving
-from asyncrl.observability.audit.rules import Replay
-from asyncrl.observability.metrics import read_rows
+from asyncrl.observe.metrics import read_rows
+from asyncrl.plugins.chat.parsers import FORMATS, parser
+from asyncrl.plugins.datasets.readers import read as read_records
+from asyncrl.plugins.datasets.record import DataRecord
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.offload import messages as offload
 from asyncrl.runtime.resume import newest_progress
 from asyncrl.trainer.kept_inbox import KeptInbox
 from asyncrl.trainer.messages import RolloutRecord
+from asyncrl.verify.audit.history import read_ledger, surviving
+from asyncrl.verify.audit.rules import Replay
 from asyncrl.weights.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
 
 INPUTS = int(os.environ.get("ASYNCRL_FUZZ_INPUTS", "120"))

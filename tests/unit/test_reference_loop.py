@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api import Sample, SamplingParams
-from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizers import CharTokenizer
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.reference import (
     ReferenceConfig,
     ReferenceTrainer,

@@ -11,12 +11,12 @@ from pathlib import Path
 import uvloop
 from transformers import AutoTokenizer
 
-from asyncrl.architectures.proof import UnsupportedModelError
 from asyncrl.config.setting import Dtype
-from asyncrl.datasets.tokenizers import HuggingFaceTokenizer
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.host import load_model
 from asyncrl.inference.embedded.server import serve
+from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.plugins.datasets.tokenizers import HuggingFaceTokenizer
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.api.generation import FinishReason
-from asyncrl.chat.stop_strings import Decode, completed_by_last
 from asyncrl.inference.embedded.admission import AdmissionQueue
 from asyncrl.inference.embedded.decode_rows import IDLE_STEPS, RowTable
 from asyncrl.inference.embedded.model_io import ModelRunner
@@ -26,6 +25,7 @@ from asyncrl.inference.embedded.prefix_rows import Prefix
 from asyncrl.inference.embedded.sequence import Sequence
 from asyncrl.inference.embedded.slots import Slots
 from asyncrl.inference.embedded.types import Finish, GenerationOutput
+from asyncrl.plugins.chat.stop_strings import Decode, completed_by_last
 
 Detokenize = Decode
 OnFinish = Callable[[Sequence, GenerationOutput], None]

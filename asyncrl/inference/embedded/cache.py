@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from asyncrl.architectures.transformers_internals import Cache, CacheLayerMixin, LayerMemory
 from asyncrl.inference.embedded.states import SlotStates, StateLayer
+from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory
 
 LENGTH_STEP = 16
 """Least step of the length: what a short sample wastes at most, against one re-layout in so many decode steps."""

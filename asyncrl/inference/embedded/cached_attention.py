@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from asyncrl.architectures.transformers_internals import register_attention
+from asyncrl.models.transformers_internals import register_attention
 
 ATTENTION_NAME = "asyncrl_slots"
 DECODE_ATTENTION_NAME = "asyncrl_slots_decode"

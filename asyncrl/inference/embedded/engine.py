@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.transformers_internals import context_limit
 from asyncrl.inference.embedded.admission import AdmissionQueue
 from asyncrl.inference.embedded.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.commands import Command, Mailbox
@@ -41,6 +40,7 @@ from asyncrl.inference.embedded.types import (
     Job,
 )
 from asyncrl.inference.messages import PauseMode
+from asyncrl.models.transformers_internals import context_limit
 from asyncrl.weights.adapters import are_adapters, read_adapters, stage_adapters
 from asyncrl.weights.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
 

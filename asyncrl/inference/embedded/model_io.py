@@ -12,15 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.architectures.routers import RoutingShape, routing_shape
-from asyncrl.architectures.routing import Routers
-from asyncrl.architectures.transformers_internals import (
-    attention_is_replaceable,
-    layer_memories,
-    layer_types,
-    set_attention,
-    text_settings,
-)
 from asyncrl.inference.embedded.cache import PrefillPlan, SlotCache
 from asyncrl.inference.embedded.cached_attention import Reach, causal_bias, decode_bias, install_attention, tree_bias
 from asyncrl.inference.embedded.linears import PackedLinears
@@ -28,6 +19,15 @@ from asyncrl.inference.embedded.prefix_rows import Prefix, RowTensors, batches_o
 from asyncrl.inference.embedded.program import AttentionMasks, DecodeInputs, DecodeProgram
 from asyncrl.inference.embedded.routing import RoutingSlots
 from asyncrl.inference.embedded.states import ModuleStates, Place, states_in_modules
+from asyncrl.models.routers import RoutingShape, routing_shape
+from asyncrl.models.routing import Routers
+from asyncrl.models.transformers_internals import (
+    attention_is_replaceable,
+    layer_memories,
+    layer_types,
+    set_attention,
+    text_settings,
+)
 
 PREFILL_TOKENS, PREFILL_TOKENS_CPU = 8192, 1024
 """Most prompt tokens (padding included) of one prefill forward: bounds its activations. On a CPU they then stay in its

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.transformers_internals import RECURRENT_LAYERS, set_attention
 from asyncrl.inference.embedded.cached_attention import ATTENTION_NAME, DECODE_ATTENTION_NAME
 from asyncrl.inference.embedded.linears import PackedLinears
+from asyncrl.models.transformers_internals import RECURRENT_LAYERS, set_attention
 
 logger = logging.getLogger(__name__)
 

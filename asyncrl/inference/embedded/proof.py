@@ -2,7 +2,7 @@
 between, a prompt scored.
 
 A model that this passes is served; every other is refused with its name, the reason and what serves it. What only shows
-in longer sequences than the proof has is proven on a copy with short lengths (`asyncrl.architectures.short_lengths`).
+in longer sequences than the proof has is proven on a copy with short lengths (`asyncrl.models.short_lengths`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.proof import (
+from asyncrl.inference.embedded.cache import LENGTH_STEP
+from asyncrl.inference.embedded.model_io import ModelRunner
+from asyncrl.models.proof import (
     LENGTHS,
     Difference,
     Tokens,
@@ -26,8 +28,8 @@ from asyncrl.architectures.proof import (
     told,
     tolerance,
 )
-from asyncrl.architectures.short_lengths import short_model, spoken
-from asyncrl.architectures.transformers_internals import (
+from asyncrl.models.short_lengths import short_model, spoken
+from asyncrl.models.transformers_internals import (
     CHUNKED_LAYERS,
     PLAIN_LAYERS,
     RECURRENT_LAYERS,
@@ -37,8 +39,6 @@ from asyncrl.architectures.transformers_internals import (
     keeps_recurrent_state,
     layer_types,
 )
-from asyncrl.inference.embedded.cache import LENGTH_STEP
-from asyncrl.inference.embedded.model_io import ModelRunner
 
 _log = logging.getLogger(__name__)
 

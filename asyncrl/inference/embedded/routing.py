@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.architectures.routers import RoutingShape
 from asyncrl.inference.embedded.cache import PrefillPlan, SlotCache
+from asyncrl.models.routers import RoutingShape
 
 
 class RoutingSlots:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.architectures.transformers_internals import LinearAttentionLayer
+from asyncrl.models.transformers_internals import LinearAttentionLayer
 
 States = Mapping[Hashable, Tensor]
 """States by name, `[rows, ...]` each."""

@@ -16,13 +16,13 @@ from typing import Any, Protocol, TypeVar
 
 from asyncrl.api.chat import ChatClient, ChatReply, Message, ToolSchema
 from asyncrl.api.generation import Completion, GenerationResult, SamplingParams
-from asyncrl.chat.client import EpisodeOver
 from asyncrl.inference.openai.anthropic import Messages
 from asyncrl.inference.openai.calls import Api, Call
 from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import ApiError
 from asyncrl.inference.openai.responses import Responses
 from asyncrl.inference.openai.token_calls import ChatFromTokens
+from asyncrl.plugins.chat.client import EpisodeOver
 
 _T = TypeVar("_T")
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.comm.backoff import Backoff
-from asyncrl.staging.messages import LAUNCHER_HOST
+from asyncrl.weights.staging.messages import LAUNCHER_HOST
 
 UPLOADS = 2
 """Of a folder of 100 GB over 100 Gbit/s one takes 8 s alone and 16 s beside another; more at a time make no host sooner

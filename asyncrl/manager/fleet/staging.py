@@ -1,8 +1,8 @@
 """Has the initial model, every version and what RolloutWorkers read brought to the hosts, where they share no folder
 (`system.shared=false`).
 
-`FanOut` decides who fetches from whom, the hosts' staging servers do it (`asyncrl.staging`), and the fleet is told what
-arrived where. A server goes on generating while its host fetches: it is paused only to load what is there.
+`FanOut` decides who fetches from whom, the hosts' staging servers do it (`asyncrl.weights.staging`), and the fleet is
+told what arrived where. A server goes on generating while its host fetches: it is paused only to load what is there.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from asyncrl.comm.http import HttpError, JsonHttp
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
 from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
 from asyncrl.manager.wakeup import Signal
-from asyncrl.staging.client import StagingClient, source_failed
-from asyncrl.staging.messages import StageRequest, version_folder
+from asyncrl.weights.staging.client import StagingClient, source_failed
+from asyncrl.weights.staging.messages import StageRequest, version_folder
 
 _LONGEST_IDLE_S = 5.0
 
@@ -38,8 +38,8 @@ class Staging:
 
     Args:
         http: connections to the staging servers.
-        launch_folders: what stays as it is, by its name (`asyncrl.staging.messages`): where it is on the publisher's
-            host. It is wanted in this order, before any version.
+        launch_folders: what stays as it is, by its name (`asyncrl.weights.staging.messages`): where it is on the
+            publisher's host. It is wanted in this order, before any version.
         decisions: knows which versions are in use.
         arrived: told the address of a host and the weights that it has from now on.
         needs: see `FanOut`.

@@ -27,7 +27,7 @@ from asyncrl.api import (
 )
 from asyncrl.api.agent import agent_of
 from asyncrl.config.import_paths import load_plugin
-from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.rollout.offload.messages import Target
 
 Ask = Callable[..., Any]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from asyncrl.architectures.routing import Routers
+from asyncrl.models.routing import Routers
 
 
 def checkpoint_layers(trunk: nn.Module, routers: Routers | None = None) -> int:

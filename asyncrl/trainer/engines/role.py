@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from asyncrl.architectures.routing import Routers
+from asyncrl.models.routing import Routers
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
 from asyncrl.trainer.engines.base import TrainingEngine
 from asyncrl.trainer.engines.parts import local

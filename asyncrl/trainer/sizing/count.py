@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from asyncrl.architectures.transformers_internals import EXPERTS_PARAMETER
+from asyncrl.models.transformers_internals import EXPERTS_PARAMETER
 from asyncrl.trainer.sizing.model import ModelSizes, Parameter, SizedModel
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")

@@ -22,7 +22,7 @@ from asyncrl.algorithms.stats import Stats
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.datasets.demonstrations import Demonstration
+from asyncrl.plugins.datasets.demonstrations import Demonstration
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader

@@ -2,7 +2,7 @@
 
 A run is a list of phases, each so many steps on one dataset's demonstrations. The demo has two: right demonstrations,
 then a few careless ones, so that the model knows two ways and RL has something to select. What of a demonstration
-carries loss is said in `asyncrl.datasets.demonstrations`.
+carries loss is said in `asyncrl.plugins.datasets.demonstrations`.
 
 The loop is one; how a model learns from a batch is a `Learner`'s: with AdamW by the engines of RL training
 (`engine_learner`), or with Muon (`muon`).
@@ -26,8 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.api import Tokenizer
 from asyncrl.comm.private_files import make_private_folder
-from asyncrl.datasets import DemonstrationDataset, Placed
-from asyncrl.datasets.demonstrations import (
+from asyncrl.observe.metrics import read_rows
+from asyncrl.plugins.datasets import DemonstrationDataset, Placed
+from asyncrl.plugins.datasets.demonstrations import (
     Demonstration,
     DemonstrationFormat,
     EncodedRows,
@@ -37,9 +38,9 @@ from asyncrl.datasets.demonstrations import (
     load_demonstrations,
     shown_with_loss,
 )
-from asyncrl.datasets.prompts import PromptFormat, load_chat_template
-from asyncrl.datasets.survey import shown
-from asyncrl.datasets.tokenizers import (
+from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template
+from asyncrl.plugins.datasets.survey import shown
+from asyncrl.plugins.datasets.tokenizers import (
     CharTokenizer,
     ChatTokenizer,
     FastTokenizer,
@@ -47,7 +48,6 @@ from asyncrl.datasets.tokenizers import (
     load_tokenizer,
     model_files,
 )
-from asyncrl.observability.metrics import read_rows
 from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE
 from asyncrl.runtime.torch_device import choose_device
 from asyncrl.trainer.supervised.engine_learner import EngineLearner

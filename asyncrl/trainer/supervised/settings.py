@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 from asyncrl.config.setting import ConfigError, Device, setting
-from asyncrl.datasets.chat import AUTO
-from asyncrl.datasets.demonstrations import TrainOn
-from asyncrl.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.chat import AUTO
+from asyncrl.plugins.datasets.demonstrations import TrainOn
+from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.rollout.settings import dataset
 from asyncrl.trainer.checks import hugging_face_folder
 from asyncrl.trainer.lora_checks import lora_problems
@@ -78,7 +78,7 @@ class SFTDatasetConfig:
     """The demonstrations."""
 
     path: str = setting(
-        "asyncrl.datasets.arithmetic:ArithmeticDataset",
+        "asyncrl.plugins.datasets.arithmetic:ArithmeticDataset",
         "class with a `demonstration` method by import path, a JSONL or Parquet file, a folder of them, a folder saved "
         "by `datasets`, or a name on the Hugging Face hub; docs/sft.md",
     )

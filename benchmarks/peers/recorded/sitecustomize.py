@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-AGENT = "asyncrl.agents.single_turn"
+AGENT = "asyncrl.plugins.agents.single_turn"
 
 
 def _recording(module: ModuleType, file: str) -> None:

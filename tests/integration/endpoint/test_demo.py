@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from asyncrl.api import GenerationRequest, GenerationResult, Sample
 from asyncrl.comm.http import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.datasets.order import PromptRef
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, derive_seed
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
+from asyncrl.plugins.datasets.order import PromptRef
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.user_code import Plugins
@@ -117,13 +117,13 @@ def plugins_of(model: Path, path: str, **args: Any) -> Plugins:
     config.model.path, config.group_size = str(model), GROUP
     config.rollout.sampling.max_new_tokens = 24
     config.dataset.chat_template = str(EXPERIMENTS / "openai_agent.jinja")
-    config.reward.path = "asyncrl.rewards.arithmetic:arithmetic_reward"
+    config.reward.path = "asyncrl.plugins.rewards.arithmetic:arithmetic_reward"
     config.agent.path, config.agent.args = path, args
     return Plugins(config)
 
 
 def over_http(model: Path, run: str, **args: Any) -> Plugins:
-    return plugins_of(model, "asyncrl.agents.openai_agent:OpenAIAgent", run=run, args=args)
+    return plugins_of(model, "asyncrl.plugins.agents.openai_agent:OpenAIAgent", run=run, args=args)
 
 
 async def samples(plugins: Plugins, policy: EnginePolicy, prompts: int) -> list[Sample]:

@@ -17,9 +17,9 @@ import pytest
 import pytest_asyncio
 
 from asyncrl.api import SamplingParams
-from asyncrl.datasets.chat import ChatError
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.openai.session import Session
+from asyncrl.plugins.datasets.chat import ChatError
 
 QUESTION: Any = [{"role": "user", "content": "2+2?"}]
 Until = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -24,13 +24,13 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
-from asyncrl.chat.client import ChatPolicy, EpisodeClient
-from asyncrl.chat.request import Limits
-from asyncrl.chat.settings import DriftCheck
-from asyncrl.chat.stop_strings import kept_tokens
-from asyncrl.chat.template import ChatFormat
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.openai.session import Session
+from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
+from asyncrl.plugins.chat.request import Limits
+from asyncrl.plugins.chat.settings import DriftCheck
+from asyncrl.plugins.chat.stop_strings import kept_tokens
+from asyncrl.plugins.chat.template import ChatFormat
 
 FEEDBACK = ("Are you sure? 2 + 2 is more than that.", "Really?  Say it\n\n again: \u4f60\u597d.")
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]

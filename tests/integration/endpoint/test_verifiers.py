@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from asyncrl.agents.verifiers_env import HOST, VerifiersAgent, VerifiersDataset, VerifiersError
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
-from asyncrl.chat.template import ChatFormat
 from asyncrl.inference.openai.endpoint import Endpoint
+from asyncrl.plugins.agents.verifiers_env import HOST, VerifiersAgent, VerifiersDataset, VerifiersError
+from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.rollout.served_client import ServedEpisodeClient
 
 CLASSIC = os.environ.get("ASYNCRL_VERIFIERS_CLASSIC_PYTHON", "")

@@ -19,7 +19,7 @@ from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.train_loop import Peers, TrainLoop
-from asyncrl.observability.metrics import read_rows
+from asyncrl.observe.metrics import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.trainer.messages import (

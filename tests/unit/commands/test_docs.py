@@ -15,8 +15,8 @@ from asyncrl.commands.input_checks import check_data
 from asyncrl.config.checks import validate, warnings
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.datasets.demonstrations import EncodedRows, load_demonstrations
-from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.datasets.demonstrations import EncodedRows, load_demonstrations
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.trainer.supervised.loop import demonstration_format, held_out_of, phases_of
 from asyncrl.trainer.supervised.settings import SFTConfig

@@ -84,7 +84,9 @@ def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path, write: Write) ->
 
 def test_a_constructor_that_refuses_its_arguments_says_why() -> None:
     message = message_of("async_ppo", "dataset.args.num_rows=0")
-    assert message.startswith("dataset.path='asyncrl.datasets.arithmetic:ArithmeticDataset' with args {'num_rows': 0}")
+    assert message.startswith(
+        "dataset.path='asyncrl.plugins.datasets.arithmetic:ArithmeticDataset' with args {'num_rows': 0}"
+    )
     assert "give at least 1" in message
 
 

@@ -18,9 +18,9 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.rollout.user_code import Plugins
 
 MINE = """
-from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.algorithms.group_view import GroupView, Verdict
-from asyncrl.envs.single_turn import SingleTurnEnv
+from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.master.graph import Call, Graph
 
 marks = []

@@ -17,8 +17,8 @@ from typing import Generic, TypeVar
 
 import asyncrl.api
 import gymnasium
-from asyncrl.agents.retry import RetryAgent
-from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.agents.retry import RetryAgent
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.api import Agent, Environment, run_in
 
 T = TypeVar("T")

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from asyncrl.architectures.proof import UnsupportedModelError
-from asyncrl.architectures.routing import Routers
 from asyncrl.inference.client import MalformedReply, RoutingWanted, parse_completion
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.replies import sample_reply
 from asyncrl.inference.embedded.requests import parse_generate
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
 from asyncrl.inference.messages import PauseMode
+from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.routing import Routers
 
 LAYERS, EXPERTS, PER_TOKEN, DENSE = 3, 5, 2, 1
 """Layer 1 is dense."""
@@ -181,7 +181,7 @@ def reply(body: bytes) -> dict[str, Any]:
 
 
 def test_the_client_reads_what_the_server_says() -> None:
-    from asyncrl.architectures.routers import RoutingShape
+    from asyncrl.models.routers import RoutingShape
 
     asked = (
         b'{"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 6, "sampling_seed": 1}, "return_logprob": true'

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from asyncrl.agents.openai_agent import OpenAIAgent
 from asyncrl.api import SamplingParams
 from asyncrl.inference.openai.anthropic import Messages
 from asyncrl.inference.openai.calls import Call
@@ -19,6 +18,7 @@ from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import ApiError
 from asyncrl.inference.openai.responses import Responses
 from asyncrl.inference.openai.sse import pieces
+from asyncrl.plugins.agents.openai_agent import OpenAIAgent
 
 DOC = (Path(__file__).parents[3] / "docs" / "endpoint.md").read_text()
 USER: Any = {"role": "user", "content": "hi"}
@@ -162,12 +162,12 @@ def test_the_documents_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     settings = [yaml.safe_load(code) for kind, code in blocks if kind == "yaml"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_agent.py").write_text(python[0])
-    assert settings[0]["agent"]["path"] == "asyncrl.agents.openai_agent:OpenAIAgent"
+    assert settings[0]["agent"]["path"] == "asyncrl.plugins.agents.openai_agent:OpenAIAgent"
     OpenAIAgent(**settings[0]["agent"]["args"])
     for code in python[1:]:
         compile(code, "docs/endpoint.md", "exec")
-    assert settings[1]["agent"]["path"] == "asyncrl.agents.verifiers_env:VerifiersAgent"
-    assert settings[1]["dataset"]["path"] == "asyncrl.agents.verifiers_env:VerifiersDataset"
+    assert settings[1]["agent"]["path"] == "asyncrl.plugins.agents.verifiers_env:VerifiersAgent"
+    assert settings[1]["dataset"]["path"] == "asyncrl.plugins.agents.verifiers_env:VerifiersDataset"
     launcher = Path(__file__).parents[3] / "launchers" / "install_verifiers.sh"
     assert all(f"launchers/{launcher.name}" in code for kind, code in blocks if kind == "bash")
     assert launcher.stat().st_mode & 0o100

@@ -38,7 +38,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncrl.comm.ledger_lines import RunSettings
-from asyncrl.datasets.order import LentPrompts, PromptRef, PromptStream
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_books import Noted
 from asyncrl.manager.service import ManagerService
@@ -49,9 +48,10 @@ from asyncrl.master.records import Drop
 from asyncrl.master.reports import decide
 from asyncrl.master.run_files import check_books
 from asyncrl.master.settings import OnStale
-from asyncrl.observability.audit.history import read_ledger, surviving
-from asyncrl.observability.audit.rules import Replay
+from asyncrl.plugins.datasets.order import LentPrompts, PromptRef, PromptStream
 from asyncrl.trainer.messages import RolloutRecord
+from asyncrl.verify.audit.history import read_ledger, surviving
+from asyncrl.verify.audit.rules import Replay
 
 ROWS, SHARDS, SEED, HEADS = 7, 2, 0, 2
 SCHEDULES = int(os.environ.get("ASYNCRL_FUZZ_SCHEDULES", "60"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from asyncrl.datasets.curriculum import Curriculum
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.curriculum import Curriculum
 
 WORKER = "rollout_worker/0"
 

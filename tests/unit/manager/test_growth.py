@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 
 from asyncrl.comm.push_pull.outbox import Outbox
-from asyncrl.datasets import order
-from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager import messages as m
 from asyncrl.manager import service, staleness_gate
 from asyncrl.manager.pacing import DeadlinePacing
@@ -26,6 +24,8 @@ from asyncrl.master import buffer as buffers
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.reports import decide
 from asyncrl.master.settings import OnStale
+from asyncrl.plugins.datasets import order
+from asyncrl.plugins.datasets.order import PromptRef, PromptStream
 from asyncrl.trainer.messages import RolloutRecord
 
 ROLLOUTS, WARM_UP = 12_000, 3_000

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl.datasets.order import PromptRef, PromptStream
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.shards import Shards
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.reports import decide
 from asyncrl.master.settings import OnStale
+from asyncrl.plugins.datasets.order import PromptRef, PromptStream
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.runtime.settings import SystemConfig
 from asyncrl.trainer.messages import RolloutRecord

@@ -14,8 +14,8 @@ from asyncrl.manager.service import ManagerService
 from asyncrl.manager.shards import Shards
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
-from asyncrl.observability.audit.history import read_ledger
 from asyncrl.trainer.messages import RolloutRecord
+from asyncrl.verify.audit.history import read_ledger
 from tests.unit.manager.test_any_schedule import Schedule, Worker
 
 

@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec import structs
 
 from asyncrl.comm.remembered import ids_remembered
-from asyncrl.datasets.used_prompts import UsedPrompts
 from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.buffer import SampleBuffer
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 
 

@@ -8,9 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.agents.retry import RetryAgent
-from asyncrl.agents.sample_builder import SampleBuilder
-from asyncrl.agents.single_turn import SingleTurnAgent
 from asyncrl.api import (
     Agent,
     Completion,
@@ -22,15 +19,18 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
-from asyncrl.chat.client import EpisodeClient
-from asyncrl.chat.template import ChatFormat
-from asyncrl.datasets.arithmetic import ArithmeticDataset, written_out
-from asyncrl.datasets.order import PromptStream, prompt_seed
-from asyncrl.datasets.prompts import PromptFormat, make_prompt
-from asyncrl.datasets.tokenizers import CharTokenizer
-from asyncrl.envs.retry import RetryEnv
-from asyncrl.envs.single_turn import SingleTurnEnv
-from asyncrl.rewards.arithmetic import arithmetic_reward
+from asyncrl.plugins.agents.retry import RetryAgent
+from asyncrl.plugins.agents.sample_builder import SampleBuilder
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.chat.client import EpisodeClient
+from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset, written_out
+from asyncrl.plugins.datasets.order import PromptStream, prompt_seed
+from asyncrl.plugins.datasets.prompts import PromptFormat, make_prompt
+from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+from asyncrl.plugins.envs.retry import RetryEnv
+from asyncrl.plugins.envs.single_turn import SingleTurnEnv
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.rollout.episode import run_group
 
 TOKENIZER = CharTokenizer()

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.agents.single_turn import SingleTurnAgent
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -26,8 +25,9 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.agent import agent_of
-from asyncrl.chat.client import EpisodeClient
-from asyncrl.datasets.tokenizers import CharTokenizer
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.chat.client import EpisodeClient
+from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.episode import Tries, run_group
 
 PROMPT = Prompt("e0-0", 0, {"prompt": "?"}, (1, 2), 3, SamplingParams(seed=5))

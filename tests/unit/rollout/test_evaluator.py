@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from asyncrl.agents.single_turn import SingleTurnAgent
 from asyncrl.api import (
     Agent,
     Completion,
@@ -22,11 +21,12 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
-from asyncrl.chat.client import EpisodeClient
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.datasets.prompts import BadPrompt
-from asyncrl.datasets.tokenizers import CharTokenizer
-from asyncrl.envs.single_turn import SingleTurnEnv
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.chat.client import EpisodeClient
+from asyncrl.plugins.datasets.prompts import BadPrompt
+from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer

@@ -13,14 +13,14 @@ from asyncrl.commands.same_data import keep_inputs
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import load_plugin
 from asyncrl.config.setting import ChoiceConfig, ConfigError
-from asyncrl.datasets.record import DataRecord
+from asyncrl.plugins.datasets.record import DataRecord
+from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.rollout.inputs import Inputs, bring_inputs, check_rows, import_named, read_from
 from asyncrl.rollout.named_inputs import check, files_in_args, named_inputs
 from asyncrl.rollout.settings import EvalSetConfig, NamedRewardConfig, SourceConfig, evaluation_sets
 from asyncrl.rollout.user_code import load_eval_set, load_train_set
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, run_dir_of
 from asyncrl.runtime.settings import HostConfig
-from asyncrl.tools.settings import McpServerConfig, ToolConfig
 
 
 def rows_of(file: Path, count: int) -> Path:
@@ -354,7 +354,7 @@ def test_files_of_the_home_in_args_have_to_be_the_same_in_each_hosts_home(
     for home, content in (("one", "[1]"), ("two", "[1]"), ("three", "[2]")):
         (tmp_path / home).mkdir()
         code_of(tmp_path / home / "corpus.jsonl", content)
-    config.tools = [ToolConfig(path="asyncrl.tools.search:Search", args={"corpus": "~/corpus.jsonl"})]
+    config.tools = [ToolConfig(path="asyncrl.plugins.tools.search:Search", args={"corpus": "~/corpus.jsonl"})]
     monkeypatch.setenv("HOME", str(tmp_path / "one"))
     assert list(check(config)) == []
     there = brought(config)

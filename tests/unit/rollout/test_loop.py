@@ -29,9 +29,6 @@ from asyncrl.api import (
 from asyncrl.api.generation import Completion
 from asyncrl.comm.drop_reasons import failure, is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.datasets import Dataset
-from asyncrl.datasets.order import LentPrompts, PromptRef, PromptStream
-from asyncrl.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import (
     AllocateReply,
@@ -47,6 +44,9 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.shards import Shards
+from asyncrl.plugins.datasets import Dataset
+from asyncrl.plugins.datasets.order import LentPrompts, PromptRef, PromptStream
+from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.offload.errors import UserCodeError

@@ -19,8 +19,8 @@ LIMIT_S = 120.0
 MINE = """
 import asyncio
 
-from asyncrl.agents.sample_builder import SampleBuilder
-from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.agents.sample_builder import SampleBuilder
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.api import Agent, Environment, GenerationRequest
 
 

@@ -22,8 +22,8 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.agent import agent_of
-from asyncrl.chat.client import EpisodeClient
 from asyncrl.comm.drop_reasons import lost_episodes
+from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.rollout.episode import Tries, run_group
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target

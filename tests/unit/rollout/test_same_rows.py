@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets.files import FileDataset
-from asyncrl.datasets.record import DataRecord
+from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.process import RolloutWorker
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE
 

@@ -27,7 +27,7 @@ from asyncrl.api import (
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.datasets.tokenizers import CharTokenizer
+from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import USE, Call
@@ -46,10 +46,10 @@ import threading
 import time
 from dataclasses import replace
 from asyncrl.api.trajectory import with_turn_rewards
-from asyncrl.agents.sample_builder import SampleBuilder
-from asyncrl.agents.single_turn import SingleTurnAgent
+from asyncrl.plugins.agents.sample_builder import SampleBuilder
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.api import Agent, Environment, GenerationRequest, run_in
-from asyncrl.envs.single_turn import SingleTurnEnv
+from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 
 home = []
 
@@ -476,7 +476,7 @@ def test_the_settings_of_rewards_are_checked(config: ExperimentConfig) -> None:
         part(config, "twos", args={"eech": 1.0}),
         part(config, "in_process", float("nan"), args={"data": 1}),
         part(config, "Ranks", failure_reward=float("inf"), args={"step": 1.0, "stop": 2}),
-        NamedRewardConfig(path="asyncrl.rewards.length:length_penalty", name="mean", args={}),
+        NamedRewardConfig(path="asyncrl.plugins.rewards.length:length_penalty", name="mean", args={}),
     ]
     problems = "\n".join(check(config))
     for message in (

@@ -12,10 +12,10 @@ import pytest
 
 from asyncrl.api import Completion, GenerationRequest, GenerationResult, RunIn, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.datasets.order import PromptStream
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.messages import AllocateReply, FinishedRollout, GrantedRollout, WantedRollout
+from asyncrl.plugins.datasets.order import PromptStream
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.user_code import Plugins

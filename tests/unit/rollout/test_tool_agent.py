@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.agents.tool_agent import ToolAgent
 from asyncrl.api import (
     Completion,
     FinishReason,
@@ -20,20 +19,21 @@ from asyncrl.api import (
     Tool,
     ToolResult,
 )
-from asyncrl.chat.client import EpisodeClient
-from asyncrl.chat.parsers import choose, parser
-from asyncrl.chat.template import ChatFormat
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.datasets.chat import ChatTemplate
-from asyncrl.datasets.prompts import PromptFormat
-from asyncrl.datasets.tokenizers import load_tokenizer, special_tokens
-from asyncrl.datasets.tool_use import CalculatorDemonstrations, answered, call_text, conversation, value_of
-from asyncrl.envs.single_turn import SingleTurnEnv
-from asyncrl.rewards.text import numeric_match
+from asyncrl.plugins.agents.tool_agent import ToolAgent
+from asyncrl.plugins.chat.client import EpisodeClient
+from asyncrl.plugins.chat.parsers import choose, parser
+from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.plugins.datasets.chat import ChatTemplate
+from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
+from asyncrl.plugins.datasets.tool_use import CalculatorDemonstrations, answered, call_text, conversation, value_of
+from asyncrl.plugins.envs.single_turn import SingleTurnEnv
+from asyncrl.plugins.rewards.text import numeric_match
+from asyncrl.plugins.tools.settings import ToolConfig
+from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.tools import RunTools
-from asyncrl.tools.settings import ToolConfig
-from asyncrl.tools.toolbox import HostedTool, Toolbox
 
 FOLDER = Path(__file__).resolve().parents[3] / "experiments" / "tool_calculator"
 SOURCE = (FOLDER / "chat_template.jinja").read_text()
@@ -61,7 +61,7 @@ class Script:
 @pytest.fixture
 async def tools():
     async with Offloader(ExperimentConfig().rollout.user_code) as offloader:
-        yield RunTools([ToolConfig(path="asyncrl.tools.calculator:calculator")], (), offloader).toolbox
+        yield RunTools([ToolConfig(path="asyncrl.plugins.tools.calculator:calculator")], (), offloader).toolbox
 
 
 def _prompt(question: str, answer: str) -> Prompt:

@@ -12,13 +12,13 @@ from omegaconf import OmegaConf
 from asyncrl.api import ToolCall
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig, check
+from asyncrl.plugins.tools.toolbox import MAX_ARGUMENT_CHARS, ToolFailure
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.tools import RunTools, check_format
-from asyncrl.tools.settings import McpServerConfig, ToolConfig, check
-from asyncrl.tools.toolbox import MAX_ARGUMENT_CHARS, ToolFailure
 
 TOOLS = '''
 import os
@@ -314,20 +314,23 @@ def _problems(text: str) -> list[str]:
     return list(check(config))
 
 
-AGENT = "agent: {path: 'asyncrl.agents.tool_agent:ToolAgent'}\n"
+AGENT = "agent: {path: 'asyncrl.plugins.agents.tool_agent:ToolAgent'}\n"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (AGENT + "tools: [{path: 'asyncrl.tools.calculator:calculator'}]", None),
-        (AGENT + "tools: [{path: 'asyncrl.tools.python:PythonTool', args: {cpu_s: 2.0}}]", None),
-        (AGENT + "tools: [{path: 'asyncrl.tools.python:PythonTool', args: {cpu: 2.0}}]", "no parameter 'cpu'"),
-        (AGENT + "tools: [{path: 'asyncrl.tools.calculator:calculator', args: {expression: x}}]", "after `*`"),
-        (AGENT + "tools: [{path: 'asyncrl.tools.calculator:calc'}]", "defines no 'calc'"),
-        (AGENT + "tools: [{path: 'asyncrl.tools.calculator:calculator', timeout_s: 0}]", "tools[0].timeout_s=0"),
-        (AGENT + "tools: [{path: 'asyncrl.tools.calculator:calculator', name: 'a b'}]", "tools[0].name='a b'"),
-        ("tools: [{path: 'asyncrl.tools.calculator:calculator'}]", "this agent calls no tools"),
+        (AGENT + "tools: [{path: 'asyncrl.plugins.tools.calculator:calculator'}]", None),
+        (AGENT + "tools: [{path: 'asyncrl.plugins.tools.python:PythonTool', args: {cpu_s: 2.0}}]", None),
+        (AGENT + "tools: [{path: 'asyncrl.plugins.tools.python:PythonTool', args: {cpu: 2.0}}]", "no parameter 'cpu'"),
+        (AGENT + "tools: [{path: 'asyncrl.plugins.tools.calculator:calculator', args: {expression: x}}]", "after `*`"),
+        (AGENT + "tools: [{path: 'asyncrl.plugins.tools.calculator:calc'}]", "defines no 'calc'"),
+        (
+            AGENT + "tools: [{path: 'asyncrl.plugins.tools.calculator:calculator', timeout_s: 0}]",
+            "tools[0].timeout_s=0",
+        ),
+        (AGENT + "tools: [{path: 'asyncrl.plugins.tools.calculator:calculator', name: 'a b'}]", "tools[0].name='a b'"),
+        ("tools: [{path: 'asyncrl.plugins.tools.calculator:calculator'}]", "this agent calls no tools"),
         (AGENT + "mcp: [{name: s, command: python3, args: [server.py]}]", None),
         (AGENT + "mcp: [{name: s}]", "give one of them"),
         (AGENT + "mcp: [{name: s, command: python3, url: 'http://h/mcp'}]", "give one of them"),
@@ -355,7 +358,7 @@ def test_settings_are_checked_before_the_start(text, message):
     ],
 )
 def test_a_model_that_cannot_be_told_of_the_tools_is_refused(source, parser, message):
-    config = ExperimentConfig(tools=[ToolConfig(path="asyncrl.tools.calculator:calculator")])
+    config = ExperimentConfig(tools=[ToolConfig(path="asyncrl.plugins.tools.calculator:calculator")])
     config.rollout.chat.parser = parser
     check_format(ExperimentConfig(), None)
     if message is None:

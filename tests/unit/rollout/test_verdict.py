@@ -10,16 +10,16 @@ import pytest
 from asyncrl.api.reward import is_verdict
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.rewards.arithmetic import arithmetic_reward
-from asyncrl.rewards.code_tests import CodeTestsReward
-from asyncrl.rewards.math_answer import math_answer_reward
-from asyncrl.rewards.text import exact_match, f1, numeric_match
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
+from asyncrl.plugins.rewards.code_tests import CodeTestsReward
+from asyncrl.plugins.rewards.math_answer import math_answer_reward
+from asyncrl.plugins.rewards.text import exact_match, f1, numeric_match
+from asyncrl.plugins.sandbox import SandboxUnavailable
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.scoring import Rewards, load_rewards
 from asyncrl.rollout.settings import NamedRewardConfig, RewardConfig
-from asyncrl.sandbox import SandboxUnavailable
 
 MINE = """
 from asyncrl.api import run_in, verdict

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.observability.display import Row
+from asyncrl.observe.display import Row
 from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.config.describe import experiment_help
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, settings
-from asyncrl.observability.display import make_display
+from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.resume import TrialError, check_finished, continuation
 from asyncrl.runtime.run_dir import CONFIG_FILE, SUMMARY_FILE, run_dir_of, write_run_config
@@ -53,10 +53,10 @@ def write(file: Path, value: Any) -> None:
 
 FIXED = {
     "seed": "7",
-    "dataset.path": "asyncrl.datasets.demonstrations:Others",
+    "dataset.path": "asyncrl.plugins.datasets.demonstrations:Others",
     "dataset.args": "{max_numbers: 5}",
     "dataset.fields": "{prompt: question}",
-    "dataset.sources": "[{path: 'asyncrl.datasets.demonstrations:Others'}]",
+    "dataset.sources": "[{path: 'asyncrl.plugins.datasets.demonstrations:Others'}]",
     "model.path": "/models/another",
     "model.lora.rank": "8",
     "model.lora.alpha": "8",

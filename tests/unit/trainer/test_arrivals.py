@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncrl.api.trajectory import Sample, SampleColumns, SharedPrompt, Trajectory
-from asyncrl.architectures.routers import RoutingShape
 from asyncrl.comm.push_pull import InvalidTrajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
+from asyncrl.models.routers import RoutingShape
 from asyncrl.trainer.arrivals import ArrivalCheck
 
 VOCABULARY, NEWEST = 17, 3

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("pyarrow")
 
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.observability.samples import read_samples, sample_files
+from asyncrl.observe.samples import read_samples, sample_files
 from asyncrl.trainer.kept_samples import KeptSamples
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 

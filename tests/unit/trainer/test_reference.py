@@ -12,9 +12,9 @@ import torch
 
 from asyncrl.api import SamplingParams, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.tokenizers import load_tokenizer
 from asyncrl.master.assignment import minibatch_of_groups
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.models import load_causal_lm

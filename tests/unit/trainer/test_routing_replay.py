@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.architectures.proof import UnsupportedModelError
-from asyncrl.architectures.routers import ROUTERS
-from asyncrl.architectures.routing import UNRECORDED, Routers
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.routers import ROUTERS
+from asyncrl.models.routing import UNRECORDED, Routers
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.micro_batch import MicroBatch

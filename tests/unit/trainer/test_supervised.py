@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_with_mi
 
 from asyncrl.commands.exporting import export
 from asyncrl.config.setting import Device
-from asyncrl.datasets.arithmetic import ArithmeticDataset
-from asyncrl.datasets.demonstrations import DemonstrationFormat, LazyRows, by_length, demonstration_batches
-from asyncrl.datasets.files import FileDataset
-from asyncrl.datasets.prompts import PromptFormat
-from asyncrl.datasets.tokenizers import CharTokenizer, load_tokenizer
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.demonstrations import DemonstrationFormat, LazyRows, by_length, demonstration_batches
+from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
 from asyncrl.trainer.supervised.loop import (
     ProgressCallback,

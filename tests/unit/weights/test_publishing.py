@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
-from asyncrl.datasets.chat import template_source
-from asyncrl.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.datasets.chat import template_source
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.models import load_causal_lm
 from asyncrl.trainer.parallel import Ranks

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from asyncrl.architectures.routing import Routers
-from asyncrl.architectures.transformers_internals import has_more_than_head, set_attention, trunk_of
+from asyncrl.models.routing import Routers
+from asyncrl.models.transformers_internals import has_more_than_head, set_attention, trunk_of
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.engines.sharded.gathering import own_parts

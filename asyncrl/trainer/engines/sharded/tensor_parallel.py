@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from transformers import PretrainedConfig
 
-from asyncrl.architectures.transformers_internals import EXPERTS_MODULE
+from asyncrl.models.transformers_internals import EXPERTS_MODULE
 from asyncrl.trainer.engines.sharded.collectives import enter, gather, leave, split
 
 Forward = Callable[..., Tensor]

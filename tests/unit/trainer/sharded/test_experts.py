@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from asyncrl.architectures.transformers_internals import EXPERTS_MODULE
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.transformers_internals import EXPERTS_MODULE
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers
 from asyncrl.trainer.lora import add_adapters

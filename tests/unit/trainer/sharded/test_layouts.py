@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.architectures.routers import routing_shape_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.routers import routing_shape_of
 from asyncrl.trainer.engines.flat import FlatEngine
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole

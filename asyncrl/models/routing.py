@@ -1,0 +1,141 @@
+"""Recording which experts a model's routers choose, and having them choose what was recorded.
+
+"Rollout routing replay" (R3, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv
+2510.11370): where the engine that generated chose the experts I of a token, the trainer gives expert i in I the weight
+exp(s_i) / sum over j in I of exp(s_j), s being the logits of the *trainer's* router. So the choice is the engine's, the
+weights and their gradient are the trainer's.
+
+A router here is a module whose forward calls `topk` once, on logits or on probabilities, and makes weights of the
+values that it gets. That one call is where a choice is seen and replaced: it gets the values of the given experts, and
+the model goes on with them as always. Mixtral and Qwen3-MoE (`norm_topk_prob`) divide them by their sum, GPT-OSS takes
+their softmax, which both are the formula above; a model that does not renormalise its probabilities does not do so
+here either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.routers import ROUTERS
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+UNRECORDED = -1
+"""An entry of choices without a record: the router chooses for itself."""
+
+
+class _OneTopK(TorchFunctionMode):
+    """Sees the calls of `topk`, and answers them with `given` [T, k] where that is there."""
+
+    def __init__(self, given: Tensor | None) -> None:
+        super().__init__()
+        self._given = given
+        self.chosen: list[Tensor] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        own = func(*args, **(kwargs or {}))
+        if self._given is None:
+            self.chosen.append(own.indices)
+            return own
+        chosen = torch.where(self._given == UNRECORDED, own.indices, self._given.to(own.indices.dtype))
+        self.chosen.append(chosen)
+        scores: Tensor = args[0]
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+
+
+class Routers:
+    """The routers of a transformers model, or of its trunk; they compute as ever until told otherwise.
+
+    Args:
+        model_type: transformers' name of the architecture.
+
+    Raises:
+        UnsupportedModelError: no routers of that architecture are in it.
+    """
+
+    def __init__(self, model: nn.Module, model_type: str) -> None:
+        kind = ROUTERS.get(model_type)
+        found = {name: module for name, module in model.named_modules() if type(module).__name__ == kind}
+        self._name = type(model).__name__
+        if not found:
+            raise UnsupportedModelError(
+                f"{self._name} has no routers whose choices can be replayed, as {', '.join(ROUTERS)} have; set "
+                "moe.replay_routing=false"
+            )
+        self._layers: set[int] = set()
+        self._given: Tensor | None = None
+        self._recorded: dict[int, Tensor] | None = None
+        for name, module in found.items():
+            layer = _LAYER.search(name)
+            if layer is None:
+                raise UnsupportedModelError(f"{self._name} has a router in no layer of a list: {name}")
+            self._layers.add(int(layer[1]))
+            self._tap(module, int(layer[1]))
+
+    def _tap(self, router: nn.Module, layer: int) -> None:
+        original: Callable[..., Any] = router.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given_ILK, recorded = self._given, self._recorded
+            if given_ILK is None and recorded is None:
+                return original(*args, **kwargs)
+            with _OneTopK(None if given_ILK is None else given_ILK[:, layer]) as seen:
+                result = original(*args, **kwargs)
+            if len(seen.chosen) != 1:
+                raise UnsupportedModelError(
+                    f"the router of layer {layer} of {self._name} calls topk {len(seen.chosen)} times, not once: its "
+                    "choices cannot be replayed; set moe.replay_routing=false"
+                )
+            if recorded is not None:
+                recorded[layer] = seen.chosen[0]
+            return result
+
+        router.forward = forward
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[int, Tensor]]:
+        """Within it a forward leaves each layer's choices, [its tokens, per_token], under the layer's number.
+
+        Raises:
+            UnsupportedModelError: at its end, where a router was not asked: something else computes its layer.
+        """
+        before, self._recorded = self._recorded, {}
+        recorded = self._recorded
+        try:
+            yield recorded
+        finally:
+            self._recorded = before
+        if silent := sorted(self._layers - recorded.keys()):
+            raise UnsupportedModelError(
+                f"the routers of layers {silent} of {self._name} were not asked, as where a kernel computes the whole "
+                "layer: their choices cannot be replayed; set moe.replay_routing=false"
+            )
+
+    @contextmanager
+    def replaying(self, choices_ILK: Tensor | None) -> Iterator[None]:
+        """Within it the routers choose as recorded.
+
+        Args:
+            choices_ILK: of every token of the forwards to come, every layer of the whole model; `UNRECORDED` and None
+                leave the router its choice.
+        """
+        before, self._given = self._given, choices_ILK
+        try:
+            yield
+        finally:
+            self._given = before
+
+    def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For `torch.utils.checkpoint`: what the forward that runs now replays, its recomputation replays too."""
+        return nullcontext(), self.replaying(self._given)

@@ -1,0 +1,187 @@
+"""A model with the lengths of its config made short, so that short sequences show what begins beyond them.
+
+A sliding window of 4,096 tokens, a chunk of 8,192 or the 2,048 best keys of an index change nothing that the proof's
+sequences (`asyncrl.models.proof`) would show. So an engine is proven a second time, on a copy of the model whose
+config has `SHORT` in place of these lengths, with the same weights.
+
+No list of names would hold all fields that are lengths. A field is taken for one if the copy has parameters of the same
+shapes after the field is lowered, and still computes: a size changes the shapes. Factors that pass for lengths do no
+harm: the copy is a model like any other, and an engine must compute it as transformers does.
+
+Tables of positions are the other kind of length: a row of several sequences, end to end, may be longer than the table.
+Where parameters or buffers have an entry for each position, the copy has so many that the proof's sequences just fit.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from asyncrl.models.transformers_internals import attention, context_limit, new_model
+
+SHORT = 8
+"""What lengths are lowered to: below most of the proof's sequences, and a power of two, as blocks have to be."""
+_NO_LENGTH = re.compile(r"^(num|n)_|_ids?$|_dim$|intermediate_size|^original_max_position_embeddings$")
+"""Names of counts, of tokens, of widths, and of what `batch_independent_limit` finds."""
+_POSITIONS = "max_position_embeddings"
+
+
+class ShortModel(NamedTuple):
+    """A copy of a model with short lengths.
+
+    Attributes:
+        model: shares the memory of the original's parameters; of tables of positions it has the first entries.
+        lengths: the lowered fields of the config and the original's values.
+    """
+
+    model: PreTrainedModel
+    lengths: Mapping[str, int]
+
+
+def spoken(lengths: Mapping[str, int]) -> str:
+    """Lengths as a message names them."""
+    return " and ".join(f"{name}={value}" for name, value in lengths.items())
+
+
+def short_model(model: PreTrainedModel, weights: Mapping[str, Tensor], reach: int, fitting: int) -> ShortModel | None:
+    """A copy of `model` with every length lowered that `reach` comes up to; None if there is none.
+
+    Args:
+        weights: the parameters, by the names that they have in a new model.
+        reach: tokens of the longest row of the run.
+        fitting: tokens of the longest sequence that the copy is to compute.
+    """
+    shapes = _Shapes.of(_skeleton(model, model.config))
+    found, lengths = None, {}
+    for name, value in sorted(_lengths(model.config, reach).items()):
+        config = copy.deepcopy(model.config if found is None else found.config)
+        _lower(config, name, reach)
+        made = _computing(model, config, weights, fitting, shapes, tables=False)
+        if made is not None:
+            found, lengths[name] = made, value
+    limit = context_limit(model.config)
+    if limit is not None and fitting < limit <= reach:
+        config = copy.deepcopy(model.config if found is None else found.config)
+        setattr(config.get_text_config(), _POSITIONS, fitting)
+        made = _computing(model, config, weights, fitting, shapes, tables=True)
+        if made is not None:
+            found, lengths[_POSITIONS] = made, limit
+    return None if found is None else ShortModel(found, lengths)
+
+
+class _Shapes(NamedTuple):
+    parameters: dict[str, torch.Size]
+    buffers: dict[str, torch.Size]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Shapes:
+        return cls({n: p.shape for n, p in model.named_parameters()}, {n: b.shape for n, b in model.named_buffers()})
+
+
+def _computing(
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    weights: Mapping[str, Tensor],
+    fitting: int,
+    shapes: _Shapes,
+    *,
+    tables: bool,
+) -> PreTrainedModel | None:
+    """`model` with another `config`: of the same shapes, or of others (`tables`); None if there is no such model."""
+    try:
+        made = _skeleton(model, config)
+        if _Shapes.of(made) == shapes if tables else _Shapes.of(made).parameters != shapes.parameters:
+            return None
+        _take_weights(made, model, weights)
+        with torch.no_grad(), attention(made, "eager"):
+            made(input_ids=torch.zeros(1, fitting, dtype=torch.long, device=model.device), use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # the field is a size, by whatever a model's own code says of it
+        return None
+    return made
+
+
+def _skeleton(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """A model of the class of `model` without memory for parameters; buffers are there."""
+    with torch.random.fork_rng(devices=[]), _without_parameters():
+        return new_model(type(model), copy.deepcopy(config), model.dtype)
+
+
+@contextmanager
+def _without_parameters() -> Iterator[None]:
+    """Parameters of modules that are made meanwhile have a shape and no values."""
+    register = nn.Module.register_parameter
+
+    def register_shape(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_shape  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _take_weights(made: nn.Module, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put `weights` in the place of the parameters of `made`, and saved buffers of `model` in that of its buffers."""
+    buffers = dict(model.named_buffers())
+    device = next(iter(weights.values())).device
+    for prefix, module in made.named_modules():
+        path = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                first = weights[path + name][tuple(slice(size) for size in parameter.shape)]
+                module._parameters[name] = nn.Parameter(first.detach(), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            saved = None if name in module._non_persistent_buffers_set else buffers.get(path + name)
+            if buffer is not None:
+                same = saved is not None and saved.shape == buffer.shape
+                module._buffers[name] = saved if same else buffer.to(device)
+
+
+def _lengths(config: PretrainedConfig, reach: int) -> dict[str, int]:
+    """Fields that may be lengths, and their greatest values."""
+    positions = {_POSITIONS, config.get_text_config().attribute_map.get(_POSITIONS)}
+    found: dict[str, int] = {}
+    for fields in _records(config.get_text_config()):
+        for name, value in fields.items():
+            lowered = [each for each in _numbers(value) if SHORT < each <= reach]
+            if lowered and name not in positions and not _NO_LENGTH.search(name):
+                found[name] = max(*lowered, found.get(name, 0))
+    return found
+
+
+def _lower(config: PretrainedConfig, name: str, reach: int) -> None:
+    """Lower the field `name` wherever it is in `config`."""
+
+    def low(value: Any) -> Any:
+        return SHORT if type(value) is int and SHORT < value <= reach else value
+
+    for fields in _records(config.get_text_config()):
+        if name in fields:
+            value = fields[name]
+            fields[name] = [low(each) for each in value] if isinstance(value, list) else low(value)
+
+
+def _records(fields: Any) -> Iterator[dict[str, Any]]:
+    """The fields of a config and those of configs and dictionaries in it."""
+    own = vars(fields) if isinstance(fields, PretrainedConfig) else fields
+    yield own
+    for value in list(own.values()):
+        if isinstance(value, (PretrainedConfig, dict)):
+            yield from _records(value)
+
+
+def _numbers(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if type(each) is int]

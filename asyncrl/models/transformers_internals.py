@@ -1,0 +1,234 @@
+"""Everything that asyncrl uses of transformers beyond its documented interface, in one place.
+
+These names and habits may change with any release; `tests/unit/models/test_transformers_internals.py` says which
+one did. What depends on them here is proven at load all the same (`proof`), so that a change that the test does not
+know ends in a refusal, not in wrong numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache as Cache
+from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
+from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
+"""What a layer of a cache has to define: the embedded engine's slots do, and no model asks them for more."""
+
+PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Layer types whose keys are those of a causal attention, all of them or the last `sliding_window`."""
+CHUNKED_LAYERS = frozenset({"chunked_attention"})
+"""Layer types whose keys are those of a causal attention within chunks of `attention_chunk_size`."""
+RECURRENT_LAYERS = frozenset(
+    kind for kind, layer in DYNAMIC_LAYER_TYPE_MAPPING.items() if issubclass(layer, LinearAttentionCacheLayerMixin)
+)
+"""Layer types that carry a state from token to token: those for which transformers' cache keeps one. In `hybrid` layers
+attention stands beside it."""
+TOKENWISE_LAYERS = frozenset({"moe", "mlp"})
+"""Layer types that look at one token alone."""
+
+EXPERTS_MODULE, EXPERTS_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
+"""Styles in `PreTrainedModel.ep_plan`: a module that is called with tokens, their chosen experts and the weights of
+these, and has `num_experts`; and a parameter of it, whose first dimension is the expert."""
+
+_LOGIT_FACTORS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
+    "logits_scaling": lambda logits, value: logits / value,  # Granite
+    "logit_scale": lambda logits, value: logits * value,  # Cohere
+    "lm_head_multiplier": lambda logits, value: logits * value,  # Falcon-H1
+    "final_logit_softcapping": lambda logits, value: torch.tanh(logits / value) * value,  # Gemma
+    "logits_soft_cap": lambda logits, value: torch.tanh(logits / value) * value,  # RecurrentGemma
+}
+"""What models do to their output embedding's result, by the field of the config that says it."""
+
+
+def text_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """The settings of the language model in `config`, which may be a part of a larger model's."""
+    settings: dict[str, Any] = config.get_text_config().to_dict()
+    return settings
+
+
+def context_limit(config: PretrainedConfig) -> int | None:
+    """Positions that the model has, under whatever name its config gives them; None where it tells of no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)  # a property of some configs only
+    return None if limit is None else int(limit)
+
+
+def batch_independent_limit(config: PretrainedConfig) -> int | None:
+    """Length beyond which one sequence of a batch changes the rotary positions of all others; None where none does.
+
+    So with `longrope` (Phi-3 and Phi-4 with 128k positions): its factors are chosen by the longest of the batch.
+    """
+    rope = text_settings(config).get("rope_parameters") or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by layer type in some models
+    limits = [
+        int(kind["original_max_position_embeddings"])
+        for kind in kinds
+        if kind.get("rope_type") == "longrope" and kind.get("original_max_position_embeddings")
+    ]
+    return min(limits, default=None)
+
+
+def layer_types(config: PretrainedConfig) -> frozenset[str]:
+    """Types of the layers, as transformers names them; empty where the config does not tell."""
+    return frozenset(getattr(config.get_text_config(), "layer_types", None) or ())  # under other names in some configs
+
+
+def logits_of_head(config: PretrainedConfig, head: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The map from hidden states [N, H] to logits [N, V] by the output embedding `head` of a model of `config`."""
+    settings = config.get_text_config()  # MiniCPM3's factor is a property of its config, not a setting
+    values = {name: getattr(settings, name, None) for name in _LOGIT_FACTORS}
+    factors = [(_LOGIT_FACTORS[name], value) for name, value in values.items() if value is not None]
+
+    def logits_of(hidden_NH: Tensor) -> Tensor:
+        weight = cast(Tensor, head.weight)
+        logits_NV: Tensor = head(hidden_NH.to(weight.dtype))  # Mamba's trunk ends in fp32, its head need not
+        for change, value in factors:
+            logits_NV = change(logits_NV, value)
+        return logits_NV
+
+    return logits_of
+
+
+def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a causal language model below what makes logits of its hidden states."""
+    if model.base_model is not model:
+        return cast(PreTrainedModel, model.base_model)
+    children = (child for child in model.children() if isinstance(child, PreTrainedModel))
+    return next(children, model)  # Llama 4 has its trunk under another name than it says
+
+
+def has_more_than_head(model: PreTrainedModel) -> bool:
+    """True if parameters beside the output embedding turn hidden states into logits, as in ModernBERT's decoder."""
+    parts = (trunk_of(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    known = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return any(id(parameter) not in known for parameter in model.parameters())
+
+
+def logits_of_model(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """The map from hidden states [N, H] to logits [N, V] by the model's own code, given the hidden states."""
+    trunk = trunk_of(model)
+
+    def logits_of(hidden_NH: Tensor) -> Tensor:
+        given = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_NH[None])
+        ids = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
+        vars(trunk)["forward"] = lambda *args, **kwargs: given
+        try:
+            logits_NV: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            del vars(trunk)["forward"]
+        return logits_NV
+
+    return logits_of
+
+
+def packing_arguments(ends: Tensor, longest: int, seq_ids_I: Tensor) -> dict[str, Any]:
+    """The keywords by which a forward is told where the sequences of a packed row lie; most models hand them down.
+
+    Args:
+        ends: [sequences + 1], where each starts and the last ends; int32.
+        longest: tokens of the longest.
+        seq_ids_I: [I], which sequence each token is of; int32.
+
+    Returns:
+        Four for flash attention and linear attention, and `seq_idx` for convolutions. Torch's own convolutions cannot
+        keep sequences apart and refuse `seq_idx`; kernels for GPUs can.
+    """
+    return {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": seq_ids_I[None],
+    }
+
+
+def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` of `model`, by their names in it, as a model folder has them: by other names, cut or joined.
+
+    Args:
+        model: one that was not loaded; else its own folder's ways would be followed.
+        tensors: of its parameters and persistent buffers, of any sizes that can be cut as theirs.
+    """
+    saved: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return saved
+
+
+def new_model(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the class `kind` with new weights and transformers' own attention; `config` becomes its own."""
+    model: PreTrainedModel = kind._from_config(  # type: ignore[no-untyped-call]
+        config, dtype=dtype, attn_implementation="eager"
+    )
+    model.train(False)
+    return model
+
+
+def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    """Make `function` an attention implementation called `name`; idempotent."""
+    AttentionInterface.register(name, function)
+
+
+def attention_is_replaceable(model: PreTrainedModel) -> bool:
+    """Whether its attention goes through transformers' attention interface; where not, it has its own."""
+    return bool(model._can_set_attn_implementation())
+
+
+def keeps_recurrent_state(model: PreTrainedModel) -> bool:
+    """Whether it carries more from token to token than keys and values."""
+    return bool(model._is_stateful) or bool(layer_types(model.config) & RECURRENT_LAYERS)
+
+
+class LayerMemory(NamedTuple):
+    """What a layer keeps of the tokens so far: keys and values, and so many recurrent states."""
+
+    keys: bool
+    states: int
+
+
+def layer_memories(config: PretrainedConfig) -> list[LayerMemory]:
+    """What each layer of a model of `config` keeps, as transformers' own cache for it does."""
+    if not layer_types(config) & RECURRENT_LAYERS:
+        return [LayerMemory(keys=True, states=0)] * int(config.get_text_config().num_hidden_layers)
+    return [
+        LayerMemory(
+            isinstance(layer, CacheLayerMixin),
+            layer.number_of_states if isinstance(layer, LinearAttentionCacheLayerMixin) else 0,
+        )
+        for layer in DynamicCache(config=config).layers
+    ]
+
+
+@contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """The attention implementation `name` in place; a model with its own attention goes on with that.
+
+    Raises:
+        ValueError: the model does not support it.
+    """
+    if not attention_is_replaceable(model):
+        yield
+        return
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention implementation `name` for good; a model with its own attention keeps that.
+
+    Raises:
+        ValueError: the model does not support it.
+    """
+    if attention_is_replaceable(model):
+        model.set_attn_implementation(name)

@@ -1,0 +1,276 @@
+"""What a person sees while a run goes on: one live panel on a terminal, one line per train step elsewhere.
+
+Displays are fed rows of `metrics.jsonl` by the launcher; they know nothing of processes.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl.comm.drop_reasons import failure, lost_episodes
+from asyncrl.observe.learning import FlatSteps
+from asyncrl.observe.settings import DisplayMode
+
+Row = Mapping[str, Any]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_TREND_WIDTH = 24
+_RECENT = 10
+"""Steps that rates and shares of time are shown over."""
+
+
+class Display(Protocol):
+    """What the launcher feeds."""
+
+    def note(self, text: str) -> None:
+        """Take a remark."""
+
+    def row(self, row: Row) -> None:
+        """Take a row of metrics."""
+
+    def close(self) -> None:
+        """The end."""
+
+
+def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int) -> Display:
+    """The display `kind` asks for (`auto`, `live`, `plain`, `none`)."""
+    console = Console(highlight=False)
+    if kind == DisplayMode.auto:
+        kind = DisplayMode.live if console.is_terminal else DisplayMode.plain
+    if kind == DisplayMode.live:
+        return LiveDisplay(console, title, total_steps, eta)
+    return PlainDisplay(console if kind == DisplayMode.plain else Console(quiet=True), total_steps)
+
+
+def wrapped(text: str, console: Console, indent: int = 0) -> str:
+    """Return `text` with its lines broken between words where they are wider than a terminal; elsewhere as it is.
+
+    Paths and commands stay whole, so that they can be copied. What follows a break is indented by `indent`.
+    """
+    if not console.is_terminal:
+        return text
+    wrap = partial(
+        textwrap.wrap,
+        width=console.width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+    return "\n".join(part for line in text.split("\n") for part in wrap(line) or [""])
+
+
+def trend(values: list[float], width: int = _TREND_WIDTH) -> str:
+    """The last `width` values as bars between their least and greatest."""
+    shown = values[-width:]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in shown)
+
+
+def evaluations(row: Row) -> dict[str, dict[str, float]]:
+    """The evaluated sets of a row, each with its figures; one that failed has the figure `failed`."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in row.items():
+        if key.startswith("eval/"):
+            name, _, figure = key.removeprefix("eval/").partition("/")
+            found.setdefault(name, {})[figure] = value
+    return found
+
+
+def main_figures(row: Row) -> dict[str, float]:
+    """Of each evaluated set of a row what it is judged by: `<set> accuracy` where there is a verdict, else
+    `<set> reward`.
+    """
+    return {
+        f"{name} {label}": figures[figure]
+        for name, figures in evaluations(row).items()
+        for label, figure in [("accuracy", "accuracy") if "accuracy" in figures else ("reward", "reward_mean")]
+        if figure in figures
+    }
+
+
+_DROPPED = "rollout/dropped_"
+
+
+class _Failures:
+    """Remarks on what failed, and on steps that teach nothing, over the rows of this launch."""
+
+    def __init__(self) -> None:
+        self._flat = FlatSteps()
+        self.rollouts: Counter[str] = Counter()
+        self.episodes: Counter[str] = Counter()
+
+    def take(self, row: Row) -> list[str]:
+        """The remarks on `row`."""
+        remarks = [
+            f"the evaluation of version {row['step']:.0f} on {name} failed; the master_worker's log says why"
+            for name, figures in evaluations(row).items()
+            if "failed" in figures
+        ]
+        for name, value in row.items():
+            reason = name.removeprefix(_DROPPED)
+            if reason != name and (what := failure(reason)) is not None and (count := int(value)):
+                self.rollouts[reason] += count
+                remarks.append(
+                    f"{count} rollouts failed {what}, {self.rollouts[reason]} since the start; the rollout_workers' "
+                    "logs say why"
+                )
+        for name, count in lost_episodes(row).items():
+            self.episodes[name] += count
+            remarks.append(
+                f"{count} episodes were lost, as {name}, {self.episodes[name]} since the start; the rollout_workers' "
+                "logs say why"
+            )
+        if (warning := self._flat.take(row)) is not None:
+            remarks.append(warning)
+        return remarks
+
+
+class PlainDisplay:
+    """A line per step, for logs and pipes."""
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        self._console = console
+        self._total = total_steps
+        self._failures = _Failures()
+
+    def note(self, text: str) -> None:
+        """Print the remark."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def row(self, row: Row) -> None:
+        """Print a step's main figures; of step 0 there are evaluations alone."""
+        parts = [f"step {row['step']:.0f}/{self._total}"]
+        if "reward/mean" in row:
+            parts += [
+                f"reward {row['reward/mean']:.3f}",
+                f"staleness {row['staleness/mean']:.1f} (max {row['staleness/max']:.0f})",
+                f"gen {row['throughput/gen_tokens_per_s']:,.0f}",
+                f"train {row['throughput/train_tokens_per_s']:,.0f} tok/s",
+                f"{row['time/step_s']:.2f} s",
+            ]
+        parts += [f"{name} {value:.3f}" for name, value in main_figures(row).items()]
+        self._console.print("  ".join(parts), markup=False, soft_wrap=True)
+        for remark in self._failures.take(row):
+            self.note(remark)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LiveDisplay:
+    """One panel, redrawn in place."""
+
+    def __init__(self, console: Console, title: str, total_steps: int, eta: int) -> None:
+        self._title = title
+        self._total = total_steps
+        self._eta = eta
+        self._row: Row = {}
+        self._recent: deque[Row] = deque(maxlen=_RECENT)
+        self._rewards: list[float] = []
+        self._evaluated: dict[str, list[float]] = {}
+        self._failures = _Failures()
+        self._started = time.monotonic()
+        self._first_step: tuple[float, float] | None = None
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4, transient=False)
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        """Print the remark above the panel."""
+        self._live.console.print(wrapped(text, self._live.console), markup=False, soft_wrap=True)
+
+    def row(self, row: Row) -> None:
+        """Take a step's figures in."""
+        for name, value in main_figures(row).items():
+            self._evaluated.setdefault(name, []).append(value)
+        for remark in self._failures.take(row):
+            self.note(remark)
+        if "reward/mean" not in row:  # step 0: evaluations alone
+            return
+        self._row = row
+        self._recent.append(row)
+        self._rewards.append(row["reward/mean"])
+        if self._first_step is None:
+            self._first_step = (row["step"], time.monotonic())
+
+    def close(self) -> None:
+        """Draw the last state and stop."""
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        body: list[RenderableType] = [self._progress(), self._figures(self._row)]
+        if not self._row:
+            body.append(Text("no train step yet", style="dim"))
+        title = Text(self._title, style="bold", overflow="ellipsis")
+        return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
+
+    def _progress(self) -> Table:
+        step = self._row.get("step", 0.0)
+        grid = Table.grid(padding=(0, 2), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True, justify="right")
+        times = f"{_clock(time.monotonic() - self._started)} elapsed"
+        if self._first_step is not None and step > self._first_step[0]:
+            first, since = self._first_step
+            rate = (step - first) / (time.monotonic() - since)
+            times += f" · {_clock((self._total - step) / rate)} left"
+        grid.add_row(f"step [bold]{step:.0f}[/]/{self._total}", ProgressBar(self._total, step), times)
+        return grid
+
+    def _figures(self, row: Row) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim")
+        grid.add_column()
+        if row:
+            grid.add_row("reward", f"[bold]{row['reward/mean']:.3f}[/]  [cyan]{trend(self._rewards)}[/]")
+        for name, values in self._evaluated.items():
+            grid.add_row(name, f"[bold green]{values[-1]:.3f}[/]  [cyan]{trend(values)}[/]")
+        if not row:
+            return grid
+        grid.add_row(
+            "staleness", f"mean {row['staleness/mean']:.1f}, max {row['staleness/max']:.0f} of η = {self._eta}"
+        )
+        grid.add_row(
+            "tokens/s",
+            f"generated {self._generated_per_s():,.0f}, trained {row['throughput/train_tokens_per_s']:,.0f}",
+        )
+        waits = f"trainer for data {self._share('time/wait_data_s')}"
+        if "time/generation_idle_s" in row:
+            waits += f", generation for training {self._share('time/generation_idle_s')}"
+        grid.add_row("waiting", waits)
+        if failed := self._failures.rollouts:
+            counts = ", ".join(f"{count} {reason}" for reason, count in failed.items())
+            grid.add_row("failed", f"[bold red]{counts}[/]")
+        return grid
+
+    def _generated_per_s(self) -> float:
+        """Over the recent steps: rollouts end in bursts, and a short step may see none."""
+        tokens: float = sum(row["throughput/gen_tokens_per_s"] * row["time/step_s"] for row in self._recent)
+        return tokens / self._recent_s
+
+    def _share(self, key: str) -> str:
+        return f"{100 * sum(row.get(key, 0.0) for row in self._recent) / self._recent_s:.0f} %"
+
+    @property
+    def _recent_s(self) -> float:
+        total: float = sum(row["time/step_s"] for row in self._recent)
+        return max(total, 1e-9)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(max(seconds, 0)), 60)
+    return f"{minutes:d}:{rest:02d}"

@@ -1,0 +1,56 @@
+"""A few kept samples of each step as a table in TensorBoard and Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from asyncrl.observe.samples import read_samples, sample_files, step_of
+
+_MARKS = frozenset("&<>\\|`*_[]#")
+COLUMNS = ("prompt", "sample", "reward", "staleness", "text")
+Table = Sequence[Sequence[str]]
+"""Rows of cells, in the order of `COLUMNS`."""
+
+
+class SampleTables:
+    """Finds the steps whose samples are new.
+
+    Args:
+        folder: of the samples.
+        size: how many samples of a step at most.
+        after: steps up to this one have their table already.
+    """
+
+    def __init__(self, folder: Path, size: int, after: int) -> None:
+        self._folder, self._size, self._after = folder, size, after
+
+    def new(self, before: int) -> list[tuple[int, Table]]:
+        """The tables of steps below `before`, in order, each once: what writes a step's samples may still be at it."""
+        steps: dict[int, list[Path]] = {}
+        for file in sample_files(self._folder):
+            if self._after < (step := step_of(file)) < before:
+                steps.setdefault(step, []).append(file)
+        self._after = max(self._after, before - 1)
+        return [(step, self._table(files)) for step, files in steps.items()]
+
+    def _table(self, files: Sequence[Path]) -> Table:
+        columns = ["prompt", "sample", "total_reward", "staleness", "text"]
+        rows = islice(read_samples(files, columns), self._size)
+        return [[_shown(row[name]) for name in columns] for row in rows]
+
+
+def as_markdown(table: Table) -> str:
+    """The table as TensorBoard shows it: Markdown, in which a sample's text stays text."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(_cell(cell) for cell in row) + " |" for row in table]
+    return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _cell(text: str) -> str:
+    return "".join(f"&#{ord(char)};" if char in _MARKS else char for char in text).replace("\n", "<br>")

@@ -1,0 +1,79 @@
+"""An agent that calls tools: it answers, reads what its calls give, and goes on until it answers without a call.
+
+Calls of one turn run at the same time. The model's tokens carry loss; what the tools said does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from asyncrl.api import Agent, ChatClient, Environment, Prompt, Sample, Tokenizer, messages_of
+from asyncrl.plugins.tools.toolbox import Toolbox
+
+
+class ToolAgent(Agent):
+    """One conversation with tools per member; its last answer's text goes to the environment for its reward.
+
+    The reward of a sample is what the environment gives, and what the tools give (`tool/<name>`), each a part of its
+    own. A conversation that meets a limit ends there, and is scored by what was said last: the limits are `max_turns`
+    and those of `rollout.chat` (context, time of tools). Metrics: `tool/<name>/calls`, `errors`, `seconds`, and of the
+    agent `turns`, `tool_calls`, `malformed_calls`.
+
+    Args:
+        tokenizer: the run's tokenizer; messages become tokens in the client.
+        tools: those of the settings `tools` and `mcp`.
+        max_turns: answers in a conversation, at least 1. In the last one calls are not followed.
+        max_calls: of one turn; the model is told of any beyond that they were not run.
+        malformed_penalty: taken from the reward for each malformed call, as the part `malformed_calls`.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer,
+        tools: Toolbox,
+        max_turns: int = 8,
+        max_calls: int = 16,
+        malformed_penalty: float = 0.0,
+    ) -> None:
+        if max_turns < 1:
+            raise ValueError(f"agent max_turns is {max_turns}: give at least 1")
+        if max_calls < 1:
+            raise ValueError(f"agent max_calls is {max_calls}: give at least 1")
+        self._tools, self._max_turns, self._max_calls = tools, max_turns, max_calls
+        self._malformed_penalty = malformed_penalty
+
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> list[Sample]:
+        """The samples of one conversation: one, or several where its template rewrites history."""
+        await env.reset(options={"data": prompt.data})
+        messages, schemas = messages_of(prompt), self._tools.schemas
+        calls = malformed = 0
+        async with self._tools.session(prompt.data) as session:
+            for turn in range(1, self._max_turns + 1):
+                reply = await client.chat(messages, tools=schemas)
+                malformed += reply.malformed_calls
+                if not reply.tool_calls or reply.finish_reason == "length" or turn == self._max_turns:
+                    break
+                messages.append(reply.message)
+                calls += len(reply.tool_calls)
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(session.call(call)) for call in reply.tool_calls[: self._max_calls]]
+                said = [task.result().text for task in running]
+                said += [f"Error: not run, {self._max_calls} calls are the most of one turn"] * (
+                    len(reply.tool_calls) - len(said)
+                )
+                messages += [
+                    {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+                    for call, text in zip(reply.tool_calls, said, strict=True)
+                ]
+            _, reward, _, _, _ = await env.step(reply.content)
+            parts = {"answer": float(reward), **await session.rewards()}
+        if malformed and self._malformed_penalty:
+            parts["malformed_calls"] = -self._malformed_penalty * malformed
+        metrics = {"turns": float(turn), "tool_calls": float(calls), "malformed_calls": float(malformed)}
+        truncated = reply.finish_reason == "length" or bool(reply.tool_calls)
+        return [
+            replace(sample, reward_parts=parts, metrics=metrics, truncated=truncated)
+            for sample in client.samples(sum(parts.values()))
+        ]

@@ -1,0 +1,282 @@
+"""Environments of the `verifiers` package, trained as they are: its classic API (0.2) and its v1 API (0.4).
+
+Both pin packages that clash with asyncrl's extras and with each other's, so `verifiers` lives in a virtual environment
+of its own (`launchers/install_verifiers.sh`), where `verifiers_host.py` runs the environment: its dataset, its turns,
+tools and rubric. The policy is asked over the episode's endpoint, which records every token; of the environment's
+answer only reward and metrics are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from asyncrl.api import Agent, Environment, Prompt, Sample
+
+HOST: Final = Path(__file__).with_name("verifiers_host.py")
+START_LIMIT_S: Final = 300.0
+"""So long an environment may take to load: some fetch data."""
+SPLITS: Final = ("train", "held_out")
+LINE_LIMIT: Final = 256 << 20
+"""Most bytes of a reply: the rows of a large dataset."""
+
+
+class VerifiersError(RuntimeError):
+    """The environment, or the process that it runs in, failed; the message has its own words."""
+
+
+class VerifiersDataset:
+    """The rows of an environment, in its order; name it in `dataset.path`.
+
+    Args:
+        split: `train`: the environment's dataset; `held_out`: its eval dataset.
+        seed: not needed.
+        python: the interpreter of the environment that has `verifiers`.
+        env: a file that has `load_environment` (classic) or exports a taskset (v1), or the name of an installed one.
+        args: arguments of `load_environment` (classic), or the environment's config (v1).
+
+    Raises:
+        ValueError: the environment cannot be loaded, or has no such rows.
+    """
+
+    def __init__(self, *, split: str, seed: int, python: str, env: str, args: Mapping[str, Any] | None = None) -> None:
+        try:
+            found = _rows(str(Path(python).expanduser()), _line(_what(env, args)))[split]
+        except OSError as error:
+            raise ValueError(f"python={python!r} cannot be started: {error}") from None
+        if "error" in found:
+            raise ValueError(f"env={env!r}: {found['error']}")
+        self._prompts = [row["prompt"] for row in found["rows"]]
+        self._split, self._env = split, env
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """Row `index`: its prompt, and where the environment finds it."""
+        return {"prompt": self._prompts[index], "verifiers": {"env": self._env, "split": self._split, "row": index}}
+
+
+class VerifiersAgent(Agent):
+    """An episode is a rollout of the environment; its rubric's reward is the episode's; `env` and `reward` of the
+    experiment are not used.
+
+    Every function of the rubric that has a weight is logged as `reward/<name>`, the others as `agent/<name>`. All
+    episodes of a RolloutWorker run in one process, which is renewed from time to time.
+
+    Args:
+        tokenizer: the run's; not needed.
+        python: as of `VerifiersDataset`, as are the next two.
+        env: the environment.
+        args: its arguments.
+        max_episodes: episodes after which the process is renewed, so that what it keeps of each does not grow.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: object = None,
+        python: str,
+        env: str,
+        args: Mapping[str, Any] | None = None,
+        max_episodes: int = 1000,
+    ) -> None:
+        if max_episodes < 1:
+            raise ValueError(f"agent max_episodes is {max_episodes}: give at least 1")
+        self._python, self._env, self._args, self._max_episodes = python, env, args, max_episodes
+        self._host: _Host | None = None
+        self._starting = asyncio.Lock()
+
+    async def run(self, prompt: Prompt, env: Environment, client: Any) -> Sequence[Sample]:
+        """The samples of one rollout.
+
+        Raises:
+            VerifiersError: the environment failed.
+        """
+        row = prompt.data.get("verifiers")
+        if not isinstance(row, Mapping) or row["env"] != self._env:
+            raise VerifiersError(
+                f"prompt {prompt.prompt_id} is no row of {self._env!r}: set dataset.path to "
+                "asyncrl.plugins.agents.verifiers_env:VerifiersDataset with dataset.args as agent.args"
+            )
+        session = await client.endpoint()
+        host = await self._ready()
+        async with host:
+            told = await host.run(row["row"], row["split"], session.base_url, session.api_key)
+        samples: list[Sample] = client.samples(told["reward"])
+        if not samples:
+            raise VerifiersError(f"{self._env!r} never asked the policy on row {row['row']}")
+        return [replace(sample, reward_parts=told["parts"], metrics=told["metrics"]) for sample in samples]
+
+    async def close(self) -> None:
+        """End the process; it also ends with the RolloutWorker."""
+        if self._host is not None:
+            await self._host.close()
+            self._host = None
+
+    async def _ready(self) -> _Host:
+        async with self._starting:
+            if self._host is not None and self._host.episodes >= self._max_episodes:
+                self._host.retire()
+                self._host = None
+            if self._host is None or self._host.has_ended:
+                self._host = await _Host.start(self._python, self._env, self._args)
+            self._host.episodes += 1
+            return self._host
+
+
+class _Host:
+    """The process that runs the environment, from this side. Within `async with` an episode uses it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, env: str) -> None:
+        self.episodes = 0
+        self._process, self._env = process, env
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count(1)
+        self._users = 0
+        self._retired = False
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, python: str, env: str, args: Mapping[str, Any] | None) -> _Host:
+        """A process that has loaded the environment.
+
+        Raises:
+            VerifiersError: it cannot.
+        """
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(*_command(python), stdin=pipe, stdout=pipe, limit=LINE_LIMIT)
+        except OSError as error:
+            raise VerifiersError(f"agent python={python!r} cannot be started: {error}") from None
+        host = cls(process, env)
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                host._send(_what(env, args))
+                ready = await host._read()
+        except TimeoutError:
+            process.kill()
+            raise VerifiersError(f"{env!r} was not loaded within {START_LIMIT_S:g} s") from None
+        if ready is None or "error" in ready:
+            raise VerifiersError(f"{env!r} cannot be loaded: {(ready or {}).get('error', 'its process ended')}")
+        host._reading = asyncio.create_task(host._read_all())
+        return host
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing can be asked any more."""
+        return self._reading is None or self._reading.done()
+
+    async def __aenter__(self) -> None:
+        self._users += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self._users -= 1
+        if self._retired and not self._users:
+            self._end()
+
+    def retire(self) -> None:
+        """End it with the last episode that uses it."""
+        self._retired = True
+        if not self._users:
+            self._end()
+
+    async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
+        """The reward, its parts and the metrics of one rollout.
+
+        Raises:
+            VerifiersError: it failed, or the process ended.
+        """
+        if self.has_ended:
+            raise self._gone()
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._send({"id": number, "run": row, "split": split, "base_url": base_url, "api_key": api_key})
+        try:
+            told: dict[str, Any] = await answer
+        except asyncio.CancelledError:
+            self._send({"cancel": number})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        if "error" in told:
+            raise VerifiersError(f"{self._env!r}, row {row}: {told['error']}")
+        return told
+
+    async def close(self) -> None:
+        """End it, and wait for that."""
+        self._end()
+        await self._process.wait()
+        if self._reading is not None:
+            await self._reading
+
+    def _end(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(_line(message))
+
+    async def _read(self) -> dict[str, Any] | None:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        reply: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
+        return reply
+
+    async def _read_all(self) -> None:
+        while (told := await self._read()) is not None:
+            if (answer := self._waiting.get(told["id"])) is not None and not answer.done():
+                answer.set_result(told)
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self._gone())
+
+    def _gone(self) -> VerifiersError:
+        return VerifiersError(f"the process that runs {self._env!r} ended; see the worker's log")
+
+
+@functools.lru_cache(maxsize=4)
+def _rows(python: str, what: bytes) -> Mapping[str, Mapping[str, Any]]:
+    """By split, its `rows`, or the `error` for which there are none. Asked once per process: to load takes seconds."""
+    asked = [_line({"id": number, "rows": split}) for number, split in enumerate(SPLITS)]
+    with subprocess.Popen(_command(python), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        limit = threading.Timer(START_LIMIT_S, process.kill)
+        limit.start()
+        try:
+            process.stdin.write(b"".join((what, *asked)))
+            process.stdin.flush()
+            replies = [json.loads(line) for line in itertools.islice(process.stdout, 1)]
+            if replies and "error" not in replies[0]:
+                replies += [json.loads(line) for line in itertools.islice(process.stdout, len(SPLITS))]
+        finally:
+            limit.cancel()
+            process.stdin.close()
+    if len(replies) == 1 + len(SPLITS):
+        return dict(zip(SPLITS, replies[1:], strict=True))
+    failed = replies[-1] if replies and "error" in replies[-1] else {"error": "its process ended; see the log"}
+    return dict.fromkeys(SPLITS, failed)
+
+
+def _command(python: str) -> list[str]:
+    """`-P` keeps this folder off the import path."""
+    return [str(Path(python).expanduser()), "-P", str(HOST)]
+
+
+def _what(env: str, args: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return {"env": env, "args": dict(args or {})}
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

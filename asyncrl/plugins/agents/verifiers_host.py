@@ -1,0 +1,258 @@
+"""Runs environments of the `verifiers` package; a program of its own, in the environment where that is installed.
+
+`asyncrl.plugins.agents.verifiers_env` starts it and speaks to it in lines of JSON, requests on standard input, replies
+on standard output; what environments print goes to standard error. It ends with its standard input. It imports
+nothing of asyncrl, whose dependencies need not be there.
+
+    {"env": ..., "args": ...}                       first: what to load          -> {"ready": true} or {"error": ...}
+    {"id": 1, "rows": "train"}                      the rows of a split          -> {"id": 1, "rows": [{"prompt": ...}]}
+    {"id": 2, "run": 17, "split": "train", "base_url": ..., "api_key": ...}      -> {"id": 2, "reward": ..., ...}
+    {"cancel": 2}                                   nobody waits for it any more
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import ModuleType
+from typing import Any, Protocol
+
+EMPTY_ANSWER = "EmptyModelResponseError"
+"""What verifiers calls an answer without text and calls: the model's fault, and worth nothing; no failure."""
+MODEL = "policy"
+
+
+class World(Protocol):
+    """An environment of either API."""
+
+    def serving(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Within, rollouts may run."""
+        ...
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """The rows of a split."""
+        ...
+
+    async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
+        """Roll out one row: `reward`, its `parts` and `metrics`."""
+        ...
+
+
+class Classic:
+    """Environments of verifiers 0.2: `load_environment()` makes a `verifiers.Environment`."""
+
+    def __init__(self, env: str, args: Mapping[str, Any]) -> None:
+        import openai
+        import verifiers
+        from verifiers.clients.openai_chat_completions_client import OpenAIChatCompletionsClient
+
+        self._make_client = OpenAIChatCompletionsClient
+        self._shared = openai.AsyncOpenAI(base_url="http://unset", api_key="unset", max_retries=0, timeout=None)
+        if env.endswith(".py"):
+            module = module_of(env)
+            self._env = module.load_environment(**args)
+        else:
+            self._env = verifiers.load_environment(env, **args)
+        if self._env.requires_group_rollouts or self._env.provides_advantages:
+            raise ValueError("its rubric scores groups, or gives advantages: rewards of single rollouts are needed")
+        rubric = self._env.rubric
+        self._weights = dict(zip(rubric._get_reward_func_names(), rubric._get_reward_weights(), strict=True))
+        self._tables: dict[str, Any] = {}
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        yield
+        await self._env._teardown()
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        table = self._table(split)
+        return [{"prompt": plain(prompt)} for prompt in table["prompt"]]
+
+    async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
+        client = self._make_client(self._shared.with_options(base_url=base_url, api_key=api_key))
+        made = await self._env.run_rollout(self._table(split)[row], client, MODEL, {})
+        if error := made.get("error"):
+            if error.get("error") == EMPTY_ANSWER:
+                return {
+                    "reward": 0.0,
+                    "parts": {name: 0.0 for name, weight in self._weights.items() if weight},
+                    "metrics": {"empty_answer": 1.0},
+                }
+            raise RuntimeError(f"the rollout failed: {json.dumps(error, default=str)[:2000]}")
+        values = {name: float(value) for name, value in (made.get("metrics") or {}).items() if value is not None}
+        parts = {name: value for name, value in values.items() if self._weights.get(name)}
+        metrics = {name: value for name, value in values.items() if name not in parts}
+        return {"reward": float(made["reward"]), "parts": parts, "metrics": metrics}
+
+    def _table(self, split: str) -> Any:
+        if split not in self._tables:
+            if split == "train":
+                table = self._env.get_dataset()
+            else:
+                self._env.build_eval_dataset()
+                if self._env.eval_dataset is None:
+                    raise ValueError("it has no eval_dataset; give eval.path another set, or use eval.interval=0")
+                table = self._env.get_eval_dataset()
+            self._tables[split] = table
+        return self._tables[split]
+
+
+class V1:
+    """Environments of verifiers 0.4: a taskset by its module, with the config of its environment."""
+
+    def __init__(self, env: str, args: Mapping[str, Any]) -> None:
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+        from verifiers.v1.types import SamplingConfig
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+        self._client, self._context, self._sampling = EvalClientConfig, ModelContext, SamplingConfig
+        if env.endswith(".py"):
+            sys.path.insert(0, os.path.dirname(os.path.abspath(env)))
+            env = os.path.splitext(os.path.basename(env))[0]
+        config = {**args, "taskset": {**args.get("taskset", {}), "id": env}}
+        if not args.get("id"):  # of a single agent, which runs on this machine unless it is said otherwise
+            agent = dict(args.get("agent", {}))
+            config["agent"] = {**agent, "runtime": agent.get("runtime", {"type": "subprocess"})}
+        self._env = load_environment(resolve_env_config(config))
+        self._tasks = list(self._env.taskset)
+
+    def serving(self) -> contextlib.AbstractAsyncContextManager[None]:
+        serving: contextlib.AbstractAsyncContextManager[None] = self._env.serving()
+        return serving
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        if split != "train":
+            raise ValueError(
+                "a taskset has no held-out rows; give eval.path one of its own, whose eval.args say split: train, or "
+                "use eval.interval=0"
+            )
+        return [{"prompt": plain(task.data.prompt)} for task in self._tasks]
+
+    async def run(self, row: int, split: str, base_url: str, api_key: str) -> dict[str, Any]:
+        variable = f"ASYNCRL_KEY_{threading.get_ident()}_{id(asyncio.current_task())}"
+        os.environ[variable] = api_key
+        try:
+            client = self._client(base_url=base_url, api_key_var=variable)
+            context = self._context(model=MODEL, client=client, sampling=self._sampling())
+            episode = await self._env.run_episode(self._tasks[row], context)
+        finally:
+            del os.environ[variable]
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors or not episode.traces:
+            told = "; ".join(f"{error.type}: {error.message}" for error in errors) or "no agent ran"
+            raise RuntimeError(f"the episode failed: {told[:2000]}")
+        if len(episode.traces) > 1:
+            raise RuntimeError(
+                f"the episode has {len(episode.traces)} agents, each with a reward of its own: environments of one "
+                "agent are supported"
+            )
+        (trace,) = episode.traces
+        scored = {name: reward for name, reward in trace.rewards.items() if reward is not None}
+        parts = {name: reward.score for name, reward in scored.items() if reward.weight}
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        return {"reward": float(trace.reward), "parts": parts, "metrics": metrics}
+
+
+def module_of(path: str) -> ModuleType:
+    """The module in the file `path`."""
+    path = os.path.abspath(path)
+    sys.path.insert(0, os.path.dirname(path))
+    return importlib.import_module(os.path.splitext(os.path.basename(path))[0])
+
+
+def plain(prompt: Any) -> Any:
+    """A prompt as text, or as messages of plain values."""
+    if prompt is None or isinstance(prompt, str):
+        return prompt or ""
+    messages = [message if isinstance(message, dict) else message.model_dump() for message in prompt]
+    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+
+async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]], None]) -> None:
+    """Answer `requests` until None comes."""
+    first = await requests.get()
+    if first is None:
+        return
+    try:
+        import verifiers
+
+        kind: Callable[[str, Mapping[str, Any]], World] = Classic if hasattr(verifiers, "load_environment") else V1
+        world = kind(first["env"], first["args"])
+    except Exception as error:
+        traceback.print_exc()
+        reply({"error": f"{type(error).__name__}: {error}"})
+        return
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(request: Mapping[str, Any]) -> None:
+        try:
+            if "rows" in request:
+                found: dict[str, Any] = {"rows": world.rows(request["rows"])}
+            else:
+                found = await world.run(request["run"], request["split"], request["base_url"], request["api_key"])
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}"}
+        reply({"id": request["id"], **found})
+
+    def forget(number: int, _: object) -> None:
+        del running[number]
+
+    async with world.serving():
+        reply({"ready": True})
+        while (request := await requests.get()) is not None:
+            if "cancel" in request:
+                if task := running.get(request["cancel"]):
+                    task.cancel()
+                continue
+            if "rows" in request:
+                await answer(request)
+                continue
+            task = asyncio.create_task(answer(request))
+            running[request["id"]] = task
+            task.add_done_callback(functools.partial(forget, request["id"]))
+        for task in list(running.values()):
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
+
+
+def main() -> None:
+    """Serve standard input, which is only ours, as is standard output."""
+    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+
+    def reply(message: Mapping[str, Any]) -> None:
+        outgoing.write(json.dumps(message, default=str).encode() + b"\n")
+        outgoing.flush()
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        requests: asyncio.Queue[Any] = asyncio.Queue()
+
+        def read() -> None:
+            for line in incoming:
+                loop.call_soon_threadsafe(requests.put_nowait, json.loads(line))
+            threading.Timer(10.0, os._exit, (1,)).start()  # if what runs does not let itself be ended
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(requests.put_nowait, None)
+
+        threading.Thread(target=read, daemon=True).start()
+        await serve(requests, reply)
+
+    with contextlib.suppress(BrokenPipeError):
+        asyncio.run(run())
+    os._exit(0)  # without waiting for threads of environments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+"""The client of one episode: messages in, the policy's answers out, and all of it recorded in token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from asyncrl.api import (
+    ChatFinish,
+    ChatReply,
+    Completion,
+    FinishReason,
+    GenerationClient,
+    GenerationRequest,
+    GenerationResult,
+    Message,
+    Prompt,
+    Sample,
+    SamplingParams,
+    ToolCall,
+    ToolSchema,
+    messages_of,
+)
+from asyncrl.plugins.chat.conversation import Turn
+from asyncrl.plugins.chat.drift import DriftError, compare
+from asyncrl.plugins.chat.recorder import Recorder
+from asyncrl.plugins.chat.request import Finish, Limits, Phase, Request
+from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
+from asyncrl.plugins.chat.stop_strings import before_stop, check_stop_strings, first_stop
+from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.plugins.datasets.chat import ChatError, wrong_messages
+from asyncrl.plugins.datasets.order import seed_from
+
+_log = logging.getLogger(__name__)
+
+TOOL_CHOICES = ("auto", "none")
+
+
+class EpisodeOver(RuntimeError):
+    """The conversation ended at a limit, the agent was told so by an answer that ended with `length`, and asks on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPolicy:
+    """How episodes converse: limits of a conversation, and the choices of `rollout.chat`."""
+
+    limits: Limits = Limits()
+    reasoning: Reasoning = Reasoning.keep
+    drift: DriftCheck = DriftCheck.off
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What an answer goes on from: a recorded turn and the ids after it, or the ids of the whole."""
+
+    parent: Turn | None
+    given: tuple[int, ...]
+    messages: tuple[Message, ...]
+    before: Turn | None
+    """The recorded turn that the messages begin with, whether its ids are kept (then it is `parent`) or not."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return (*self.parent.ids, *self.given) if self.parent else self.given
+
+
+class EpisodeClient:
+    """`asyncrl.api.ChatClient` over any `GenerationClient`.
+
+    Args:
+        policy: answers in token ids.
+        prompt: what the episode begins with; its sampling is the default.
+        member: which member of the group it is, from 0.
+        chat: how messages become token ids; None where there is no chat template: then only `generate` works.
+        rules: limits and choices.
+    """
+
+    def __init__(
+        self,
+        policy: GenerationClient,
+        prompt: Prompt,
+        member: int,
+        chat: ChatFormat | None,
+        rules: ChatPolicy | None = None,
+    ) -> None:
+        self._policy, self._prompt, self._member, self._format = policy, prompt, member, chat
+        self._rules = rules or ChatPolicy()
+        self._recorder = Recorder()
+        self._calls = itertools.count()
+        self._asked: Counter[bytes] = Counter()
+        self._told: set[tuple[Turn | None, int]] = set()
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._answered_at: dict[Turn, float] = {}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What was counted so far, as `chat/...`: `calls`, those that `extended` a conversation, `branches` begun,
+        conversations that met a limit (`limit_context_length` and so on, by the setting), `malformed_calls`, `tool_s`
+        (seconds between an answer that calls tools and what follows it), and of the drift check `drift_checks`, of
+        which `drift_text`, `drift_tokens` and `drift_refused` (the template cannot render it anew).
+        """
+        return {f"chat/{name}": count for name, count in self._counts.items()}
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a conversation may have, prompt and answers; 0: no limit."""
+        return self._rules.limits.max_context
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """What was recorded, in order."""
+        return tuple(self._recorder.turns)
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """The policy's answer in token ids, recorded. Where the context has no room for one it is empty.
+
+        Raises:
+            Exception: the policy cannot answer.
+        """
+        parent = self._recorder.find_ids(request.input_ids)
+        given = request.input_ids[len(parent.ids) if parent else 0 :]
+        state = self._begun(parent, parent, len(request.input_ids))
+        if state.ended:
+            return GenerationResult(request.request_id, tuple(_nothing() for _ in range(request.n)))
+        result = await self._policy.generate(replace(request, sampling=_within(request.sampling, state)))
+        for completion in result.completions:
+            after = state.answered(Finish(completion.finish_reason), len(completion.token_ids))
+            self._recorder.add(Turn(parent, given, completion, request=after))
+        return result
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSchema] = (),
+        sampling: SamplingParams | None = None,
+        tool_choice: str = "auto",
+        n: int = 1,
+    ) -> ChatReply:
+        """See `asyncrl.api.ChatClient`.
+
+        Raises:
+            ChatError: these messages cannot be rendered, or an argument is wrong.
+            DriftError: under `rollout.chat.drift=strict`.
+            EpisodeOver: the conversation ended at a limit before, and the agent was told.
+            Exception: the policy cannot answer.
+        """
+        if n < 1:
+            raise ChatError(f"n={n}: ask for at least 1 answer")
+        if tool_choice not in TOOL_CHOICES:
+            raise ChatError(
+                f"tool_choice={tool_choice!r}: the policy's tokens are not constrained; use {' or '.join(TOOL_CHOICES)}"
+            )
+        chat, wanted = self._chat(), sampling or self._prompt.sampling
+        check_stop_strings(wanted.stop)
+        messages = [_in_text(message) for message in messages]
+        context = self._context(messages, tools)
+        ids = context.ids
+        self._check_drift(context, ids, messages, tools)
+        state = self._begun(context.parent, context.before, len(ids))
+        if state.ended:
+            return _empty_reply(ids)
+        seed = self._seed(ids, wanted.seed)
+        stops = tuple(dict.fromkeys((*wanted.stop_token_ids, *chat.stop_token_ids)))
+        drawn = _within(replace(wanted, seed=seed, stop_token_ids=stops), state)
+        name = f"{self._prompt.prompt_id}/{self._member}/{next(self._calls)}"
+        result = await self._policy.generate(GenerationRequest(name, ids, n, drawn))
+        self._counts["calls"] += 1
+        self._counts["extended" if context.parent else "branches"] += 1
+        offered = tools if tool_choice == "auto" else ()
+        first, *others = [
+            self._reply(ids, completion, offered, drawn, f"{seed}/{index}")
+            for index, completion in enumerate(result.completions)
+        ]
+        for reply in (first, *others):
+            after = state.answered(_finish_of(reply), len(reply.completion.token_ids))
+            turn = Turn(context.parent, context.given, reply.completion, context.messages, reply, after)
+            self._recorder.add(turn, tools)
+            self._answered_at[turn] = time.monotonic()
+        return replace(first, alternatives=tuple(others))
+
+    def prompt_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        """See `asyncrl.api.ChatClient`.
+
+        Raises:
+            ChatError: these messages cannot be rendered.
+        """
+        return self._context([_in_text(message) for message in messages], tools).ids
+
+    def shown_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        """The ids that the template makes of `messages`, whoever speaks last, without the beginning of an answer.
+
+        Raises:
+            ChatError: these messages cannot be rendered.
+        """
+        return tuple(self._chat().shown([_in_text(message) for message in messages], tools))
+
+    def forget(self, answer: Completion) -> None:
+        """Take `answer`, which nobody was given, out of the records."""
+        self._recorder.forget(answer)
+
+    def close(self) -> None:
+        """The episode is over; called by who made the client."""
+
+    def samples(self, reward: float = 0.0) -> list[Sample]:
+        """See `asyncrl.api.ChatClient`."""
+        return self._recorder.samples(reward)
+
+    def _chat(self) -> ChatFormat:
+        if self._format is None:
+            raise ChatError(
+                "there is no chat template to put messages into tokens; set dataset.chat_template to a Jinja file (or "
+                "to auto, with a model whose tokenizer has one), or use `generate`"
+            )
+        return self._format
+
+    def _context(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> _Context:
+        """What the answer to `messages` goes on from."""
+        chat = self._chat()
+        if (wrong := wrong_messages(messages)) is not None:
+            raise ChatError(f"these messages are no conversation: {wrong}")
+        turn, covered = self._recorder.find(messages, tools)
+        if turn is not None and (given := self._extension(turn, messages, covered, tools)) is not None:
+            return _Context(turn, tuple(given), tuple(messages[covered:]), turn)
+        if not tools and "prompt" in self._prompt.data and list(messages) == messages_of(self._prompt):
+            return _Context(None, self._prompt.input_ids, tuple(messages), None)  # these may have been shortened
+        given = chat.begin(self._with_reasoning(turn, messages), tools)
+        return _Context(None, tuple(given), tuple(messages), turn)
+
+    def _extension(
+        self, turn: Turn, messages: Sequence[Message], covered: int, tools: Sequence[ToolSchema]
+    ) -> list[int] | None:
+        """The ids that `messages` after the first `covered` add to those of `turn`; None where it is not extended."""
+        chat = self._chat()
+        assert turn.reply is not None, "a turn that messages find has a message"
+        bridge = chat.bridge(turn.reply.message, messages[covered:], tools)
+        if bridge is None:
+            return None
+        if self._rules.reasoning is Reasoning.branch:
+            reasoned = self._reasoned(turn)
+            if reasoned and chat.hides_reasoning_of(messages, tools, reasoned):
+                return None  # as the template shows it
+        end_id, sampled = chat.end_id(tools), turn.completion.token_ids
+        assert end_id is not None, "only a template with an end-of-turn token has bridges"
+        return bridge if sampled and sampled[-1] == end_id else [end_id, *bridge]
+
+    def _reasoned(self, turn: Turn) -> list[int]:
+        """Positions of the answers in `turn`'s conversation whose reasoning its ids hold."""
+        positions, said = [], 0
+        for each in turn.path:
+            said += len(each.messages)
+            if each.reply is not None and each.reply.reasoning:
+                positions.append(said)
+            said += 1
+        return positions
+
+    def _with_reasoning(self, turn: Turn | None, messages: Sequence[Message]) -> list[Message]:
+        """`messages` with the recorded reasoning of answers that came back without it."""
+        whole = list(messages)
+        for position, said in enumerate(turn.conversation if turn else ()):
+            reasoning = said.get("reasoning_content")
+            if reasoning and not whole[position].get("reasoning_content"):
+                whole[position] = {**whole[position], "reasoning_content": reasoning}
+        return whole
+
+    def _check_drift(
+        self, context: _Context, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> None:
+        if self._rules.drift is DriftCheck.off or context.parent is None:
+            return
+        chat = self._chat()
+        self._counts["drift_checks"] += 1
+        try:
+            anew = chat.begin(self._with_reasoning(context.parent, messages), tools)
+        except ChatError:  # extending by ids does what the template cannot: several calls in one message of Llama 3
+            self._counts["drift_refused"] += 1
+            return
+        drift = compare(ids, anew, chat.tokenizer.decode_all)
+        if drift is None:
+            return
+        self._counts["drift_text" if drift.text else "drift_tokens"] += 1
+        if self._rules.drift is DriftCheck.strict:
+            raise DriftError(
+                f"prompt {self._prompt.prompt_id}: the conversation is not what rendering it anew gives; {drift}. "
+                "rollout.chat.drift=tolerant counts such differences"
+            )
+
+    def _begun(self, parent: Turn | None, before: Turn | None, tokens: int) -> Request:
+        """The conversation's state as its next answer begins; ended where a limit leaves no room for it.
+
+        Raises:
+            EpisodeOver: it had ended before, and the agent was told.
+        """
+        state = before.request if before else Request(self._rules.limits)
+        if before is not None and state.phase is Phase.calling_tools:
+            seconds = time.monotonic() - self._answered_at[before]
+            self._counts["tool_s"] += seconds
+            state = state.tools_returned(seconds)
+        if parent is None and before is not None:
+            state = state.forked()
+        if not state.ended:
+            state = state.begin(tokens)
+        if state.ended:
+            key = (before, tokens)
+            if key in self._told:
+                raise EpisodeOver(f"the conversation is over: {state.over}; end it at finish_reason 'length'")
+            self._told.add(key)
+            self._counts[f"limit_{state.over.partition('=')[0].rpartition('.')[2]}"] += 1
+            if before is not None:
+                self._recorder.cut_off(before)
+            _log.info("prompt %s: a conversation of %d tokens ends at %s", self._prompt.prompt_id, tokens, state.over)
+        return state
+
+    def _seed(self, ids: Sequence[int], own: int | None) -> int:
+        """Of the prompt, the member, the conversation and how often it was asked to go on, whatever else is under way.
+
+        `own` is the seed that the caller gave, or the prompt's.
+        """
+        digest = hashlib.blake2b(b"".join(token.to_bytes(4, "little") for token in ids), digest_size=8).digest()
+        again = self._asked[digest]
+        self._asked[digest] += 1
+        return seed_from("chat", self._prompt.sampling.seed or 0, own or 0, self._member, digest.hex(), again)
+
+    def _reply(
+        self,
+        prompt_ids: tuple[int, ...],
+        completion: Completion,
+        tools: Sequence[ToolSchema],
+        sampling: SamplingParams,
+        name: str,
+    ) -> ChatReply:
+        chat = self._chat()
+        ended = completion.finish_reason == FinishReason.stop
+        text = chat.answer_text(prompt_ids, completion.token_ids, ended=ended)
+        parsed = chat.parsed(before_stop(text, sampling.stop) if ended else text, tools)
+        calls = tuple(
+            ToolCall(f"c{seed_from('call', name, number):08x}", call.name, call.arguments)
+            for number, call in enumerate(parsed.calls)
+        )
+        self._counts["malformed_calls"] += parsed.malformed
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if calls:
+            message["tool_calls"] = [_as_message(call) for call in calls]
+        finish = ChatFinish.length
+        if ended:
+            finish = ChatFinish.tool_calls if calls else ChatFinish.stop
+        return ChatReply(
+            message,
+            parsed.content,
+            parsed.reasoning,
+            calls,
+            parsed.malformed,
+            finish,
+            prompt_ids,
+            completion,
+            stop=first_stop(text, sampling.stop) if ended else None,
+        )
+
+
+def _in_text(message: Message) -> Message:
+    """A message whose content is text, where it is text in parts, or absent from an answer.
+
+    Raises:
+        ChatError: it has a part that is no text.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+            raise ChatError("a message has a part that is no text; images and sounds are not supported")
+        return {**message, "content": "".join(part["text"] for part in content)}
+    if content is None and message.get("role") == "assistant":
+        return {**message, "content": ""}
+    return message
+
+
+def _as_message(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _finish_of(reply: ChatReply) -> Finish:
+    return Finish(str(reply.finish_reason))
+
+
+def _within(sampling: SamplingParams, state: Request) -> SamplingParams:
+    """`sampling` with no more new tokens than the context has room for."""
+    room = state.room
+    return sampling if room is None else replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+
+
+def _nothing() -> Completion:
+    return Completion([], [], [], FinishReason.length)
+
+
+def _empty_reply(ids: tuple[int, ...]) -> ChatReply:
+    """The answer where a limit leaves no room for one."""
+    message = {"role": "assistant", "content": ""}
+    return ChatReply(message, "", None, (), 0, ChatFinish.length, ids, _nothing())

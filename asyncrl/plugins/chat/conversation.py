@@ -1,0 +1,114 @@
+"""What was said in one episode: answers in a tree, each branch of which is a conversation.
+
+A `Turn` is one answer of the policy with the token ids that came before it since the previous one. A turn knows what it
+follows; several may follow the same, so turns form trees, and every leaf is the end of a branch.
+
+A sampled token carries loss in one sample only: in the first branch, by the order in which answers were recorded, that
+holds it. Later branches hold it as context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.api import ChatReply, Completion, FinishReason, Message, Sample
+from asyncrl.api.trajectory import routing_of_turns
+from asyncrl.plugins.chat.request import Request
+
+NOT_GENERATED = -1
+"""The version of a token that no policy produced."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """An answer.
+
+    `given_ids` are the ids between the previous answer (or the beginning) and this one, that no policy sampled;
+    `messages` those that came in with it, `reply` what it became; both are absent where it was asked for in token ids.
+    """
+
+    parent: Turn | None
+    given_ids: tuple[int, ...]
+    completion: Completion
+    messages: tuple[Message, ...] = ()
+    reply: ChatReply | None = None
+    request: Request = field(default_factory=Request)
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns of its branch, the first one first, itself the last."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of the conversation up to the end of this answer."""
+        return [token for turn in self.path for part in (turn.given_ids, turn.completion.token_ids) for token in part]
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The messages up to and with this answer; those of turns that were asked for in token ids are missing."""
+        said: list[Message] = []
+        for turn in self.path:
+            said += turn.messages
+            if turn.reply is not None:
+                said.append(turn.reply.message)
+        return said
+
+
+def branches(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
+    """The branches of recorded `turns`, in the order of their first own turns' recording."""
+    inner = {turn.parent for turn in turns}
+    order = {turn: number for number, turn in enumerate(turns)}
+    leaves = [turn.path for turn in turns if turn not in inner]
+    yield from sorted(leaves, key=lambda path: [order.get(turn, -1) for turn in path])
+
+
+def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off: bool = False) -> Sample:
+    """A branch as a sample. Turns in `taken` carry no loss here; those that do are added to it.
+
+    It is truncated where its last answer is, or where it was `cut_off` after that.
+    """
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    routing: list[NDArray[Any] | None] = []
+
+    def give(ids: Sequence[int]) -> None:
+        tokens.extend(ids)
+        mask.extend([0] * len(ids))
+        logprobs.extend([0.0] * len(ids))
+        versions.extend([NOT_GENERATED] * len(ids))
+
+    for turn in path:
+        give(turn.given_ids)
+        completion = turn.completion
+        if completion.token_ids:
+            routing.append(completion.routing)
+        if turn in taken:
+            give(completion.token_ids)
+            continue
+        taken.add(turn)
+        tokens.extend(completion.token_ids)
+        mask.extend([1] * len(completion.token_ids))
+        logprobs.extend(completion.logprobs)
+        versions.extend(completion.versions)
+    return Sample(
+        tokens=np.array(tokens, np.int32),
+        loss_mask=np.array(mask, np.uint8),
+        behave_logprobs=np.array(logprobs, np.float32),
+        versions=np.array(versions, np.int32),
+        reward=reward,
+        truncated=cut_off or path[-1].completion.finish_reason == FinishReason.length,
+        routing=routing_of_turns(len(tokens), routing),
+    )

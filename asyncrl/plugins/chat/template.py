@@ -1,0 +1,326 @@
+"""How messages become token ids, and how a conversation goes on by appending ids.
+
+A first call renders the whole conversation. A later one keeps the ids of what was there and appends
+
+    [the end-of-turn token, where the answer was cut off]  +  ids of the bridge
+
+The *bridge* is what the template puts between an answer's end-of-turn token and the beginning of the next answer: the
+new messages and the generation prompt. It is found by a sentinel: the template renders `[user, assistant(SENTINEL),
+new messages...]` once, and what follows the end-of-turn token after the sentinel is the bridge. As it follows a control
+token, its tokens are the same alone as in the whole. The difference of two renderings would not do: templates show an
+assistant's last message otherwise than one in the history (Qwen3).
+
+Whether that holds is a property of the template, so it is tried at the start for each kind of continuation, on a
+conversation that is not the one the bridge is found by: the whole rendering needs to end with the bridge, text and
+ids. A kind for which it does not is never extended: its conversations are rendered anew, each call a branch of its own,
+and the reason is said at the start.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.api import Message, ToolSchema
+from asyncrl.plugins.chat.parsers import Parsed, Parser, parser
+from asyncrl.plugins.datasets.chat import ChatError, wrong_messages
+from asyncrl.plugins.datasets.control_tokens import StandIns
+from asyncrl.plugins.datasets.prompts import PromptFormat
+
+_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+_IDS = ("c00000000", "c00000001")
+_RESULTS: tuple[Message, ...] = tuple({"role": "tool", "tool_call_id": each, "content": "4"} for each in _IDS)
+_MORE: Message = {"role": "user", "content": "And then?"}
+_PROBES: Mapping[str, tuple[Message, ...]] = {
+    "user": (_MORE,),
+    "tool": _RESULTS[:1],
+    "two tools": _RESULTS,
+    "tool and user": (_RESULTS[0], _MORE),
+}
+"""The kinds of continuation, each with an example."""
+
+
+def kind_of(new: Sequence[Message]) -> str | None:
+    """The kind of continuation that `new` messages are; None where they are of another, which is never extended."""
+    roles = [message["role"] for message in new]
+    tools = len(list(itertools.takewhile(lambda role: role == "tool", roles)))
+    if any(role != "user" for role in roles[tools:]) or not roles:
+        return None
+    if tools == 0:
+        return "user"
+    if tools < len(roles):
+        return "tool and user"
+    return "tool" if tools == 1 else "two tools"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a template does. `end_id` is the token that ends an assistant's turn; None where no single one does.
+
+    `refused` says for each kind of continuation that is not extended by ids why not. `shows_reasoning` is whether
+    reasoning stays in view after another user's message, `rewrites` whether an answer without any looks otherwise in
+    the history than as it was sampled.
+    """
+
+    end_id: int | None
+    refused: Mapping[str, str]
+    shows_reasoning: bool
+    rewrites: bool
+
+    def lines(self) -> list[str]:
+        """What a person should know before the run."""
+        found = [
+            f"after {kind} messages each call is rendered anew, as a sample of its own: {why}"
+            for kind, why in self.refused.items()
+        ]
+        if self.rewrites:
+            found.append("the template shows earlier answers otherwise than they were sampled (rollout.chat.drift)")
+        if not self.shows_reasoning:
+            found.append("the template leaves out earlier reasoning (rollout.chat.reasoning: keep it, or branch)")
+        return found
+
+
+class ChatFormat:
+    """A run's chat format.
+
+    Args:
+        prompts: the prompts' template and tokenizer.
+        reader: reads answers to conversations that offer tools.
+
+    Raises:
+        ValueError: `prompts` has no chat template.
+    """
+
+    def __init__(self, prompts: PromptFormat, reader: Parser) -> None:
+        if prompts.chat is None:
+            raise ValueError("there is no chat template; set dataset.chat_template to a Jinja file")
+        self._prompts, self._template = prompts, prompts.chat
+        self.parser, self._without_calls = reader, parser("none")
+        self.tokenizer = prompts.tokenizer
+        self._control_ids = frozenset(self.tokenizer.control_tokens.values())
+        # With and without tools there may be two templates, of which each is tried.
+        self._offers: tuple[Sequence[ToolSchema], ...] = ((), (_TOOL,)) if self._template.differs_with_tools else ((),)
+        self._end = self._end_of_turn(())
+        self._end_with_tools = self._end_of_turn(self._offers[-1])
+        refused = {kind: why for kind, new in _PROBES.items() if (why := self._wrong(new)) is not None}
+        self.findings = Findings(self.end_id(), refused, self._shows_reasoning(), self._rewrites())
+
+    def end_id(self, tools: Sequence[ToolSchema] = ()) -> int | None:
+        """Return the token that ends an assistant's turn in conversations that offer `tools`; None if there is none."""
+        return self.tokenizer.control_tokens.get(self._end_with_tools if tools else self._end)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer: the tokenizer's end token, and the templates' where they are others."""
+        ends = (self.tokenizer.eos_token_id, self.end_id(), self.end_id((_TOOL,)))
+        return tuple(dict.fromkeys(end for end in ends if end is not None))
+
+    def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        """Token ids of a whole conversation, up to where the assistant's answer begins.
+
+        Raises:
+            ChatError: it is no conversation, or the template refuses it.
+        """
+        if (wrong := wrong_messages(messages)) is not None:
+            raise ChatError(f"these messages are no conversation: {wrong}")
+        try:
+            return self._prompts.chat_ids(self._template.messages(messages), tools)
+        except ChatError:
+            raise
+        except ValueError as error:  # a character that an alphabet of few does not have
+            raise ChatError(str(error)) from None
+
+    def shown(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        """Token ids of messages, whoever speaks last, without the beginning of another answer.
+
+        Raises:
+            ChatError: these are no messages, or the template refuses them.
+        """
+        if (wrong := wrong_messages([*messages, _MORE] if messages else messages)) is not None:
+            raise ChatError(f"these messages are no conversation: {wrong}")
+        turns = self._template.messages(messages)
+        places = StandIns(self.tokenizer, turns, tools)
+        text = self._template.render_turns(places.put(turns), places.put(tools), to_answer=False)
+        try:
+            return places.encode(text)
+        except ValueError as error:
+            raise ChatError(str(error)) from None
+
+    def bridge(self, reply: Message, new: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int] | None:
+        """Token ids of what follows the end-of-turn token of the answer `reply`, up to where the next answer begins.
+
+        None where this template's conversations are not extended by messages of this kind.
+        """
+        kind = kind_of(new)
+        if kind is None or kind in self.findings.refused or wrong_messages(new) is not None:
+            return None
+        places = StandIns(self.tokenizer, reply, new, tools)
+        text = self._bridge_text(places.put(reply), places.put(new), places.put(tools))
+        if text is None:
+            return None
+        try:
+            return places.encode(text)
+        except ValueError as error:
+            raise ChatError(str(error)) from None
+
+    def hides_reasoning_of(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], which: Sequence[int]
+    ) -> bool:
+        """Whether the template shows `messages` without the reasoning of one at the positions `which`; where it refuses
+        them it hides nothing.
+        """
+        sentinels = {number: f"{_absent(messages)}{number}z" for number in which}
+        turns = [
+            {**message, "reasoning_content": sentinels[number]} if number in sentinels else message
+            for number, message in enumerate(messages)
+        ]
+        places = StandIns(self.tokenizer, turns, tools)
+        try:
+            text = self._template.render_turns(self._template.messages(places.put(turns)), places.put(tools))
+        except ChatError:
+            return False
+        return any(sentinel not in text for sentinel in sentinels.values())
+
+    def answer_text(self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, ended: bool) -> str:
+        """The text of a sampled answer for its parser: without the control token that ended it, and with the beginning
+        of its reasoning where the generation prompt opens it.
+        """
+        kept = token_ids[:-1] if ended and token_ids and token_ids[-1] in self._control_ids else token_ids
+        return self._opened_reasoning(prompt_ids) + self.tokenizer.decode_all(kept)
+
+    def parsed(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
+        """An answer in its parts; where no tools are offered, what looks like a call is text."""
+        return (self.parser if tools else self._without_calls).parse(text, tools)
+
+    def _opened_reasoning(self, prompt_ids: Sequence[int]) -> str:
+        tail = list(itertools.takewhile(lambda token: token not in self._control_ids, reversed(prompt_ids)))
+        text = self.tokenizer.decode_all(tail[::-1])
+        begin = text.rfind("<think>")
+        return text[begin:] if begin >= 0 and "</think>" not in text[begin:] else ""
+
+    def _bridge_text(self, reply: Message, new: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
+        sentinel, end = _absent(reply, new, tools), self._end_with_tools if tools else self._end
+        for dummy in _dummies(reply, new, sentinel):
+            try:
+                text = self._template.render_turns([{"role": "user", "content": "x"}, dummy, *new], tools)
+            except ChatError:
+                continue
+            _, found, rest = text.rpartition(sentinel)
+            _, ended, bridge = rest.partition(end) if end else ("", "", "")
+            if found and ended:
+                return bridge
+        return None
+
+    def _end_of_turn(self, tools: Sequence[ToolSchema]) -> str:
+        """The text of the control token that directly follows an assistant's text; empty where none does."""
+        sentinel = _absent()
+        turns = ({"role": "user", "content": "x"}, {"role": "assistant", "content": sentinel}, _MORE)
+        try:
+            rest = self._template.render_turns(turns, tools).partition(sentinel)[2]
+        except ChatError:
+            return ""
+        names = [name for name in self.tokenizer.control_tokens if name and rest.startswith(name)]
+        return max(names, key=len, default="")
+
+    def _wrong(self, new: Sequence[Message]) -> str | None:
+        """Why conversations are not extended by messages like `new`; None where they may be."""
+        answers_calls = any(message["role"] == "tool" for message in new)
+        offers = [(_TOOL,)] if answers_calls else self._offers
+        return next((why for tools in offers if (why := self._wrong_with(new, tools)) is not None), None)
+
+    def _wrong_with(self, new: Sequence[Message], tools: Sequence[ToolSchema]) -> str | None:
+        """As `_wrong`, for conversations that offer `tools`."""
+        end = self._end_with_tools if tools else self._end
+        if not end:
+            return (
+                "the template ends an assistant's message with no special token of the tokenizer; for conversations of "
+                "several turns it needs one directly after the text, as <|im_end|>"
+            )
+        reply = _answer(min(sum(message["role"] == "tool" for message in new), 2))
+        bridge = self._bridge_text(reply, new, tools)
+        if bridge is None:
+            return "the template refuses such messages, or shows nothing of the answer before them"
+        history: list[Message] = [
+            {"role": "user", "content": "What is 2 + 2?"},
+            {"role": "assistant", "content": "Four."},
+            {"role": "user", "content": "Are you sure?"},
+        ]
+        whole = None
+        for each in _answers(reply):
+            try:
+                whole = self._template.render_turns([*history, each, *new], tools)
+                break
+            except ChatError as error:
+                refusal = str(error)
+        if whole is None:
+            return refusal
+        if not whole.endswith(end + bridge):
+            return "what the template puts before the next answer depends on the messages before"
+        encode, before = self.tokenizer.encode, whole[: len(whole) - len(bridge)]
+        try:
+            apart = encode(before) + encode(bridge)
+        except ValueError as error:  # an alphabet of few characters
+            return str(error)
+        return None if encode(whole) == apart else f"the tokenizer joins {end!r} with what follows it"
+
+    def _shows_reasoning(self) -> bool:
+        turns = [{"role": "user", "content": "x"}, _answer(0), _MORE]
+        return not any(self.hides_reasoning_of(turns, tools, [1]) for tools in self._offers)
+
+    def _rewrites(self) -> bool:
+        user = {"role": "user", "content": "x"}
+        try:
+            return any(
+                not self._template.render_turns([user, _answer(0), _MORE], tools).startswith(
+                    self._template.render_turns([user], tools)
+                    + "Four."
+                    + (self._end_with_tools if tools else self._end)
+                )
+                for tools in self._offers
+            )
+        except ChatError:
+            return False
+
+
+def _answer(calls: int) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": "" if calls else "Four."}
+    if calls:
+        message["tool_calls"] = [_call(each, {"a": 2}) for each in _IDS[:calls]]
+    return message
+
+
+def _answers(reply: Message) -> Iterator[Message]:
+    """`reply`, then with its first call alone, for templates that take one."""
+    yield reply
+    if len(calls := reply.get("tool_calls") or ()) > 1:
+        yield {**reply, "tool_calls": calls[:1]}
+
+
+def _call(call_id: str, arguments: Mapping[str, Any], name: str = "add") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _dummies(reply: Message, new: Sequence[Message], sentinel: str) -> Iterator[Message]:
+    """Stand-ins of `reply` with the sentinel as all that it says."""
+    dummy: dict[str, Any] = {"role": "assistant", "content": sentinel}
+    answered = [message.get("tool_call_id", "") for message in new if message["role"] == "tool"]
+    if answered:
+        names = {call["id"]: call["function"]["name"] for call in reply.get("tool_calls") or ()}
+        calls = [_call(each, {"x": sentinel}, names.get(each, "add")) for each in names or answered]
+        yield from _answers({**dummy, "tool_calls": calls})
+    yield dummy
+
+
+def _absent(*values: Any) -> str:
+    """Letters and digits that occur nowhere in `values`."""
+    text = repr(values)
+    return next(each for each in map("CutHere{}x".format, itertools.count()) if each not in text)

@@ -1,0 +1,89 @@
+"""Datasets: rows of plain data that depend on nothing but their index, so that any process can compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.plugins.datasets.chat import Message
+from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.readers import is_data_path
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """What `dataset.path` names: a class whose constructor takes `split`, `seed` and `dataset.args`."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ...
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """Row `index`: `prompt` (text, or messages) and whatever the reward needs. The same on every call and in every
+        process.
+        """
+        ...
+
+
+class DemonstrationDataset(Dataset, Protocol):
+    """A dataset for supervised training."""
+
+    def demonstration(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
+        """The answer to `row` that the model is to imitate: text, or messages that end with it. Not asked for where
+        the row's prompt is messages that end with an answer.
+        """
+        ...
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """A dataset whose rows stand in files, so that one that has changed can be named."""
+
+    def __len__(self) -> int: ...
+
+    def place(self, index: int) -> str:
+        """File and line of row `index`."""
+        ...
+
+    def sums(self) -> NDArray[np.uint32]:
+        """`[N]`: a checksum of each row's content."""
+        ...
+
+
+def load_dataset(path: str, args: Mapping[str, Any], split: str, seed: int) -> Dataset:
+    """The dataset that a `dataset.path` setting names, one split of it.
+
+    Args:
+        path: a file ending in `.jsonl` or `.parquet`, a folder, or the import path `package.module:Class` or
+            `file.py:Class` of a `Dataset`.
+        args: further keyword arguments of the constructor; `split` and `seed` in them win over the two below.
+        split: `train` or `held_out`.
+        seed: seed of the dataset's own randomness.
+
+    Raises:
+        PluginError: `path` names nothing, the class is no `Dataset` or refuses its arguments, a file cannot be read, or
+            the first row has no prompt. The message begins with `path`.
+    """
+    arguments = {"split": split, "seed": seed, **args}
+    given = f"{path!r} with args {dict(args)}" if args else repr(path)
+    try:
+        if is_data_path(path):
+            return FileDataset(**{"path": path, **arguments})
+        dataset = load_plugin(path)(**arguments)
+        if not isinstance(dataset, Dataset):
+            raise TypeError(f"it made a {type(dataset).__name__}, which has not both of __len__ and row(index)")
+        first = dataset.row(0) if len(dataset) else None
+    except PluginError:
+        raise
+    except Exception as error:  # a user's class may raise anything
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise PluginError(f"{given}: {reason}") from error
+    if first is None:
+        raise PluginError(f"{given}: split {split!r} has no rows")
+    if not isinstance(first.get("prompt"), str | list | tuple):
+        raise PluginError(f"{given}: row 0 has no text under 'prompt'; give each row one, its keys are {list(first)}")
+    return dataset

@@ -1,0 +1,304 @@
+"""Demonstrations for supervised training: rows become tokens, each with whether it carries loss.
+
+Without a chat template a row is its prompt, the answer and the end token, and the answer and the end token carry loss.
+
+With one, a row is a conversation, and what carries loss is what the model would have to write: of an assistant's turn
+everything between the generation prompt before it and the control token that ends it, that token included. These places
+are found by rendering, never by searching for words: for turn i the template renders the messages before it with a
+generation prompt (P), and the messages up to it without one (W). W begins with P; what it has beyond P is the turn.
+
+    P  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
+    W  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
+       no loss                                          here ─┴──────────────┘ none
+
+Each stretch is tokenised by itself: P's tokens are then those of a prompt, at whose end the model begins to write.
+Where the next turn's P continues W, the turns are one sequence; where the template shows earlier turns otherwise (Qwen3
+leaves out their reasoning), the conversation goes on as another sequence, so that each turn is learnt as it is asked
+for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import Any, cast
+
+from asyncrl.config.import_paths import PluginError
+from asyncrl.plugins.datasets import DemonstrationDataset, Placed, load_dataset
+from asyncrl.plugins.datasets.chat import ChatError, Message
+from asyncrl.plugins.datasets.control_tokens import StandIns
+from asyncrl.plugins.datasets.order import epoch_order
+from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
+
+
+class TrainOn(StrEnum):
+    """Which of the assistant's turns are imitated."""
+
+    all = auto()
+    """All of them."""
+    last = auto()
+    """The last one; those before it are part of its prompt."""
+
+
+class BadDemonstration(ValueError):
+    """A row that there is nothing to imitate in; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A sequence with, for each token, whether it carries loss; the first never does."""
+
+    token_ids: list[int]
+    loss_mask: list[bool]
+
+    @property
+    def answer_length(self) -> int:
+        """Tokens that carry loss."""
+        return sum(self.loss_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class DemonstrationFormat:
+    """How rows become demonstrations."""
+
+    prompts: PromptFormat
+    train_on: TrainOn = TrainOn.all
+
+    def encode(self, dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Demonstration]:
+        """The demonstrations of `row`: one, or several where the template shows earlier turns otherwise.
+
+        Raises:
+            BadDemonstration: it has no answer, the template refuses it, or there are messages and no template.
+        """
+        if self.prompts.chat is not None:
+            return self._conversation(conversation_of(dataset, row), _tools_of(row))
+        prompt, answer = row["prompt"], dataset.demonstration(row)
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            raise BadDemonstration(
+                "it is messages and there is no chat template; set dataset.chat_template to a Jinja file (or to auto, "
+                "with a model whose tokenizer has one), or give text"
+            )
+        tokenizer = self.prompts.tokenizer
+        before, after = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        return [Demonstration(before + after, [False] * len(before) + [True] * len(after))]
+
+    def _conversation(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Demonstration]:
+        if (wrong := wrong_conversation(messages)) is not None:
+            raise BadDemonstration(wrong)
+        assert self.prompts.chat is not None
+        whole = self.prompts.chat.messages(messages)
+        places = StandIns(self.prompts.tokenizer, whole, tools)
+        turns, offered = places.put(whole), places.put(tools)
+        answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+        found: list[_Sequence] = []
+        try:
+            for number in answers if self.train_on is TrainOn.all else answers[-1:]:
+                before, after = self._around(turns[: number + 1], offered)
+                if not found or not before.startswith(found[-1].text):
+                    found.append(_Sequence(places, tuple(self.prompts.tokenizer.control_tokens)))
+                found[-1].add(before, after)
+        except ChatError as error:
+            raise BadDemonstration(str(error)) from None
+        except ValueError as error:  # a character that an alphabet of few does not have
+            raise BadDemonstration(str(error)) from None
+        return [Demonstration(each.token_ids, each.loss_mask) for each in found]
+
+    def _around(self, turns: Sequence[Message], tools: Sequence[Message]) -> tuple[str, str]:
+        """The text before the last of `turns`, an assistant's, and the text with it: P and W.
+
+        Raises:
+            ChatError: the template refuses them, or the turn does not go on from the generation prompt.
+        """
+        assert self.prompts.chat is not None
+        before = self.prompts.chat.render_turns(turns[:-1], tools)
+        after = self.prompts.chat.render_turns(turns, tools, to_answer=False)
+        if not after.startswith(before):
+            raise ChatError(
+                "the chat template shows an assistant's turn otherwise than its generation prompt begins one "
+                f"({before[-40:]!a}), so that it cannot be told what of it the model would write; give the template "
+                "the arguments that these answers were made with (dataset.chat_template_args), or another template"
+            )
+        return before, after
+
+
+class _Sequence:
+    """A sequence in the making: text and tokens so far."""
+
+    def __init__(self, places: StandIns, control: tuple[str, ...]) -> None:
+        self._places, self._control = places, tuple(filter(None, control))
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.loss_mask: list[bool] = []
+
+    def add(self, before: str, after: str) -> None:
+        """Go on with an assistant's turn: `before` it, and `after` it, both from the beginning."""
+        turn = after[len(before) :]
+        end = max((turn.rfind(name) + len(name) for name in self._control if name in turn), default=len(turn))
+        for part, learnt in ((before[len(self.text) :], False), (turn[:end], True), (turn[end:], False)):
+            ids = self._places.encode(part)
+            self.token_ids += ids
+            self.loss_mask += [learnt] * len(ids)
+        self.text = after
+
+
+def conversation_of(dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Message]:
+    """The conversation that `row` is: its messages if they end with an answer, else these, or the text of its prompt as
+    the user's turn, with the dataset's demonstration: text, or messages.
+    """
+    prompt = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
+        return messages
+    answer = dataset.demonstration(row)
+    return [*messages, {"role": "assistant", "content": answer}] if isinstance(answer, str) else [*messages, *answer]
+
+
+def _tools_of(row: Mapping[str, Any]) -> list[Message]:
+    """The tools that the row's messages may call, a list or one as JSON in a string.
+
+    Raises:
+        BadDemonstration: it is something else.
+    """
+    tools = row.get("tools") or []
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise BadDemonstration(f"its 'tools' are no JSON ({error})") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise BadDemonstration("its 'tools' are no list of objects")
+    return tools
+
+
+def wrong_conversation(messages: Sequence[Any]) -> str | None:
+    """Why there is nothing to imitate in `messages`; None where there is."""
+    for number, turn in enumerate(messages):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            return f"message {number} is no object with a role"
+        if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
+            return f"message {number} has no text under 'content'"
+    if not messages or messages[-1]["role"] != "assistant":
+        return "its messages do not end with an assistant's: there is no answer to imitate"
+    return None
+
+
+Rows = Sequence[Sequence[Demonstration]]
+"""Of each row its demonstrations."""
+
+
+class LazyRows(Sequence[list[Demonstration]]):
+    """The rows of a dataset that is a class, encoded when they are asked for: there may be no end of them."""
+
+    def __init__(self, dataset: DemonstrationDataset, form: DemonstrationFormat) -> None:
+        self._dataset, self._form = dataset, form
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._form.encode(self._dataset, self._dataset.row(index))
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """The rows of a file, encoded, without those that are too long; and what a person should know of them."""
+
+    rows: Rows
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, dataset: DemonstrationDataset, form: DemonstrationFormat, max_tokens: int) -> EncodedRows:
+        """Encode all rows of `dataset`; those with a sequence of more than `max_tokens` tokens are left out.
+
+        Raises:
+            BadDemonstration: there is nothing to imitate in a row, or all are too long; names file and line.
+        """
+        kept, longest, several = [], 0, 0
+        for number in range(len(dataset)):
+            try:
+                encoded = form.encode(dataset, dataset.row(number))
+            except BadDemonstration as error:
+                place = dataset.place(number) if isinstance(dataset, Placed) else f"row {number}"
+                raise BadDemonstration(f"{place}: {error}") from None
+            length = max(len(each.token_ids) for each in encoded)
+            longest = max(longest, length)
+            several += len(encoded) > 1
+            if length <= max_tokens:
+                kept.append(encoded)
+        too_long = len(dataset) - len(kept)
+        if not kept:
+            raise BadDemonstration(
+                f"all {too_long} rows are longer than dataset.max_tokens={max_tokens} (up to {longest}); raise it"
+            )
+        learnt = sum(each.answer_length for row in kept for each in row)
+        tokens = sum(len(each.token_ids) for row in kept for each in row)
+        notes = [f"{len(kept)} rows of up to {longest} tokens; {learnt} of {tokens} tokens carry loss"]
+        if too_long:
+            notes.append(f"{too_long} rows are longer than dataset.max_tokens={max_tokens} and left out")
+        if several:
+            notes.append(f"{several} conversations are several sequences: the template shows earlier turns otherwise")
+        return cls(kept, tuple(notes))
+
+
+def load_demonstrations(
+    path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str, seed: int
+) -> DemonstrationDataset:
+    """The dataset of a `dataset.path` of supervised training, one split of it.
+
+    Raises:
+        PluginError: as of `load_dataset`, or it is a class without a `demonstration` method.
+    """
+    if is_data_path(path):
+        args = {**args, "demonstrations": True, **({"fields": dict(fields)} if fields else {})}
+    dataset = load_dataset(path, args, split, seed)
+    if not callable(getattr(dataset, "demonstration", None)):
+        raise PluginError(f"{path!r}: {type(dataset).__name__} has no method demonstration(row) -> str; give it one")
+    return cast(DemonstrationDataset, dataset)
+
+
+def shown_with_loss(demonstration: Demonstration, tokenizer: ChatTokenizer) -> str:
+    """The text of `demonstration`, between ⟦ and ⟧ where it carries loss."""
+    parts = []
+    for learnt, group in itertools.groupby(
+        zip(demonstration.token_ids, demonstration.loss_mask, strict=True), key=lambda pair: pair[1]
+    ):
+        text = tokenizer.decode_all([token for token, _ in group])
+        parts.append(f"⟦{text}⟧" if learnt else text)
+    return "".join(parts)
+
+
+def demonstration_batches(
+    rows: Rows, *, batch_size: int, steps: int, seed: int, begin: int = 0
+) -> Iterator[list[Demonstration]]:
+    """Batches `begin` to `steps` - 1 of `batch_size` rows' demonstrations, epoch after epoch, each in its own order of
+    `seed`.
+    """
+    order = itertools.islice(_endless_rows(len(rows), seed), begin * batch_size, None)
+    for _ in range(begin, steps):
+        yield [demonstration for _ in range(batch_size) for demonstration in rows[next(order)]]
+
+
+def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices 0 to `len(lengths)` - 1 in runs of similar length, each padded to at most `max_tokens` tokens.
+
+    A sequence longer than that goes alone. Where losses are sums over a common normaliser the cut changes no result.
+    """
+    run: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if run and (len(run) + 1) * lengths[index] > max_tokens:
+            yield run
+            run = []
+        run.append(index)
+    if run:
+        yield run
+
+
+def _endless_rows(num_rows: int, seed: int) -> Iterator[int]:
+    epoch = 0
+    while True:
+        yield from epoch_order(num_rows, seed, epoch).tolist()
+        epoch += 1

@@ -1,0 +1,68 @@
+"""Registered gymnasium environments as environments of agents: `env.path=gymnasium:FrozenLake-v1`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+
+from asyncrl.api import Environment, RewardFunction, StepResult
+from asyncrl.plugins.envs.game_text import GameText
+
+
+class GymnasiumEnv(Environment):
+    """One game: observations are text, actions the policy's text. Its methods are plain, so they run in threads.
+
+    An answer that is no action ends the episode with `invalid_reward`, and `info["invalid_action"]` says why.
+
+    Args:
+        id: the registered name.
+        reward: not called: the game has its own. Rewards of episodes and groups add to that.
+        kwargs: arguments of `gymnasium.make`; with `render_mode: ansi` an observation is the game's own picture.
+        observe, act, actions: see `asyncrl.plugins.envs.game_text`.
+        invalid_reward: of an answer that is no action.
+    """
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        reward: RewardFunction | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        observe: str | None = None,
+        act: str | None = None,
+        actions: Sequence[str] = (),
+        invalid_reward: float = 0.0,
+    ) -> None:
+        self._env: gymnasium.Env[Any, Any] = gymnasium.make(id, **(kwargs or {}))
+        self._text, self._invalid_reward = GameText(observe, act, actions), invalid_reward
+        self._text.check(self._env)
+        self._seen = ""
+
+    def reset(  # type: ignore[override]
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, Mapping[str, Any]]:
+        """Begin a game; of `options` those beside `data` reach it."""
+        own = {name: value for name, value in (options or {}).items() if name != "data"}
+        observation, info = self._env.reset(seed=seed, options=own or None)
+        self._seen = self._words(observation)
+        return self._seen, info
+
+    def step(self, action: Any) -> StepResult:  # type: ignore[override]
+        """Do what the text `action` says."""
+        try:
+            meant = self._text.action(str(action), self._env)
+        except ValueError as error:
+            return self._seen, self._invalid_reward, True, False, {"invalid_action": str(error)}
+        observation, reward, terminated, truncated, info = self._env.step(meant)
+        self._seen = self._words(observation)
+        return self._seen, float(reward), bool(terminated), bool(truncated), info
+
+    def close(self) -> None:  # type: ignore[override]
+        """End the game."""
+        self._env.close()
+
+    def _words(self, observation: Any) -> str:
+        rendered = self._env.render() if self._env.render_mode == "ansi" else None
+        return self._text.observation(observation, self._env, rendered)

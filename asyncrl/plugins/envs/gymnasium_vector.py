@@ -1,0 +1,225 @@
+"""A group's games in one `gymnasium.vector` environment, for those that are faster stepped together.
+
+Its members step in time: each waits until all that still play have said what they do. A member leaves when its game
+ends or is closed. All games of a group begin with the seeds that their members give, once.
+
+`SyncVectorEnv` and `AsyncVectorEnv` (`vectorization_mode: async`) do. Of the latter the processes are those of a fork
+server, as a RolloutWorker has threads, and share no memory, in which texts would come out as something else; they are
+killed where one of them has died or hangs. A vector environment of the game's own (`vector_entry_point`) takes one seed
+for all, so its games cannot begin alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector.utils import concatenate, create_empty_array, iterate
+
+from asyncrl.api import Environment, StepResult
+from asyncrl.plugins.envs.game_text import GameText
+
+Call = Callable[..., Awaitable[Any]]
+"""Calls a plain function with its arguments, off the event loop."""
+
+
+class VectorGames:
+    """The games of one group. For one event loop.
+
+    Args:
+        call: how the environment's own functions are called.
+        size: games.
+        others: as of `asyncrl.plugins.envs.gymnasium_env.GymnasiumEnv`; `kwargs` are those of `gymnasium.make_vec`.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        size: int,
+        *,
+        id: str,
+        kwargs: Mapping[str, Any] | None = None,
+        observe: str | None = None,
+        act: str | None = None,
+        actions: Sequence[str] = (),
+        invalid_reward: float = 0.0,
+    ) -> None:
+        self._call, self._size, self._id = call, size, id
+        self._kwargs: dict[str, Any] = {"vectorization_mode": "sync", **(kwargs or {})}
+        if self._kwargs["vectorization_mode"] == "async":
+            own = self._kwargs.get("vector_kwargs") or {}
+            self._kwargs["vector_kwargs"] = {"shared_memory": False, "context": "forkserver", **own}
+        self._broken = False
+        self._text, self.invalid_reward = GameText(observe, act, actions), invalid_reward
+        self._vector: Any = None
+        self._playing = set(range(size))
+        self._said: dict[int, tuple[Any, asyncio.Future[Any]]] = {}
+        self._last: dict[int, Any] = {}
+        self._members = 0
+
+    def member(self) -> Environment:
+        """The environment of the next member; there are `size` of them."""
+        if self._members == self._size:
+            raise RuntimeError(
+                f"a group of {self._size} has no environment more; make_env is called once for each member"
+            )
+        self._members += 1
+        return _Member(self, self._members - 1)
+
+    async def reset(self, member: int, seed: int | None) -> tuple[str, Mapping[str, Any]]:
+        """The beginning of the member's game, once all have come so far."""
+        if self._vector is not None:
+            raise RuntimeError("a game in a vector is played once: reset is called again")
+        return await self._together(member, seed)  # type: ignore[no-any-return]
+
+    async def step(self, member: int, text: str) -> StepResult:
+        """What became of the member's action, once all that play have said theirs."""
+        if member not in self._playing:
+            raise RuntimeError("the game has ended")
+        try:
+            action = self._text.action(text, _Single(self._vector))
+        except ValueError as error:
+            await self.leave(member)
+            return "", self.invalid_reward, True, False, {"invalid_action": str(error)}
+        self._last[member] = action
+        result: StepResult = await self._together(member, action)
+        if result[2] or result[3]:
+            await self.leave(member)
+        return result
+
+    async def leave(self, member: int) -> None:
+        """The member plays no more; the vector is closed after the last one."""
+        if member not in self._playing:
+            return
+        self._playing.discard(member)
+        if self._playing:
+            await self._advance()
+        elif self._vector is not None:
+            await self._call(self._end)
+
+    async def _together(self, member: int, what: Any) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._said[member] = what, future
+        await self._advance()
+        return await future
+
+    async def _advance(self) -> None:
+        """Go on where all that play have said what they do."""
+        if not self._said or self._said.keys() != self._playing:
+            return
+        said, self._said = self._said, {}
+        given = {member: what for member, (what, _) in said.items()}
+        try:
+            results = await self._call(self._begin if self._vector is None else self._step, given)
+        except BaseException as error:
+            self._broken = True
+            cancelled = not isinstance(error, Exception)  # the member that steps for all of them
+            reason = RuntimeError("another game of the vector was given up in its step") if cancelled else error
+            for _, future in said.values():
+                if not future.done():
+                    future.set_exception(reason)
+                    if cancelled:
+                        future.exception()  # who was cancelled does not look at it
+            if cancelled:
+                raise
+            return
+        for member, (_, future) in said.items():
+            if not future.done():
+                future.set_result(results[member])
+
+    def _begin(self, seeds: Mapping[int, int | None]) -> list[tuple[str, dict[str, Any]]]:
+        vector: Any = gymnasium.make_vec(self._id, num_envs=self._size, **self._kwargs)
+        if vector.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
+            raise ValueError(
+                "env.args.kwargs: with autoreset_mode=Disabled a group ends with its first game; leave it out"
+            )
+        self._text.check(_Single(vector))
+        self._vector = vector
+        if isinstance(vector, AsyncVectorEnv) and vector.shared_memory and _has_text(vector.single_observation_space):
+            raise ValueError(
+                "env.args.kwargs.vector_kwargs.shared_memory=true: texts do not come through shared memory as they "
+                "are; leave it out"
+            )
+        own: list[int | None] | None = [seeds.get(member) for member in range(self._size)]
+        if self._kwargs["vectorization_mode"] not in ("sync", "async"):
+            if set(seeds.values()) != {None}:
+                raise ValueError(
+                    f"env.args.kwargs.vectorization_mode={self._kwargs['vectorization_mode']!s}: it takes one seed for "
+                    "all games, and the rows give each game its own; use sync or async, or rows without a seed"
+                )
+            own = None
+        observations, infos = vector.reset(seed=own)
+        return [(text, _own(infos, member)) for member, text in enumerate(self._words(observations))]
+
+    def _step(self, given: Mapping[int, Any]) -> list[StepResult]:
+        vector, space = self._vector, self._vector.single_action_space
+        idle = next(iter(given.values()))  # for games that have ended: what they do is looked at by nobody
+        actions = [given.get(member, idle) for member in range(self._size)]
+        room: Any = create_empty_array(space, self._size)
+        joined = concatenate(space, actions, room)
+        observations, rewards, terminated, truncated, infos = vector.step(joined)
+        return [
+            (text, float(rewards[member]), bool(terminated[member]), bool(truncated[member]), _own(infos, member))
+            for member, text in enumerate(self._words(observations))
+        ]
+
+    def _end(self) -> None:
+        vector = self._vector
+        if self._broken and isinstance(vector, AsyncVectorEnv):  # its own end would wait for those that are gone
+            for process in vector.processes:
+                process.kill()
+            for process in vector.processes:
+                process.join()
+            vector.closed = True
+        else:
+            vector.close()
+
+    def _words(self, observations: Any) -> list[str]:
+        vector, single = self._vector, _Single(self._vector)
+        rendered = vector.render() if vector.render_mode == "ansi" else [None] * self._size
+        each = zip(iterate(vector.observation_space, observations), rendered, strict=True)
+        return [self._text.observation(observation, single, picture) for observation, picture in each]
+
+
+def _has_text(space: Any) -> bool:
+    if isinstance(space, spaces.Text):
+        return True
+    parts = space.spaces if isinstance(space, spaces.Tuple | spaces.Dict) else ()
+    return any(map(_has_text, parts.values() if isinstance(parts, Mapping) else parts))
+
+
+def _own(infos: Mapping[str, Any], member: int) -> dict[str, Any]:
+    """The part of a vector's infos that is this member's: arrays, and for each which members have an entry."""
+    return {
+        name: values[member]
+        for name, values in infos.items()
+        if not name.startswith("_") and (f"_{name}" not in infos or infos[f"_{name}"][member])
+    }
+
+
+class _Single:
+    """One game of a vector, as far as words for it go."""
+
+    def __init__(self, vector: Any) -> None:
+        self.observation_space, self.action_space = vector.single_observation_space, vector.single_action_space
+        self.render_mode: str | None = vector.render_mode
+
+
+class _Member(Environment):
+    def __init__(self, games: VectorGames, member: int) -> None:
+        self._games, self._member = games, member
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[str, Mapping[str, Any]]:
+        return await self._games.reset(self._member, seed)
+
+    async def step(self, action: Any) -> StepResult:
+        return await self._games.step(self._member, str(action))
+
+    async def close(self) -> None:
+        await self._games.leave(self._member)

@@ -1,0 +1,114 @@
+"""Reward for programs whose code passes the row's tests; they run in a sandbox (`asyncrl.plugins.sandbox`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from asyncrl.api import verdict
+from asyncrl.plugins.sandbox import Ended, Limits, Sandbox
+
+_BLOCK = re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
+WALL_BY_CPU = 3.0
+"""A busy machine must not make a right program wrong."""
+_CASES, _ASSERTS = "tests", "test_code"
+_CASE_FORM = '{"input": ..., "output": ...}'
+
+
+class CodeTestsReward:
+    """The share of the row's tests that the answer's Python program passes, each in a sandbox of its own.
+
+    The program is the last block between ``` in the answer, or the whole answer where there is none. A row has one of:
+
+    - `tests`: a list of `{"input": ..., "output": ...}`; the program reads the input and its output has to be the same
+      but for blanks at the ends of lines and empty lines at the end. The program never sees what is expected.
+    - `test_code`: Python that is run after the program in the same process, `assert` statements mostly; 1 if it comes
+      to its end. A program that sets out to cheat can do so here: prefer `tests`.
+
+    Args:
+        all_or_nothing: 1 where every test passes, else 0.
+        timeout_s: CPU time of one test, and a third of what it may take by the clock, as other programs run at the same
+            time. `reward.timeout_s` has to allow for all tests of a row and for a wait: as many programs as there are
+            cores run at a time.
+        memory_mb, processes: limits of one test, see `asyncrl.plugins.sandbox.Limits`.
+
+    Raises:
+        SandboxUnavailable: this machine cannot make a sandbox.
+        ValueError: a limit that no program could keep.
+    """
+
+    def __init__(
+        self, *, all_or_nothing: bool = True, timeout_s: float = 5.0, memory_mb: int = 512, processes: int = 16
+    ) -> None:
+        for name, limit, least in (
+            ("timeout_s", timeout_s, 0.1),
+            ("memory_mb", memory_mb, 64),
+            ("processes", processes, 3),
+        ):
+            if not limit >= least:
+                raise ValueError(f"{name} is {limit}; give {least} or more")
+        cpu_s = max(1, math.ceil(timeout_s))
+        self._sandbox = Sandbox(Limits(WALL_BY_CPU * timeout_s, cpu_s, memory_mb, processes))
+        self._all_or_nothing = all_or_nothing
+        if all_or_nothing:
+            verdict(self)
+
+    def __call__(self, data: Mapping[str, Any], completion: str) -> float:
+        """The reward of the program in `completion`.
+
+        Raises:
+            ValueError: the row has neither kind of tests, or cases of another form.
+        """
+        program = program_in(completion)
+        if data.get(_CASES):
+            return self._cases(program, [_case(each) for each in _listed(data[_CASES])])
+        if data.get(_ASSERTS):
+            return self._asserts(program, str(data[_ASSERTS]))
+        raise ValueError(f"the row has neither {_CASES!r} nor {_ASSERTS!r}; it has {', '.join(map(str, data))}")
+
+    def _cases(self, program: str, cases: Sequence[tuple[str, str]]) -> float:
+        passed = 0
+        for given, wanted in cases:
+            ended = self._sandbox.run({"program.py": program}, ["program.py"], given)
+            right = _passed(ended) and _lines(ended.stdout) == _lines(wanted)
+            if self._all_or_nothing and not right:
+                return 0.0
+            passed += right
+        return passed / len(cases)
+
+    def _asserts(self, program: str, test_code: str) -> float:
+        came_to_its_end = uuid4().hex
+        files = {"program.py": f"{program}\n\n{test_code}\n\nprint({came_to_its_end!r})\n"}
+        ended = self._sandbox.run(files, ["program.py"])
+        return 1.0 if _passed(ended) and ended.stdout.rstrip().endswith(came_to_its_end) else 0.0
+
+
+def program_in(text: str) -> str:
+    """The last block between ``` in `text`, closed or not; all of `text` where there is none."""
+    blocks = _BLOCK.findall(text)
+    return str(blocks[-1]) if blocks else text
+
+
+def _listed(cases: Any) -> Sequence[Any]:
+    if not isinstance(cases, list | tuple):
+        raise ValueError(f"the row's {_CASES!r} is a {type(cases).__name__}: give a list of {_CASE_FORM}")
+    return cases
+
+
+def _case(case: Any) -> tuple[str, str]:
+    """Input and output of a test, as texts."""
+    sides = [case.get(side) for side in ("input", "output")] if isinstance(case, Mapping) else [None]
+    if not all(isinstance(side, str | int | float) for side in sides):
+        raise ValueError(f"a test among the row's {_CASES!r} is {str(case)[:80]!r}: give {_CASE_FORM}, both text")
+    return str(sides[0]), str(sides[1])
+
+
+def _passed(ended: Ended) -> bool:
+    return not ended.stopped and ended.exit_code == 0
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

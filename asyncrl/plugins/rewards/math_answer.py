@@ -1,0 +1,214 @@
+r"""Reward for maths with a final answer: is it the right one, whatever the way it was written?
+
+The final answer of a text is the content of its last `\boxed{...}`, else what follows its last `####` (the GSM8K form).
+
+1. What does not change the answer goes: `$`, `\$` and other currencies, `\(...\)`, `\left`, Markdown's `**`, a final
+   full stop, units, `x =` where only one of the two has it. Words that change a number (`18 and a half`, `18 minus
+   two`) are no unit, and where two known units differ (`3 am`, `3 pm`), so do the answers.
+2. Two plain numbers (`1,200`, `1{,}200`, `1200.0`, `\frac{2400}{2}`, `7\frac12`, `12 thousand`) are compared exactly;
+   commas count only between groups of three digits. A percentage may be given with its sign, without, or as a fraction.
+3. The same text without spaces is the same answer.
+4. Anything else is for the `math-verify` package: expressions, intervals, sets, equations. It compares floating point
+   to six decimals and works in a process's main thread alone, so the reward runs in a process of the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import threading
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+from asyncrl.api import run_in, verdict
+from asyncrl.plugins.rewards.answers import right_answers
+from asyncrl.plugins.rewards.units import says_more, units_differ, without_unit
+
+MAX_ANSWER_CHARS = 200
+"""A longer "answer" is rambling; parsing it would only cost time (and an endless digit string much of it)."""
+VERIFY_LIMIT_S = 2.0
+"""CPU time for math-verify to parse two answers and to compare them. Beyond it the answer is wrong."""
+
+_PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_NUMBER_IN_TEXT = re.compile(rf"(?<![\w.,])[-+]?(?:{_PLAIN})(?![\d])", re.ASCII)
+_VALUE = re.compile(rf"([-+]?)\s*((?:{_PLAIN})(?:[eE][-+]?\d{{1,2}})?)", re.ASCII)
+"""No longer exponents: `Fraction("1e999999999")` would compute for ever."""
+_FRACTION = re.compile(
+    r"([-+]?)\s*(?:(\d+)\s*(?=\\)|(\d+)\s+(?=\d))?"
+    r"(?:\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(-?\d+)\s*/\s*(\d+))",
+    re.ASCII,
+)
+_ASSIGNED = re.compile(r"^\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z]\))?\s*=(?!=)\s*")
+_DECORATION = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[()\[\]]|\\!|\\displaystyle|\\?[$€£¥]|[\n\t]")
+_CURRENCY = re.compile(r"\b(?:USD?|EUR|GBP|Rs\.)\s*(?=\\?[$€£¥]|\d)")
+_GROUP_SPACE = re.compile("(?<=\\d)(?:\\\\,|[\u00a0\u2009\u202f])(?=\\d{3})")
+_VULGAR, _SLASH = re.compile("[\u00bc-\u00be\u2150-\u215e]"), "\u2044"
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\\[,;: ]|~")
+"""Not those between digits: `12 00` is not 1200."""
+
+
+@verdict
+@run_in("process")
+def math_answer_reward(data: Mapping[str, Any], completion: str, *, last_number: bool = False) -> float:
+    """1 if the final answer of `completion` agrees with that of `data["answer"]`, else 0.
+
+    Args:
+        data: its `answer` is the answer itself, or a worked solution that ends in one of the two forms; or a list of
+            these, of which any is right.
+        completion: the answer's text.
+        last_number: where the completion has neither form, take its last number. Off by default: with it a model is
+            never taught to mark its answer.
+
+    Raises:
+        ValueError: the row has no answer, or an empty one.
+    """
+    expected = [final_answer(text) or text for text in right_answers(data)]
+    if not all(text.strip() for text in expected):
+        raise ValueError("the row's answer is empty, which nothing can agree with: give it one, or leave the row out")
+    given = final_answer(completion)
+    if given is None and last_number:
+        numbers = _NUMBER_IN_TEXT.findall(completion)
+        given = numbers[-1] if numbers else None
+    return 1.0 if given is not None and any(answers_agree(given, text) for text in expected) else 0.0
+
+
+def final_answer(text: str) -> str | None:
+    r"""What the last `\boxed{...}` or `\fbox{...}` holds, else the line after the last `####`; None without either."""
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed
+    _, marker, rest = text.rpartition("####")
+    return rest.strip().split("\n")[0].strip() if marker else None
+
+
+def answers_agree(given: str, expected: str) -> bool:
+    """Whether `given` is the answer `expected`; see the module's docstring."""
+    if max(len(given), len(expected)) > MAX_ANSWER_CHARS:
+        return False
+    given, expected = _bare(given), _bare(expected)
+    if ("=" in given) != ("=" in expected):
+        given, expected = _ASSIGNED.sub("", given), _ASSIGNED.sub("", expected)
+    if not given or not expected:
+        return False
+    if says_more(given) or says_more(expected) or units_differ(given, expected):
+        return _SPACES.sub("", given) == _SPACES.sub("", expected)
+    given_value, expected_value = as_number(given), as_number(expected)
+    if given_value is not None and expected_value is not None:
+        if _is_percent(given) != _is_percent(expected):
+            signed, bare = (given_value, expected_value) if _is_percent(given) else (expected_value, given_value)
+            return bare in (signed, signed / 100)
+        return given_value == expected_value
+    return _SPACES.sub("", given) == _SPACES.sub("", expected) or _verified(given, expected)
+
+
+def as_number(text: str) -> Fraction | None:
+    """The exact value of a plain number, a fraction or a mixed number, its unit and percent sign left aside; else None.
+
+    None too for one longer than `MAX_ANSWER_CHARS`.
+    """
+    if len(text) > MAX_ANSWER_CHARS:
+        return None
+    plain, scale = without_unit(_bare(text))
+    plain = plain.removesuffix("%").removesuffix("\\").strip()
+    if match := _VALUE.fullmatch(plain):
+        value = Fraction(match[2].replace(",", ""))
+    elif match := _FRACTION.fullmatch(plain):
+        _, *parts = match.groups()
+        whole = parts[0] or parts[1] or 0
+        numerator, denominator = (int(next(part for part in pair if part)) for pair in _halves(parts))
+        if denominator == 0 or (whole and numerator < 0):
+            return None
+        value = int(whole) + Fraction(numerator, denominator)
+    else:
+        return None
+    return scale * (-value if match[1] == "-" else value)
+
+
+def _halves(parts: list[str | None]) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
+    _, _, braced_top, bare_top, braced_bottom, bare_bottom, top, bottom = parts
+    return (braced_top, bare_top, top), (braced_bottom, bare_bottom, bottom)
+
+
+def _bare(text: str) -> str:
+    text = _DECORATION.sub("", _CURRENCY.sub("", text)).replace("{,}", ",")
+    text = _GROUP_SPACE.sub(",", text).strip("*` \u00a0").removesuffix(".").strip()
+    text = f"-{text[1:]}" if text[:1] in ("\u2013", "\u2212") else text  # what typesetting makes of a minus
+    return _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0]).replace(_SLASH, '/')}", text).strip()
+
+
+def _is_percent(text: str) -> bool:
+    return without_unit(text)[0].endswith("%")
+
+
+def _verified(given: str, expected: str) -> bool:
+    """What math-verify says.
+
+    Raises:
+        RuntimeError: not in a main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "math_answer_reward works in a process's main thread; leave reward.run_in at auto or process"
+        )
+    parse, verify = _math_verify()
+    try:
+        with _at_most(VERIFY_LIMIT_S):
+            parsed = [parse(f"${_for_verify(text)}$", parsing_timeout=None) for text in (expected, given)]
+            return all(parsed) and bool(verify(parsed[0], parsed[1], timeout_seconds=None))
+    except _OutOfTimeError:
+        return False
+
+
+@cache
+def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Its `parse` and `verify`, loaded and used once: that takes a second, which no answer is to pay for."""
+    import math_verify  # with sympy; only the processes of the pool pay for it
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # each answer it cannot read would be a traceback
+    one = math_verify.parse("$\\frac{1}{2}$", parsing_timeout=None)
+    math_verify.verify(one, one, timeout_seconds=None)
+    return math_verify.parse, math_verify.verify
+
+
+class _OutOfTimeError(BaseException):
+    """No `Exception`, which sympy and math-verify catch on their way."""
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raises in what takes more CPU time; by the clock, a busy machine would make right answers wrong."""
+
+    def stop(number: int, frame: object) -> None:
+        raise _OutOfTimeError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _for_verify(text: str) -> str:
+    """What it reads as LaTeX does: of `10^-3` that would be `10^{-}3`."""
+    return re.sub(r"\^(-\d+)", r"^{\1}", without_unit(text)[0])
+
+
+def _last_boxed(text: str) -> str | None:
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    start = boxes[-1].end()
+    depth = 1
+    for position in range(start, min(len(text), start + MAX_ANSWER_CHARS)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
+    return None

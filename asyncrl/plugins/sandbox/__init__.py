@@ -1,0 +1,6 @@
+"""Strangers' programs, run where they can harm nothing: see `sandbox`."""
+
+from asyncrl.plugins.sandbox.sandbox import Ended, Limits, Sandbox
+from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable
+
+__all__ = ["Ended", "Limits", "Sandbox", "SandboxUnavailable"]

@@ -1,0 +1,211 @@
+"""A stranger's program in a sandbox: no network, of the host's files only the interpreter, limits on all it uses.
+
+Mechanism: Linux namespaces, through `unshare` of util-linux (which every distribution has), and a seccomp filter
+(`system_calls.py`). For an ordinary user the kernel has to allow user namespaces; where asyncrl runs as root each
+program runs as a user of its own (`users.py`). Inside, `inside.py` builds a file system of the interpreter (read-only)
+and one folder in memory, gives up every right and starts the program. 40 to 80 ms a program.
+
+What holds:
+
+- its network has no interface that is up, and sockets of other networks are refused; its processes are alone in their
+  namespace;
+- it writes to its folder alone, which is in memory, limited in size and number of files, and gone with it;
+- the host's files, environment and processes are not there;
+- CPU time, address space, file size and number of processes are limited, its output is cut off while it is read;
+- what makes memory outside these limits is refused: files in memory, shared memory, message queues, io_uring and more;
+- at its time limit, and whenever it ends, every process that it started is killed, whatever it did to escape.
+
+It is no protection against faults of the kernel: who fears those runs a virtual machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from asyncrl.plugins.sandbox.system_calls import refusing_filter
+from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable
+from asyncrl.plugins.sandbox.users import lent_user
+
+_CHUNK = 1 << 16
+_FILES_PER_MB = 256
+"""Files and folders in a program's folder; empty ones take memory of the kernel too, about 1 KB each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one program and all that it starts.
+
+    Attributes:
+        wall_s: from start to end.
+        cpu_s: of each process, in whole seconds.
+        memory_mb: address space of each process.
+        processes: at the same time, threads included; two are the sandbox's own and the program.
+        work_mb: its folder, which lies in memory.
+        output_bytes: of its output and error stream each; what goes beyond ends it.
+    """
+
+    wall_s: float = 10.0
+    cpu_s: int = 5
+    memory_mb: int = 512
+    processes: int = 16
+    work_mb: int = 16
+    output_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended.
+
+    Attributes:
+        exit_code: 128 and a signal's number where that killed it; negative where it was `stopped`.
+        stdout, stderr: what it wrote, up to `output_bytes`.
+        stopped: why it was killed from outside: `time`, `output`; empty where it ended by itself.
+    """
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    stopped: str
+
+
+class Sandbox:
+    """Runs Python programs; may be used from several threads at the same time.
+
+    Args:
+        limits: of each program.
+        parallel: programs that run at the same time, further ones wait; 0: as many as there are cores. More would take
+            each other's time, which is limited.
+
+    Raises:
+        SandboxUnavailable: tried once, a sandbox cannot be made here.
+    """
+
+    def __init__(self, limits: Limits | None = None, parallel: int = 0) -> None:
+        self.limits = limits or Limits()
+        self._places = threading.BoundedSemaphore(parallel or len(os.sched_getaffinity(0)))
+        self._python = os.path.realpath(sys.executable)
+        library = Path(os.__file__).resolve().parent
+        folders = {Path("/usr"), Path("/lib"), Path("/lib64"), Path(self._python).parent.parent, library.parent.parent}
+        real = [folder for folder in sorted(folders) if folder.is_dir() and not folder.is_symlink()]
+        self._readable = [
+            str(folder) for folder in real if not any(other in folder.parents for other in real) and folder != Path("/")
+        ]
+        if shutil.which("unshare") is None:
+            raise SandboxUnavailable("the sandbox needs the command `unshare`; install the package util-linux")
+        try:
+            self._filter = refusing_filter().hex()
+        except LookupError as error:
+            raise SandboxUnavailable(str(error)) from None
+        tried = self.run({"try.py": "print(6 * 7)"}, ["try.py"])
+        if tried.stdout != "42\n":
+            raise SandboxUnavailable(
+                "no sandbox can be made here; the kernel has to allow user namespaces (in a container: run it with "
+                f"--security-opt seccomp=unconfined, or as root with SYS_ADMIN). It said: {tried.stderr.strip()[-400:]}"
+            )
+
+    def run(self, files: Mapping[str, str], arguments: Sequence[str], stdin: str = "") -> Ended:
+        """How `python arguments...` ends in a folder with `files` (text by name), given `stdin`."""
+        limits = self.limits
+        spec: dict[str, object] = {
+            "command": [self._python, "-I", "-S", *arguments],
+            "files": dict(files),
+            "readable": self._readable,
+            "filter": self._filter,
+            "work": f"size={limits.work_mb << 20},nr_inodes={limits.work_mb * _FILES_PER_MB}",
+            "limits": {
+                "RLIMIT_CPU": limits.cpu_s,
+                "RLIMIT_AS": limits.memory_mb << 20,
+                "RLIMIT_FSIZE": limits.work_mb << 20,
+                "RLIMIT_NOFILE": 128,
+                "RLIMIT_CORE": 1,  # 0 would still start the host's handler of crashes, where it has one
+                "RLIMIT_NPROC": limits.processes,
+                "RLIMIT_SIGPENDING": 256,
+            },
+        }
+        with self._places, lent_user() as user, _specification(spec | {"uid": user.uid}) as fd:
+            isolated = ["--net", "--pid", "--mount", "--ipc", "--uts", "--fork", "--kill-child"]
+            isolated += ["--user", "--map-root-user"] if user.uid is None else []
+            inside = [self._python, "-I", "-S", str(Path(__file__).with_name("inside.py")), str(fd)]
+            process = subprocess.Popen(
+                ["unshare", *isolated, "--", *inside],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(fd, *user.held),
+                env={"PATH": os.environ.get("PATH", "/usr/bin:/bin")},
+                cwd="/",
+                start_new_session=True,
+            )
+            return _followed(process, stdin.encode(errors="replace"), limits)
+
+
+def _followed(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> Ended:
+    """Feed and read `process` until it ends, or a limit does."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    deadline, stopped = time.monotonic() + limits.wall_s, ""
+    read: dict[IO[bytes], bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+    unsent = memoryview(stdin)
+    os.set_blocking(process.stdin.fileno(), False)
+    with selectors.DefaultSelector() as ready:
+        for stream in read:
+            ready.register(stream, selectors.EVENT_READ)
+        ready.register(process.stdin, selectors.EVENT_WRITE)
+        while len(ready.get_map()) and not stopped:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                stopped = "time"
+            for key, _ in ready.select(max(0.0, left_s)):
+                if key.fileobj is process.stdin:
+                    with contextlib.suppress(BrokenPipeError, BlockingIOError):
+                        unsent = unsent[os.write(key.fd, unsent[:_CHUNK]) :] if unsent else unsent
+                        if unsent:
+                            continue
+                    ready.unregister(process.stdin)
+                    process.stdin.close()
+                    continue
+                chunk = os.read(key.fd, _CHUNK)
+                buffer = read[key.fileobj]  # type: ignore[index]
+                buffer += chunk
+                if not chunk:
+                    ready.unregister(key.fileobj)
+                if len(buffer) > limits.output_bytes:
+                    stopped = "output"
+    try:
+        process.wait(0 if stopped else max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        stopped = stopped or "time"
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # `unshare`, and with it the namespace's first process, and all others
+    exit_code = process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        stream.close()
+    out, err = (bytes(buffer[: limits.output_bytes]).decode(errors="replace") for buffer in read.values())
+    return Ended(exit_code, out, err, stopped)
+
+
+@contextlib.contextmanager
+def _specification(spec: Mapping[str, object]) -> Iterator[int]:
+    """A file descriptor from which `spec` can be read once; it is in memory and has no name."""
+    fd = os.memfd_create("sandbox", 0)
+    try:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(json.dumps(spec).encode())
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)

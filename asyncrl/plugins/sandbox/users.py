@@ -1,0 +1,94 @@
+"""A user for each sandboxed program, where asyncrl runs as root.
+
+The kernel counts processes, pipes and much else by user, so two programs of one user take from each other: a right one
+fails. Each program is lent a user id that no other program on this machine has. A lock on the byte of a file says that
+the id is taken; the sandbox's outermost process holds it too, so it lasts as long as the program, even where the
+process that asked for the program is killed. The kernel gives it back.
+
+Containers of one machine have files apart. There the ids differ by chance: they are drawn from 268 million.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable
+
+_LOCKS: Final = Path("/run/asyncrl-sandbox-users")
+"""Of this name since its boot; writable by root alone."""
+_UNASSIGNED: Final = range(1_879_048_192, 2_147_483_647)
+"""Ids that no distribution and no container gives to anyone (systemd's table of users and groups)."""
+_IN_A_CONTAINER: Final = range(20_000, 60_000)
+"""Ids of a container that has 65,536 of its own."""
+_TRIES: Final = 1000
+
+
+class User(NamedTuple):
+    """The user that a program runs as.
+
+    Attributes:
+        uid: its id; None: the user of this process.
+        held: file descriptors that the sandbox's outermost process must inherit.
+    """
+
+    uid: int | None
+    held: tuple[int, ...] = ()
+
+
+@contextlib.contextmanager
+def lent_user() -> Iterator[User]:
+    """For root a user that no other program on this machine has, else this process's own.
+
+    Raises:
+        SandboxUnavailable: root has no users to lend, or their locks cannot be had.
+    """
+    if os.getuid() != 0:
+        yield User(None)
+        return
+    ids = _lendable(Path("/proc/self/uid_map").read_text(encoding="ascii"))
+    try:
+        descriptor = os.open(_LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise SandboxUnavailable(
+            f"as root, programs need a user each, and locks in {_LOCKS} that keep them apart: {error.strerror}; "
+            f"make {_LOCKS.parent} writable, or run as another user than root"
+        ) from None
+    try:
+        yield User(_locked(descriptor, ids), (descriptor,))
+    finally:
+        os.close(descriptor)
+
+
+def _lendable(uid_map: str) -> range:
+    """The ids to lend of those in `/proc/self/uid_map`."""
+    mapped = [(int(first), int(first) + int(count)) for first, _, count in map(str.split, uid_map.splitlines())]
+    for ids in (_UNASSIGNED, _IN_A_CONTAINER):
+        if any(first <= ids.start and ids.stop <= end for first, end in mapped):
+            return ids
+    raise SandboxUnavailable(
+        f"as root, programs need a user each, and this container has not the ids {_IN_A_CONTAINER.start} to "
+        f"{_IN_A_CONTAINER.stop - 1}; give it 65,536 ids (/etc/subuid), or run as another user than root"
+    )
+
+
+def _locked(descriptor: int, ids: range) -> int:
+    """One of `ids` that nobody had; its lock lasts until all copies of `descriptor` are closed."""
+    for _ in range(_TRIES):
+        number = secrets.randbelow(len(ids))
+        whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise SandboxUnavailable(f"{_LOCKS} cannot be locked: {error.strerror}") from None
+        else:
+            return ids[number]
+    raise SandboxUnavailable(f"{_TRIES} of {len(ids)} users, drawn by chance, were all taken: other programs still run")

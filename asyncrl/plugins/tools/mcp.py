@@ -1,0 +1,228 @@
+"""Tools of an MCP server (Model Context Protocol), over stdio or streamable HTTP, by the official `mcp` package (extra
+`mcp`).
+
+One task owns a connection from its beginning to its end, as the package demands; whoever calls a tool only hands it
+the call. All samples of a worker share the connection. Life of a connection:
+
+    starting -> open -> broken (a call found it closed) -> starting -> ... -> closed
+
+A server that died is started anew, at once and then after growing pauses; the call that found it dead is not repeated,
+because it may have done its work. Calls meanwhile wait for the new one, within their own limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from asyncrl.api import Tool, ToolResult, ToolSchema
+from asyncrl.comm.awake import AwakeTimeout
+from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig
+
+CLOSE_LIMIT_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Before a start that follows one which failed; doubled each time."""
+
+_log = logging.getLogger(__name__)
+
+
+class McpError(RuntimeError):
+    """The server cannot be started, or cannot be reached; the message names it."""
+
+
+class McpServer:
+    """The connection to one server; see the module's docstring. Use it in one event loop.
+
+    Args:
+        config: see there; checked.
+        connect: makes the client, an asynchronous context manager; by default that of `mcp`.
+    """
+
+    def __init__(self, config: McpServerConfig, connect: Callable[[AsyncExitStack], Any] | None = None) -> None:
+        self.config = config
+        self._connect = connect or self._client
+        self._opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._broken = asyncio.Event()
+        self._closing = False
+        self.starts = 0
+        """How often it was started."""
+        self._owner = asyncio.create_task(self._own())
+
+    async def tools(self) -> list[McpTool]:
+        """Those that are offered.
+
+        Raises:
+            McpError: the server does not start, or has no tool of a name that is wanted.
+        """
+        client = await self._open(self.config.start_timeout_s)
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                found, cursor = [], None
+                while True:
+                    page = await client.list_tools(cursor=cursor)
+                    found += page.tools
+                    if not (cursor := page.next_cursor):
+                        break
+        except Exception as error:
+            raise McpError(f"mcp server {self.config.name!r} does not list its tools: {_told(error)}") from error
+        by_name = {tool.name: tool for tool in found}
+        wanted = self.config.tools or list(by_name)
+        for name in wanted:
+            if name not in by_name:
+                raise McpError(f"mcp server {self.config.name!r} has no tool {name!r}; it has: {', '.join(by_name)}")
+        return [McpTool(self, self.config.prefix, by_name[name]) for name in wanted]
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """The result of the server's tool `name`.
+
+        Raises:
+            McpError: the server is not there, closed the connection, or did not answer in time.
+        """
+        client = await self._open(self.config.timeout_s)
+        broken = self._broken
+        try:
+            async with AwakeTimeout(self.config.timeout_s):
+                result = await client.call_tool(name, dict(arguments))
+        except TimeoutError:
+            raise McpError(f"it did not answer within {self.config.timeout_s:g} s") from None
+        except Exception as error:
+            if _is_closed(error):
+                broken.set()
+            raise McpError(_told(error)) from error
+        text = "\n".join(_text_of(item) for item in result.content)
+        return ToolResult(f"Error: {text}" if result.is_error else text, is_error=bool(result.is_error))
+
+    async def close(self) -> None:
+        """End the connection, and the program that was started for it."""
+        self._closing = True
+        self._broken.set()
+        done, _ = await asyncio.wait({self._owner}, timeout=CLOSE_LIMIT_S)
+        if not done:
+            _log.warning("mcp server %s did not close within %g s; given up", self.config.name, CLOSE_LIMIT_S)
+            self._owner.cancel()
+        await asyncio.gather(self._owner, return_exceptions=True)
+
+    async def _open(self, limit_s: float) -> Any:
+        """The client, once there is one."""
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asyncio.shield(self._opened)
+        except TimeoutError:
+            raise McpError(f"mcp server {self.config.name!r} was not there within {limit_s:g} s") from None
+
+    async def _own(self) -> None:
+        """Hold one connection after the other until `close`."""
+        pause_s = FIRST_PAUSE_S
+        while not self._closing:
+            self._broken = asyncio.Event()
+            try:
+                async with AsyncExitStack() as stack:
+                    async with asyncio.timeout(self.config.start_timeout_s):
+                        client = await self._connect(stack)
+                    self.starts += 1
+                    self._opened.set_result(client)
+                    pause_s = FIRST_PAUSE_S
+                    if self._closing:
+                        break
+                    await self._broken.wait()
+                    self._opened = asyncio.get_running_loop().create_future()
+            except Exception as error:  # the package raises groups of whatever its transports raise
+                if self._closing:
+                    break
+                if self._opened.done():
+                    self._opened = asyncio.get_running_loop().create_future()
+                elif not self.starts:
+                    self._opened.set_exception(
+                        McpError(f"mcp server {self.config.name!r} did not start: {_told(error)}")
+                    )
+                    return
+                _log.warning("mcp server %s: %s; another start in %g s", self.config.name, _told(error), pause_s)
+                await self._paused(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _paused(self, pause_s: float) -> None:
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._broken.wait()
+        except TimeoutError:
+            return
+
+    async def _client(self, stack: AsyncExitStack) -> Any:
+        """A client whose session is open, ended by `stack`."""
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
+
+        config = self.config
+        if config.command:
+            # What a server prints beside the protocol would fill the worker's log.
+            nowhere = stack.enter_context(open(os.devnull, "w"))  # noqa: ASYNC230, SIM115
+            command = sys.executable if config.command == PYTHON else config.command
+            parameters = StdioServerParameters(command=command, args=list(config.args), env=dict(config.env))
+            transport: Any = stdio_client(parameters, errlog=nowhere)
+        else:
+            http = await stack.enter_async_context(create_mcp_http_client(headers=dict(config.headers)))
+            transport = streamable_http_client(config.url, http_client=http)
+        return await stack.enter_async_context(Client(transport))
+
+
+class McpTool(Tool):
+    """One tool of a server. The server checks the arguments itself."""
+
+    def __init__(self, server: McpServer, prefix: str, described: Any) -> None:
+        self.name = prefix + described.name
+        self._server, self._remote_name = server, described.name
+        function = {
+            "name": self.name,
+            "description": described.description or "",
+            "parameters": dict(described.input_schema),
+        }
+        self._schema: ToolSchema = {"type": "function", "function": function}
+
+    def schema(self) -> ToolSchema:
+        """As the server describes it."""
+        return self._schema
+
+    async def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Have the server answer."""
+        return await self._server.call(self._remote_name, arguments)
+
+
+def installed() -> str | None:
+    """Why there is no MCP here; None where there is."""
+    try:
+        import mcp
+    except ImportError:
+        return "needs the package mcp: pip install 'asyncrl[mcp]'"
+    return None if hasattr(mcp, "Client") else "needs mcp 2.3 or later: pip install -U 'asyncrl[mcp]'"
+
+
+def _is_closed(error: BaseException) -> bool:
+    """Whether `error` says that the connection is gone, rather than that the server refused this call."""
+    import anyio
+    from mcp import MCPError
+
+    if isinstance(error, MCPError):
+        return "closed" in str(error).lower()
+    gone = (anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.EndOfStream, ConnectionError)
+    return isinstance(error, gone) or type(error).__module__.partition(".")[0].startswith("httpx")
+
+
+def _told(error: BaseException) -> str:
+    """The first cause of an error that may be a group, in a line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError) and not str(error):
+        return "it took too long"
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _text_of(item: Any) -> str:
+    text = getattr(item, "text", None)
+    return text if isinstance(text, str) else f"[{item.type}]"

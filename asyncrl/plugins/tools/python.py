@@ -1,0 +1,64 @@
+"""Python programs that the model writes, each run in a sandbox of its own (`asyncrl.plugins.sandbox`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.api import Tool, ToolResult, ToolSchema
+from asyncrl.plugins.sandbox import Ended, Limits, Sandbox
+
+WALL_BY_CPU = 3.0
+"""A busy machine must not fail a program that computes for less than its limit."""
+
+
+class PythonTool(Tool):
+    """Runs a program and gives back what it printed. Programs know nothing of each other.
+
+    They see no network and of the host's files the interpreter alone, and write to a folder in memory; see
+    `asyncrl.plugins.sandbox`. The tool's `timeout_s` in the settings has to allow for a wait: as many programs run at
+    a time as there are cores.
+
+    Args:
+        name: what the model calls it.
+        cpu_s: CPU time of a program; three times as much by the clock.
+        memory_mb: its address space.
+        output_chars: what it may print; more ends it.
+
+    Raises:
+        SandboxUnavailable: this machine cannot make a sandbox.
+    """
+
+    def __init__(
+        self, *, name: str = "python", cpu_s: float = 5.0, memory_mb: int = 512, output_chars: int = 100_000
+    ) -> None:
+        self.name = name
+        limits = Limits(WALL_BY_CPU * cpu_s, max(1, math.ceil(cpu_s)), memory_mb, output_bytes=output_chars)
+        self._sandbox = Sandbox(limits)
+
+    def schema(self) -> ToolSchema:
+        """A program, under `code`."""
+        code = {"type": "string", "description": "a whole Python program; print what you want to see"}
+        parameters: dict[str, Any] = {"type": "object", "properties": {"code": code}, "required": ["code"]}
+        parameters["additionalProperties"] = False
+        description = "Run a Python program, without network, and read what it prints. Nothing is kept between calls."
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": description, "parameters": parameters},
+        }
+
+    def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> ToolResult:  # type: ignore[override]
+        """Run `arguments["code"]`; runs in a thread, as it waits for the program."""
+        ended = self._sandbox.run({"program.py": str(arguments["code"])}, ["program.py"])
+        why = _why_it_failed(ended, self._sandbox.limits)
+        text = "\n".join(filter(None, (ended.stdout.rstrip("\n"), ended.stderr.rstrip("\n"), why)))
+        return ToolResult(text or "(it printed nothing)", is_error=bool(why))
+
+
+def _why_it_failed(ended: Ended, limits: Limits) -> str:
+    if ended.stopped == "time":
+        return f"(ended: it took longer than {limits.wall_s:g} s)"
+    if ended.stopped == "output":
+        return f"(ended: it printed more than {limits.output_bytes} bytes)"
+    return f"(exit code {ended.exit_code})" if ended.exit_code else ""

@@ -1,0 +1,270 @@
+"""The folders of checkpoints and weights, held against their manifests and against the ledger's history."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from asyncrl.verify.audit.documents import MAX_ROWS, Settings, one_line
+from asyncrl.verify.audit.history import Report
+from asyncrl.verify.audit.outcome import Outcome, SavedLine
+
+MANIFEST_FILE, STATE_FILE = "manifest.json", "state.json"
+_FORMAT = 2
+_CHECKPOINT_ROLE = "checkpoint"
+_READ_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 100 << 20
+_MAX_BITMAP_BYTES = MAX_ROWS // 8
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """A file in a manifest."""
+
+    bytes: int
+    xxh3: str
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """A tensor in a manifest."""
+
+    shape: list[int]
+    dtype: str
+    file: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """`manifest.json` of a folder."""
+
+    format: int
+    role: str
+    version: int
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+
+class UsedPrompts(msgspec.Struct, frozen=True):
+    """The prompts that a checkpoint has used: of each epoch a bitmap of rows, compressed, in base64; and other ids."""
+
+    count: int
+    epochs: dict[str, str]
+    others: list[str]
+
+    def ids(self) -> set[str]:
+        """Return the ids; raises ValueError or zlib.error if they cannot be read."""
+        used = set(self.others)
+        for epoch, packed in self.epochs.items():
+            stream = zlib.decompressobj()
+            bitmap = stream.decompress(base64.b64decode(packed, validate=True), _MAX_BITMAP_BYTES)
+            if not stream.eof:
+                raise ValueError(f"the bitmap of epoch {epoch} is cut off or too long")
+            for byte, bits in enumerate(bitmap):
+                used.update(f"e{int(epoch)}-{byte * 8 + bit}" for bit in range(8) if bits >> bit & 1)
+        return used
+
+
+class LedgerPlace(msgspec.Struct, frozen=True):
+    """The ledger's line that a checkpoint goes on from."""
+
+    line: int
+    lineage: int
+
+
+class Buffer(msgspec.Struct, frozen=True):
+    """The state of the sample buffer in a checkpoint, as far as it is judged."""
+
+    used_prompts: UsedPrompts
+
+
+class MasterState(msgspec.Struct, frozen=True):
+    """The MasterWorker's part of a checkpoint, as far as it is judged."""
+
+    version: int
+    ledger: LedgerPlace
+    buffer: Buffer
+    dropped: dict[str, int] = {}
+
+
+class CheckpointState(msgspec.Struct, frozen=True):
+    """`state.json` of a checkpoint."""
+
+    version: int
+    master_state: MasterState
+
+
+def versions_in(root: Path) -> list[Path]:
+    """Return the folders `v<N>` in `root`, ascending."""
+    found = (path for path in root.glob("v*") if path.name[1:].isdecimal() and path.is_dir())
+    return sorted(found, key=lambda path: int(path.name[1:]))
+
+
+def role_folders(weights: Path) -> list[Path]:
+    """Return the folders of the roles in `weights`."""
+    return sorted(path for path in weights.glob("*") if path.is_dir())
+
+
+def check_checkpoints(root: Path, folders: list[Path], outcome: Outcome, report: Report) -> None:
+    """Check that every checkpoint is whole and has used the prompts that the ledger says were used by then.
+
+    `folders` are those that were there before the ledger was read.
+    """
+    for folder in folders:
+        if check_folder(folder, _CHECKPOINT_ROLE, report):
+            _check_state(folder, outcome, report)
+    newest = int(folders[-1].name[1:]) if folders else None
+    ended = outcome.is_over and outcome.version > 0
+    if newest is None and (outcome.resumed or ended):
+        report(root.name, "has no checkpoint, and one was written")
+    elif newest is not None and newest < outcome.version and ended:
+        report(root.name, f"the newest is of version {newest}; the run ended by itself at {outcome.version}")
+
+
+def check_weights(
+    root: Path, folders: Mapping[str, list[Path]], settings: Settings | None, outcome: Outcome, report: Report
+) -> None:
+    """Check that every published version is whole and was made by a step, and that the newest is there."""
+    possible = outcome.version + (not outcome.ended)  # a version is published before the ledger has its step
+    newest = 0 if not outcome.version else -1
+    for role, versions in sorted(folders.items()):
+        for folder in versions:
+            check_folder(folder, role, report)
+            newest = max(newest, version := int(folder.name[1:]))
+            if version > possible:
+                report(f"{root.name}/{role}/{folder.name}", f"no step made it; the last was {outcome.version}")
+    each_step = settings is not None and settings.manager.weight_transport == "disk" and outcome.steps_of_launch > 0
+    if newest < outcome.version and (outcome.is_over or each_step):
+        newest_known = f"the newest is of version {newest}" if newest >= 0 else "has no version"
+        report(root.name, f"{newest_known}; the ledger's last step made {outcome.version}")
+
+
+def check_folder(folder: Path, role: str, report: Report) -> bool:
+    """Hold the files of `folder` against its manifest: names, sizes, checksums, tensors; True if all is well."""
+    weights = folder.parent.parent.name == "weights"
+    place = "/".join(folder.parts[-3:] if weights else folder.parts[-2:])
+    try:
+        manifest = msgspec.convert(json.loads((folder / MANIFEST_FILE).read_bytes()), Manifest)
+    except FileNotFoundError:
+        if folder.exists():  # else a run that goes on has removed it meanwhile
+            report(place, f"has no {MANIFEST_FILE}")
+        return False
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
+        report(place, f"{MANIFEST_FILE} cannot be read: {one_line(error)}")
+        return False
+    wrong = []
+    if f"v{manifest.version}" != folder.name:
+        wrong.append(f"its manifest is of version {manifest.version}")
+    if (manifest.format, manifest.role) != (_FORMAT, role):
+        wrong.append(f"its manifest is of {manifest.role!r} in format {manifest.format}, not of {role!r} in {_FORMAT}")
+    for name, entry in manifest.files.items():
+        if name == MANIFEST_FILE or not {"", ".", ".."}.isdisjoint(name.split("/")):
+            wrong.append(f"its manifest lists {name!r}, which is no file of the folder")
+        elif (what := _wrong_with(folder / name, name, entry)) is not None:
+            wrong.append(what)
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    wrong += [f"{name} is in no manifest" for name in sorted(names - manifest.files.keys() - {MANIFEST_FILE})]
+    if not wrong and weights:
+        wrong += _wrong_tensors(folder, manifest)
+    if wrong and not folder.exists():  # removed while it was read
+        return False
+    for what in wrong:
+        report(place, what)
+    return not wrong
+
+
+def _check_state(folder: Path, outcome: Outcome, report: Report) -> None:
+    place = f"{folder.parent.name}/{folder.name}"
+    try:
+        state = msgspec.convert(json.loads((folder / STATE_FILE).read_bytes()), CheckpointState)
+        master = state.master_state
+        used = master.buffer.used_prompts.ids()
+    except (OSError, ValueError, RecursionError, zlib.error, msgspec.ValidationError) as error:
+        report(place, f"{STATE_FILE} cannot be read: {one_line(error)}")
+        return
+    version = master.version
+    if not f"v{version}" == f"v{state.version}" == folder.name:
+        report(place, f"is of version {version}, its ranks are of {state.version}")
+    if len(used) != master.buffer.used_prompts.count:
+        report(place, f"has {len(used)} used prompts where count says {master.buffer.used_prompts.count}")
+    saved = outcome.saved.get(master.ledger.line)
+    if saved is None:
+        report(
+            place,
+            f"goes on from line {master.ledger.line} of the ledger, which is of no checkpoint that is remembered",
+        )
+        return
+    _check_against_line(place, master, used, saved, outcome, report)
+
+
+def _check_against_line(
+    place: str, master: MasterState, used: set[str], saved: SavedLine, outcome: Outcome, report: Report
+) -> None:
+    line = saved.line
+    if (line.version, line.lineage) != (master.version, master.ledger.lineage):
+        report(
+            place,
+            f"is of version {master.version} and lineage {master.ledger.lineage}; its line of the ledger is of "
+            f"{line.version} and {line.lineage}",
+        )
+    if outcome.whole and used != (recorded := set(outcome.used[: saved.used])):
+        report(
+            place,
+            f"has {len(used)} used prompts and the ledger {len(recorded)}; {len(used ^ recorded)} are in one only, "
+            f"for example {min(used ^ recorded)}",
+        )
+    told = {reason: count for reason, count in master.dropped.items() if count}
+    if line.books is not None and told != line.books.dropped:
+        report(place, f"has dropped {told}, its line of the ledger {line.books.dropped}")
+
+
+def _wrong_with(file: Path, name: str, entry: FileEntry) -> str | None:
+    if not file.is_file():
+        return f"{name} is missing"
+    try:
+        size, digest = file.stat().st_size, xxhash.xxh3_64()
+        if size != entry.bytes:
+            return f"{name} has {size} bytes, its manifest says {entry.bytes}"
+        with file.open("rb") as stream:
+            while part := stream.read(_READ_BYTES):
+                digest.update(part)
+    except OSError as error:
+        return f"{name} cannot be read: {one_line(error)}"
+    if digest.hexdigest() != entry.xxh3:
+        return f"{name} has the checksum {digest.hexdigest()}, its manifest says {entry.xxh3}"
+    return None
+
+
+def _wrong_tensors(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Hold the manifest's tensors against the headers of the files that they are in."""
+    found: dict[str, TensorEntry] = {}
+    for name in (name for name in manifest.files if name.endswith(".safetensors")):
+        try:
+            header = _header(folder / name)
+            found |= {tensor: TensorEntry(each["shape"], each["dtype"], name) for tensor, each in header.items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            yield f"{name} has no readable header: {one_line(error)}"
+    for name in sorted(found.keys() | manifest.tensors.keys()):
+        there, told = found.get(name), manifest.tensors.get(name)
+        if there is None or told is None:
+            yield f"tensor {name} is {'in no manifest' if told is None else 'in no file'}"
+        elif there != told:
+            yield (
+                f"tensor {name} is {there.dtype}{there.shape} in {there.file}, its manifest says "
+                f"{told.dtype}{told.shape} in {told.file}"
+            )
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file: its length in 8 bytes, then JSON."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        if size > _MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {size} bytes")
+        header: dict[str, Any] = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    return header

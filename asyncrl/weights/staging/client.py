@@ -1,0 +1,53 @@
+"""A client of one staging server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from asyncrl.comm.http import HttpRefused, JsonHttp
+from asyncrl.weights.staging.messages import SameCodeReply, SameCodeRequest, StageReply, StageRequest
+
+HOLD_S = 10.0
+"""So long a server holds a request for what is on its way."""
+_MARGIN_S = 10.0
+_COMPARING_S = 60.0
+SOURCE_FAILED = HTTPStatus.BAD_GATEWAY
+"""The status of an answer that it was not this host's fault."""
+
+
+class StagingClient:
+    """Calls of the staging server at `url`."""
+
+    def __init__(self, http: JsonHttp, url: str) -> None:
+        self._http, self._url = http, url.rstrip("/")
+
+    async def stage(self, request: StageRequest) -> StageReply:
+        """Return once the folder is there, however long that takes: a fetch ends by itself when nothing comes any more.
+
+        Raises:
+            HttpError: it is not; `source_failed` says whose fault that was.
+        """
+        while True:
+            reply = await self._http.call(
+                "POST", f"{self._url}/stage", request, timeout_s=HOLD_S + _MARGIN_S, reply=StageReply
+            )
+            if reply.done:
+                return reply
+
+    async def code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
+        """Of modules with these checksums of their sources, those that are not the same on that host, with why.
+
+        Raises:
+            HttpError: it does not say.
+        """
+        request = SameCodeRequest(dict(sums))
+        reply = await self._http.call(
+            "POST", f"{self._url}/same_code", request, timeout_s=_COMPARING_S, reply=SameCodeReply
+        )
+        return reply.differences
+
+
+def source_failed(error: Exception) -> bool:
+    """Whether what `StagingClient.stage` raised was the fault of the source, not of the host that was asked."""
+    return isinstance(error, HttpRefused) and error.status == SOURCE_FAILED

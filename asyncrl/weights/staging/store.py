@@ -1,0 +1,171 @@
+"""The folders that a host has: where each is, and one task for each that is on its way, however many ask for it.
+
+On the publisher's host a version is linked, file by file, so that it stays whole for those who fetch it when the
+publisher removes its own; the folders of the launch are served from where they lie. Elsewhere all are fetched
+(`fetch`).
+
+    <root>/v7/      a copy
+    <root>/model/   the initial model, on other hosts than the publisher's
+    <root>/inputs/  what RolloutWorkers read, likewise; it outlives a server that dies, as they may read it at any time
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from asyncrl.comm.http import JsonHttp
+from asyncrl.plugins.datasets.tokenizers import model_files
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, read_manifest, verify
+from asyncrl.weights.staging.fetch import fetch_folder, sum_of
+from asyncrl.weights.staging.messages import INPUTS, MODEL, OF_THE_LAUNCH, StageRequest
+
+Key: TypeAlias = tuple[str, str]
+"""A folder's name, and which of that name: the path that it is at, or the checksum of its manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A folder that is there: where, its manifest as it was written, and the names of its files."""
+
+    path: Path
+    manifest: bytes
+    files: frozenset[str]
+
+    @property
+    def manifest_sum(self) -> str:
+        """By which it is known."""
+        return sum_of(self.manifest)
+
+
+class Store:
+    """See the module's docstring. Its methods belong to one event loop.
+
+    Args:
+        root: of the copies; versions and model that are there are removed.
+        http: connections to other hosts.
+        on_launch_folder: told the name and the path of each of `OF_THE_LAUNCH` once it is there.
+    """
+
+    def __init__(self, root: Path, http: JsonHttp, on_launch_folder: Callable[[str, Path], None]) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        for former in root.iterdir():  # of servers before this one; who still reads holds the files
+            if former.name != INPUTS:
+                shutil.rmtree(former, ignore_errors=True)
+        self._root, self._http, self._on_launch_folder = root, http, on_launch_folder
+        self._copies: dict[str, Copy] = {}
+        self._coming: dict[Key, asyncio.Task[Copy]] = {}
+        self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._readers: Counter[str] = Counter()
+
+    def get(self, folder: str) -> Copy | None:
+        """The folder, if it is there."""
+        return self._copies.get(folder)
+
+    def stage(self, request: StageRequest) -> asyncio.Task[Copy]:
+        """What has the folder once it has ended; the same for all who ask for the same while it is on its way.
+
+        It raises SourceFailed, ManifestError, or OSError; see `fetch_folder` and `verify`.
+        """
+        key = (request.folder, request.path or request.manifest_sum)
+        if key not in self._coming:
+            self._coming[key] = asyncio.create_task(self._have(request))
+            self._coming[key].add_done_callback(lambda done: self._ended(key, done))
+        return self._coming[key]
+
+    async def close(self) -> None:
+        """Give up what is on its way, and remove what is here."""
+        coming = list(self._coming.values())
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+
+    @contextmanager
+    def reading(self, folder: str) -> Iterator[None]:
+        """Within it the folder is not removed."""
+        self._readers[folder] += 1
+        try:
+            yield
+        finally:
+            self._readers[folder] -= 1
+
+    async def _have(self, request: StageRequest) -> Copy:
+        folder = request.folder
+        async with self._writing[folder]:
+            copy = self._copies[folder] = await self._copy(request, self._copies.get(folder))
+        if folder in OF_THE_LAUNCH:
+            self._on_launch_folder(folder, copy.path)
+        await self._remove_others({folder, *OF_THE_LAUNCH, *request.keep})
+        return copy
+
+    async def _copy(self, request: StageRequest, present: Copy | None) -> Copy:
+        folder = request.folder
+        if request.path:
+            return await asyncio.to_thread(self._take_in, folder, Path(request.path), present)
+        if folder == INPUTS and present is None:
+            present = await asyncio.to_thread(_whole_copy_at, self._root / folder)
+        if present is not None and present.manifest_sum == request.manifest_sum:
+            return present
+        await fetch_folder(self._http, request.source, folder, request.manifest_sum, self._root / folder)
+        return await asyncio.to_thread(_copy_at, self._root / folder)
+
+    def _take_in(self, folder: str, path: Path, present: Copy | None) -> Copy:
+        """Have what lies at `path` on this disk."""
+        if folder in OF_THE_LAUNCH:
+            content = model_files(path).values() if folder == MODEL else path.rglob("*")
+            return present or _described(folder, path, content)
+        verify(path, checksums=False)
+        if present is not None and present.manifest == (path / MANIFEST_FILE).read_bytes():
+            return present
+        directory = atomic_dir.begin(self._root / folder)
+        for name in (MANIFEST_FILE, *read_manifest(path).files):
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path / name, directory / name)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(path / name, directory / name)
+        atomic_dir.commit(self._root / folder)
+        return _copy_at(self._root / folder)
+
+    async def _remove_others(self, wanted: Collection[str]) -> None:
+        busy = {name for name, _ in self._coming} | {name for name, readers in self._readers.items() if readers}
+        for folder in self._copies.keys() - busy.union(wanted):
+            del self._copies[folder], self._writing[folder]
+            await asyncio.to_thread(atomic_dir.remove, self._root / folder)
+
+    def _ended(self, key: Key, done: asyncio.Task[Copy]) -> None:
+        """Who waited has it, or its failure; who asks from now on asks anew."""
+        del self._coming[key]
+        if not done.cancelled():
+            done.exception()  # it may be that nobody waited just then
+
+
+def _copy_at(path: Path) -> Copy:
+    return Copy(path, (path / MANIFEST_FILE).read_bytes(), frozenset(read_manifest(path).files))
+
+
+def _whole_copy_at(path: Path) -> Copy | None:
+    """What a server before this one fetched; None where that is not whole."""
+    try:
+        verify(path)
+    except ManifestError:
+        return None
+    return _copy_at(path)
+
+
+def _described(folder: str, path: Path, content: Iterable[Path]) -> Copy:
+    """The files of `content`, which are below `path`, with a manifest that is made here."""
+    files = {str(file.relative_to(path)): file_entry(file) for file in sorted(content) if file.is_file()}
+    files.pop(MANIFEST_FILE, None)
+    return Copy(path, msgspec.json.encode(Manifest(folder, 0, files)), frozenset(files))

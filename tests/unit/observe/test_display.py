@@ -1,0 +1,187 @@
+"""The displays show what a row says, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from asyncrl.observe.display import LiveDisplay, PlainDisplay, main_figures, trend, wrapped
+from asyncrl.observe.tail import JsonlTail
+
+ROW = {
+    "step": 3.0,
+    "reward/mean": 0.25,
+    "staleness/mean": 1.5,
+    "staleness/max": 2.0,
+    "throughput/gen_tokens_per_s": 1234.0,
+    "throughput/train_tokens_per_s": 5678.0,
+    "time/step_s": 0.5,
+    "time/wait_data_s": 0.1,
+    "time/generation_idle_s": 0.05,
+    "eval/held_out/accuracy": 0.75,
+}
+
+
+EVALUATION = {"step": 0, "policy_version": 0, "eval/held_out/accuracy": 0.125}
+"""A row as it is before training."""
+
+
+def console(width: int = 120) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, width=width, force_terminal=False), out
+
+
+def panel(*rows: dict[str, float], width: int = 80) -> str:
+    """What a terminal of `width` columns shows after `rows`."""
+    shown, out = console(width)
+    display = LiveDisplay(shown, "asyncrl a/b", total_steps=10, eta=4)
+    for row in rows:
+        display.row(row)
+    display.close()
+    return out.getvalue()
+
+
+def test_a_plain_row_is_one_line_with_the_main_figures() -> None:
+    shown, out = console()
+    PlainDisplay(shown, total_steps=10).row(ROW)
+    assert out.getvalue().count("\n") == 1
+    for part in ("step 3/10", "reward 0.250", "max 2", "gen 1,234", "train 5,678", "held_out accuracy 0.750"):
+        assert part in out.getvalue()
+
+
+def test_the_live_panel_shows_progress_staleness_and_who_waits_for_whom() -> None:
+    text = panel(ROW)
+    for part in (
+        "asyncrl a/b",
+        "step 3/10",
+        "0.250",
+        "max 2 of η = 4",
+        "0.750",
+        "trainer for data 20 %",
+        "generation for training 10 %",
+    ):
+        assert part in text
+
+
+def test_the_live_panel_fits_80_columns_whatever_the_figures() -> None:
+    shares = {"time/step_s": 100.0, "time/wait_data_s": 100.0, "time/generation_idle_s": 100.0}
+    rates = {"throughput/gen_tokens_per_s": 1234567.0, "throughput/train_tokens_per_s": 7654321.0}
+    text = panel(*[ROW | shares | rates | {"reward/mean": -12.5} for _ in range(30)])
+    assert "trainer for data 100 %, generation for training 100 %" in text
+    assert "generated 1,234,567, trained 7,654,321" in text
+    assert "…" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert len(text.splitlines()) == len(panel(ROW).splitlines()), "no figure takes a second line"
+
+
+def test_before_the_first_step_there_is_the_accuracy_of_the_initial_model_alone() -> None:
+    text = panel(EVALUATION)
+    for part in ("step 0/10", "held_out accuracy", "0.125", "no train step yet"):
+        assert part in text
+    assert "reward" not in text
+    assert "▁█" in panel(EVALUATION, ROW), "the curve begins there"
+    shown, out = console()
+    PlainDisplay(shown, total_steps=10).row(EVALUATION)
+    assert out.getvalue() == "step 0/10  held_out accuracy 0.125\n"
+
+
+def test_a_failed_evaluation_is_said() -> None:
+    failed = ROW | {"eval/held_out/failed": 1.0}
+    del failed["eval/held_out/accuracy"]
+    said = "the evaluation of version 3 on held_out failed"
+    assert said in panel(failed)
+    assert said in panel(EVALUATION, failed)
+    shown, out = console()
+    PlainDisplay(shown, total_steps=10).row(failed)
+    assert out.getvalue().count("\n") == 2
+    assert said in out.getvalue()
+
+
+def test_lost_episodes_are_said_with_their_count_so_far() -> None:
+    lost = "rollout/lost_episodes: env my.py:Game.step raised ValueError"
+    shown, out = console()
+    display = PlainDisplay(shown, total_steps=10)
+    for step in (1, 2):
+        display.row(ROW | {"step": float(step), lost: float(step)})
+    said = "2 episodes were lost, as env my.py:Game.step raised ValueError, 3 since the start"
+    assert said in out.getvalue().replace("\n", " ")
+
+
+def test_rollouts_that_failed_are_said_with_their_count_so_far() -> None:
+    rows = [
+        ROW | {"step": float(step), "rollout/dropped_failed: reward my.py:score": float(step)} for step in (0, 1, 2)
+    ]
+    said = "2 rollouts failed in reward my.py:score, 3 since the start; the rollout_workers' logs say why"
+    shown, out = console()
+    display = PlainDisplay(shown, total_steps=10)
+    for row in rows:
+        display.row(row)
+    assert said in out.getvalue()
+    assert out.getvalue().count("rollouts failed") == 2
+    text = panel(*rows)
+    assert said in text.replace("\n", " ")
+    assert "3 failed: reward my.py:score" in text
+    assert "failed" not in panel(ROW)
+
+
+def test_markup_in_a_remark_is_shown_as_it_is() -> None:
+    shown, out = console()
+    PlainDisplay(shown, 1).note("log [/red] line")
+    assert "log [/red] line" in out.getvalue()
+
+
+def test_a_trend_rises_from_the_lowest_to_the_highest_bar() -> None:
+    assert trend([0.0, 1.0]) == "▁█"
+    assert trend([0.5, 0.5]) == "▁▁"
+    assert len(trend([float(i) for i in range(100)])) == 24
+    assert trend([]) == ""
+
+
+def test_each_set_is_told_by_its_name_with_accuracy_where_there_is_a_verdict() -> None:
+    row = {"step": 3, "eval/a/accuracy": 0.75, "eval/a/reward_mean": 0.7, "eval/b.c/reward_mean": -0.5}
+    row |= {"eval/d/failed": 1.0}
+    assert main_figures(row) == {"a accuracy": 0.75, "b.c reward": -0.5}
+    shown, out = console()
+    PlainDisplay(shown, total_steps=10).row(row)
+    assert out.getvalue().splitlines() == [
+        "step 3/10  a accuracy 0.750  b.c reward -0.500",
+        "the evaluation of version 3 on d failed; the master_worker's log says why",
+    ]
+
+
+def test_the_tail_reads_each_whole_line_once_and_survives_a_cut(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = JsonlTail(file)
+    assert tail.read() == []
+    file.write_text(json.dumps({"step": 1}) + "\n" + '{"step"')
+    assert tail.read() == [{"step": 1}]
+    with file.open("a") as out:
+        out.write(": 2}\n")
+    assert tail.read() == [{"step": 2}]
+    file.write_text(json.dumps({"step": 9}) + "\n")
+    assert tail.read() == [{"step": 9}]
+
+
+def test_long_lines_break_between_words_on_a_terminal_alone_and_paths_stay_whole() -> None:
+    path = "/a/long/path/" + "x" * 60
+    line = f"metrics    {path} and some words that need a second line of a terminal"
+    terminal = Console(file=io.StringIO(), width=40, force_terminal=True)
+    parts = wrapped(line, terminal, indent=11).split("\n")
+    assert f"           {path}" in parts
+    assert all(len(part) <= 40 for part in parts if path not in part)
+    assert " ".join(part.strip() for part in parts) == line.replace("    ", " ")
+    assert wrapped("a\n\n  b", terminal) == "a\n\n  b"
+    assert wrapped(line, console(40)[0]) == line
+
+
+def test_rates_and_shares_are_those_of_the_recent_steps() -> None:
+    """A short step in which no rollout ended does not say that nothing is generated."""
+    burst = ROW | {"throughput/gen_tokens_per_s": 1000.0, "time/step_s": 0.9, "time/wait_data_s": 0.9}
+    quiet = ROW | {"throughput/gen_tokens_per_s": 0.0, "time/step_s": 0.1, "time/wait_data_s": 0.0}
+    text = panel(burst, quiet)
+    assert "generated 900," in text
+    assert "trainer for data 90 %" in text
+    assert "generated 0," in panel(burst, *[quiet] * 10)

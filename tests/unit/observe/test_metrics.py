@@ -1,0 +1,140 @@
+"""Where a run's numbers go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.observe.metrics import (
+    JsonlSink,
+    MetricsError,
+    MetricsWriter,
+    Row,
+    Sink,
+    WandbSink,
+    read_rows,
+)
+from asyncrl.observe.sample_tables import Table
+
+
+def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with closing(MetricsWriter(JsonlSink(file, 0))) as writer:
+        writer.write(1, {"loss": 0.5, "parts": [1.0, 2.0]})
+        assert read_rows(file) == [{"step": 1, "loss": 0.5, "parts": [1.0, 2.0]}]
+
+
+def test_a_step_has_one_row(tmp_path: Path) -> None:
+    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0))) as writer:
+        writer.write(2, {})
+        for step in (1, 2):
+            with pytest.raises(ValueError, match=f"step {step} comes after that of step 2"):
+                writer.write(step, {})
+
+
+def test_a_resumed_run_cuts_what_comes_after_its_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "x": step}) for step in range(1, 6)]
+    file.write_text("\n".join(lines) + '\n{"step": 6, "x"')
+    with closing(MetricsWriter(JsonlSink(file, 4))) as writer:
+        assert writer.last_step == 3
+        writer.write(4, {"x": 40})
+    assert [(row["step"], row["x"]) for row in read_rows(file)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_a_row_cut_off_by_a_kill_is_removed_even_within_the_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\n{"step": 2')
+    with closing(MetricsWriter(JsonlSink(file, 9))) as writer:
+        assert writer.last_step == 1
+        writer.write(2, {})
+    assert read_rows(file) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 0}\n{"step": 1}\n')
+    with closing(MetricsWriter(JsonlSink(file, 0))) as writer:
+        assert writer.last_step == -1
+    assert read_rows(file) == []
+
+
+def test_every_sink_gets_every_row(tmp_path: Path) -> None:
+    class Memory(Sink):
+        def __init__(self) -> None:
+            self.rows: list[tuple[int, Row]] = []
+            self.tables: list[tuple[int, Table]] = []
+            self.closed = False
+
+        def write(self, step: int, row: Row) -> None:
+            self.rows.append((step, row))
+
+        def samples(self, step: int, table: Table) -> None:
+            self.tables.append((step, table))
+
+        def close(self) -> None:
+            self.closed = True
+
+    memory = Memory()
+    with closing(MetricsWriter(JsonlSink(tmp_path / "metrics.jsonl", 0), memory)) as writer:
+        writer.write(1, {"a": 1.0})
+        writer.samples(1, [["e0-0", "0", "1", "0", "4"]])
+    assert memory.rows == [(1, {"a": 1.0})]
+    assert memory.tables == [(1, [["e0-0", "0", "1", "0", "4"]])]
+    assert memory.closed
+
+
+def points(folder: Path) -> dict[tuple[int, str], float]:
+    """What TensorBoard shows of the event files in `folder`: by step and curve."""
+    shown = EventAccumulator(str(folder)).Reload()
+    return {(event.step, tag): event.value for tag in shown.Tags()["scalars"] for event in shown.Scalars(tag)}
+
+
+def test_tensorboard_shows_every_number_at_its_step_and_no_lists(tmp_path: Path) -> None:
+    with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig())) as writer:
+        writer.write(0, {"eval/held_out/accuracy": 0.125})
+        writer.write(300, {"reward/mean": 0.5, "loss": -1, "parts": [1.0]})
+        assert points(tmp_path / "tensorboard") == {
+            (0, "eval/held_out/accuracy"): 0.125, (300, "reward/mean"): 0.5, (300, "loss"): -1.0,
+        }, "a point is there as soon as its row is written"  # fmt: skip
+
+
+def test_tensorboard_shows_samples_as_text(tmp_path: Path) -> None:
+    with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig())) as writer:
+        writer.samples(7, [["e0-0", "0", "1", "0", "4+5=9"]])
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = shown.Tensors("samples")
+    assert event.step == 7
+    assert event.tensor_proto.string_val[0].decode().endswith("| e0-0 | 0 | 1 | 0 | 4+5=9 |")
+    assert shown.PluginTagToContent("text").keys() == {"samples"}
+
+
+def test_tensorboard_hides_what_comes_after_the_checkpoint_of_a_resumed_run(tmp_path: Path) -> None:
+    for first_step, steps in ((0, range(5)), (3, range(3, 6))):
+        with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", ExperimentConfig(), first_step)) as writer:
+            for step in steps:
+                writer.write(step, {"x": 10 * first_step + step})
+    assert points(tmp_path / "tensorboard") == {
+        (0, "x"): 0, (1, "x"): 1, (2, "x"): 2, (3, "x"): 33, (4, "x"): 34, (5, "x"): 35,
+    }  # fmt: skip
+
+
+def test_the_event_files_writer_does_not_load_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from asyncrl.observe.metrics import TensorBoardSink; "
+        f"TensorBoardSink(Path({str(tmp_path)!r}), 0).write(1, {{'x': 1.0}}); assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_wandb_that_is_not_installed_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MetricsError, match=r"logging.wandb_project='p'.*asyncrl\[tracking\]"):
+        WandbSink("p", tmp_path, ExperimentConfig())

@@ -1,0 +1,216 @@
+"""Kept samples: files, tables, and what `show` prints of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.commands import show
+from asyncrl.observe.sample_tables import SampleTables, as_markdown
+from asyncrl.observe.samples import (
+    forget_after,
+    read_samples,
+    rows_of,
+    sample_files,
+    step_of,
+    trajectories,
+    write_samples,
+)
+
+GIB = 1 << 30
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return "".join(map(chr, tokens))
+
+
+def sample(text: str, versions: str, reward: float, **more: object) -> Sample:
+    """`versions` has for each character the version that generated it, or a dot where none did."""
+    generated = np.array([mark != "." for mark in versions])
+    return Sample(
+        tokens=np.array([ord(char) for char in text], np.int32),
+        loss_mask=generated.astype(np.uint8),
+        behave_logprobs=np.where(generated, -0.5, 0.0).astype(np.float32),
+        versions=np.array([-1 if mark == "." else int(mark) for mark in versions], np.int32),
+        reward=reward,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def rollout(number: int = 0) -> Trajectory:
+    turn_rewards = np.array([0, 0, 0, 0.25, 0, 0], np.float32)
+    samples = [
+        sample(
+            "ab=c!d", "..34.4", 1.0, token_rewards=turn_rewards, reward_parts={"exact": 1.0}, metrics={"turns": 2.0}
+        ),
+        sample("ab=\x1b\x9b", "..344", 0.0, truncated=True, episode=1),
+    ]
+    return Trajectory(f"r{number}", f"e0-{number}", number, samples, {"time/reward_s": 0.125})
+
+
+def write(folder: Path, step: int, *numbers: int, writer: str = "head-0", max_bytes: int = GIB) -> Path:
+    scores = {"prox_logprobs": np.full(11, -0.25, np.float32)}
+    rows = [row for number in numbers for row in rows_of(rollout(number), step, decode, scores)]
+    return write_samples(folder, step, writer, rows, max_bytes)
+
+
+def test_what_is_written_is_read_again_as_it_was(tmp_path: Path) -> None:
+    file = write(tmp_path, 5, 0, 1)
+    read = list(trajectories(read_samples([file])))
+    assert [(step, one.rollout_id, one.prompt_id, one.order) for step, one in read] == [
+        (5, "r0", "e0-0", 0),
+        (5, "r1", "e0-1", 1),
+    ]
+    for (_, one), number in zip(read, (0, 1), strict=True):
+        assert one.metrics == {"time/reward_s": 0.125}
+        for got, wanted in zip(one.samples, rollout(number).samples, strict=True):
+            for name in ("tokens", "loss_mask", "behave_logprobs", "versions"):
+                np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))
+                assert getattr(got, name).dtype == getattr(wanted, name).dtype
+            assert (got.reward, got.truncated, got.episode) == (wanted.reward, wanted.truncated, wanted.episode)
+            assert (got.reward_parts, got.metrics) == (wanted.reward_parts, wanted.metrics)
+            assert (got.token_rewards is None) == (wanted.token_rewards is None)
+            assert got.total_reward == wanted.total_reward
+
+
+def test_a_row_tells_turns_versions_and_three_log_probabilities(tmp_path: Path) -> None:
+    first, second = read_samples([write(tmp_path, 5, 0)])
+    assert first["text"] == "ab=c!d"
+    assert [(part["generated"], part["version"], part["text"]) for part in first["segments"]] == [
+        (False, None, "ab"),
+        (True, 3, "="),
+        (True, 4, "c"),
+        (False, None, "!"),
+        (True, 4, "d"),
+    ]
+    assert (first["segments"][2]["start"], first["staleness"]) == (3, 1)
+    assert first["behave_logprobs"] == [0, 0, -0.5, -0.5, 0, -0.5]
+    assert first["prox_logprobs"] == [-0.25] * 6
+    assert first["ref_logprobs"] is None
+    assert (first["reward"], first["total_reward"], first["reward_parts"]) == (1.0, 1.25, {"exact": 1.0})
+    assert (second["sample"], second["episode"], second["truncated"]) == (1, 1, True)
+
+
+def test_the_oldest_files_of_a_writer_make_room(tmp_path: Path) -> None:
+    size = write(tmp_path, 1, 0).stat().st_size
+    write(tmp_path, 1, 0, writer="head-1")
+    for step in (2, 3, 4):
+        write(tmp_path, step, 0, max_bytes=int(2.5 * size))
+    assert [step_of(file) for file in sample_files(tmp_path) if ".head-0." in file.name] == [3, 4]
+    assert [step_of(file) for file in sample_files(tmp_path) if ".head-1." in file.name] == [1]
+    write(tmp_path, 5, 0, max_bytes=1)
+    assert [step_of(file) for file in sample_files(tmp_path) if ".head-0." in file.name] == [5], "the newest stays"
+
+
+def test_steps_that_a_launch_forgets_lose_their_samples(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, 0)
+    forget_after(tmp_path, 2, "head-0")
+    assert [step_of(file) for file in sample_files(tmp_path)] == [1, 2]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path, 1, 0)
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"step-00000001\.head-0\.parquet is no file of samples"):
+        list(read_samples([file]))
+
+
+def test_tables_show_each_step_once(tmp_path: Path) -> None:
+    tables = SampleTables(tmp_path, size=3, after=1)
+    for step in (1, 2, 3):
+        write(tmp_path, step, 0, 1)
+    ((step, table),) = tables.new(before=3)
+    assert (step, len(table)) == (2, 3)
+    assert table[0] == ["e0-0", "0", "1.25", "-2", "ab=c!d"]
+    assert tables.new(before=3) == []
+    assert [step for step, _ in tables.new(before=4)] == [3]
+
+
+def test_a_table_keeps_text_from_being_markup() -> None:
+    assert as_markdown([["e0-0", "0", "1", "", "a|b\n<b>*x*"]]).splitlines()[2] == (
+        "| e0-0 | 0 | 1 |  | a&#124;b<br>&#60;b&#62;&#42;x&#42; |"
+    )
+
+
+GOLDEN = """\
+step 5  e0-0  sample 0  reward 1.25 (exact 1)  staleness 1  3 of 6 tokens generated  turns 2
+  log-probabilities: behaviour -0.500, proximal -0.250
+ab[v3|=][v4|c]![v4|d]
+
+step 5  e0-0  sample 1  reward 0  staleness 1  3 of 5 tokens generated  cut off
+  log-probabilities: behaviour -0.500, proximal -0.250
+ab[v3|=][v4|\\x1b\\x9b]
+
+"""
+
+
+def test_show_prints_samples_plainly_where_nobody_sees_colours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "samples", 5, 0)
+    assert show.main([str(tmp_path)], "asyncrl") == 0
+    assert capsys.readouterr().out == GOLDEN
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_versions_have_colours_on_a_terminal_unless_no_color_is_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_color: bool
+) -> None:
+    write(tmp_path / "samples", 5, 0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    assert show.main([str(tmp_path), "-n", "1"], "asyncrl") == 0
+    out = capsys.readouterr().out
+    assert ("\x1b[35m=" in out) != no_color, "version 3"
+    assert ("[v3|=]" in out) == no_color
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (["--step", "2:"], [(2, 0), (2, 1), (3, 0), (3, 1)]),
+        (["--step", "1", "--reward", "1:"], [(1, 0)]),
+        (["--reward", ":0.5", "-n", "2"], [(1, 1), (2, 1)]),
+        (["--newest-first", "-n", "1"], [(3, 0)]),
+        (["--prompt", "e0-7"], []),
+        (["--staleness=-2", "--rollout", "r0"], [(2, 0), (2, 1)]),
+    ],
+)
+def test_show_chooses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], shown: list[tuple[int, int]]
+) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step, 0)
+    assert show.main([str(tmp_path), *options], "asyncrl") == 0
+    heads = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [(int(words[1]), int(words[4])) for words in heads] == shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["-n", "-1"], "0 is all of them"), (["--reward", "1:0.5"], "'1:0.5' is empty"), (["--step", "nan"], "is empty")],
+)
+def test_show_refuses_what_chooses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        show.main([str(tmp_path), *options], "asyncrl")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert show.main([str(tmp_path / "nowhere")], "asyncrl") == 2
+    assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_show_refuses_what_has_no_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show.main([str(tmp_path)], "asyncrl") == 2
+    assert "samples.every=1" in capsys.readouterr().err

@@ -1,0 +1,495 @@
+"""An episode's client: ids are extended, never made anew; what was sampled is recorded once; limits end politely."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl.api import (
+    ChatClient,
+    ChatFinish,
+    ChatReply,
+    Completion,
+    GenerationRequest,
+    Prompt,
+    Sample,
+    SamplingParams,
+    ToolCall,
+    ToolSchema,
+)
+from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient, EpisodeOver
+from asyncrl.plugins.chat.drift import DriftError
+from asyncrl.plugins.chat.parsers import Parsed
+from asyncrl.plugins.chat.request import Finish, Limits, Phase
+from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
+from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.plugins.datasets.chat import ChatError
+
+from .conftest import TEMPLATES, FakePolicy
+
+MakeFormat = Callable[..., ChatFormat]
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+class Calls:
+    """A parser that finds a call of `look` for each `!` in an answer."""
+
+    def parse(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
+        calls = text.count("!") if tools else 0
+        found = tuple(ToolCall(f"{number}", "look", {"at": number}) for number in range(calls))
+        return Parsed(text.replace("!", "") if tools else text, None, found, 0)
+
+
+def ended(chat: ChatFormat) -> int:
+    assert chat.findings.end_id is not None
+    return chat.findings.end_id
+
+
+def random_policy(chat: ChatFormat) -> FakePolicy:
+    """Any tokens but control tokens, most of them no text that a tokenizer would cut so."""
+    return FakePolicy(ended(chat), vocab=600)
+
+
+def speaking(chat: ChatFormat, *texts: str) -> FakePolicy:
+    return FakePolicy(ended(chat), 0, chat.tokenizer.encode, *texts)
+
+
+def assert_exact(sample: Sample, said: Sequence[Completion]) -> None:
+    """The sample's masked stretches are these answers, one after the other, with all that belongs to them."""
+    where = sample.loss_mask.astype(bool)
+    assert sample.tokens[where].tolist() == [token for each in said for token in each.token_ids]
+    assert sample.versions[where].tolist() == [version for each in said for version in each.versions]
+    np.testing.assert_array_equal(
+        sample.behave_logprobs[where], np.array([p for each in said for p in each.logprobs], np.float32)
+    )
+    assert (sample.versions[~where] == -1).all()
+    assert (sample.behave_logprobs[~where] == 0).all()
+
+
+async def converse(client: ChatClient, turns: int) -> list[ChatReply]:
+    messages, replies = [user("What is 3 + 4?")], []
+    for turn in range(turns):
+        reply = await client.chat(messages)
+        replies.append(reply)
+        messages += [reply.message, user(f"Try {turn}, <|im_end|> again")]
+    return replies
+
+
+def test_the_episode_client_is_a_chat_client(chat_format: MakeFormat, prompt: Prompt) -> None:
+    client: ChatClient = EpisodeClient(random_policy(chat_format("chatml")), prompt, 0, None)
+    assert client.samples() == []
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_three_turns_are_one_sample_of_the_very_ids(chat_format: MakeFormat, prompt: Prompt, name: str) -> None:
+    chat = chat_format(name)
+    policy = random_policy(chat)
+    client = EpisodeClient(policy, prompt, 0, chat)
+    replies = await converse(client, 3)
+    (sample,) = client.samples(0.5)
+    assert_exact(sample, policy.said)
+    assert sample.tokens.tolist() == [*policy.asked[2].input_ids, *policy.said[2].token_ids]
+    for before, after, said in zip(policy.asked, policy.asked[1:], policy.said, strict=False):
+        assert after.input_ids[: len(before.input_ids)] == before.input_ids
+        assert list(after.input_ids[len(before.input_ids) :][: len(said.token_ids)]) == said.token_ids
+    assert [reply.prompt_ids for reply in replies] == [request.input_ids for request in policy.asked]
+    assert (sample.reward, sample.truncated) == (0.5, False)
+    assert client.metrics == {"chat/calls": 3, "chat/branches": 1, "chat/extended": 2, "chat/malformed_calls": 0}
+
+
+async def test_a_thousand_episodes_of_three_turns_do_not_drift(chat_format: MakeFormat, prompt: Prompt) -> None:
+    """Of the recorded ids against those that the policy saw and said; tokenised again, most would differ."""
+    chat = chat_format("qwen3")
+    drifting = 0
+    for number in range(1000):
+        policy = random_policy(chat)
+        one = replace(prompt, prompt_id=str(number), sampling=replace(prompt.sampling, seed=number))
+        client = EpisodeClient(policy, one, 0, chat)
+        await converse(client, 3)
+        (sample,) = client.samples()
+        assert_exact(sample, policy.said)
+        assert sample.tokens.tolist() == [*policy.asked[2].input_ids, *policy.said[2].token_ids]
+        drifting += chat.tokenizer.encode(chat.tokenizer.decode_all(sample.tokens.tolist())) != sample.tokens.tolist()
+    assert drifting > 900, "the policy's tokens are not those of the tokenizer, so that a drift would show"
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_ids_of_what_a_tokenizer_would_say_are_those_of_the_whole_rendering(
+    chat_format: MakeFormat, prompt: Prompt, data: st.DataObject
+) -> None:
+    """Whatever users and policy say: where the template rewrites nothing, extending is rendering; ids decode to it."""
+    words = st.text(st.sampled_from("ab 3\n.{}'\u00e9\u4f60\U0001f600"), min_size=1, max_size=12)
+    spoken = words.map(str.strip).filter(bool)  # Llama's template trims
+    chat = chat_format(data.draw(st.sampled_from(["chatml", "qwen2.5", "qwen3", "llama3.1"])))
+    answers, questions = data.draw(st.lists(spoken, min_size=1, max_size=4)), data.draw(st.lists(words, min_size=4))
+    policy = speaking(chat, *answers)
+    client = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(drift=DriftCheck.tolerant))
+
+    async def run() -> list[dict[str, Any]]:
+        messages = [user(questions[-1])]
+        for _, question in zip(answers, questions, strict=False):
+            reply = await client.chat(messages)
+            messages += [reply.message, user(question)]
+        return messages
+
+    messages = asyncio.run(run())
+    (sample,) = client.samples()
+    assert_exact(sample, policy.said)
+    whole = chat.tokenizer.decode_all(chat.begin(messages))
+    assert whole.startswith(chat.tokenizer.decode_all(sample.tokens.tolist()))
+    assert client.metrics.get("chat/drift_text", 0) == 0
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
+    chat_format: MakeFormat, prompt: Prompt, data: st.DataObject
+) -> None:
+    """Whatever an episode does: goes on, back, elsewhere, several times, in messages or ids."""
+    chat = chat_format(data.draw(st.sampled_from(list(TEMPLATES))))
+    policy = random_policy(chat)
+    rules = ChatPolicy(reasoning=data.draw(st.sampled_from(Reasoning)), limits=Limits(max_turns=4, max_context=400))
+    client = EpisodeClient(policy, prompt, 0, chat, rules)
+    said: list[list[Any]] = [[]]
+    seen: list[tuple[int, ...]] = []
+
+    async def act(number: int) -> None:
+        before = data.draw(st.sampled_from(said))
+        policy.cut = data.draw(st.booleans())
+        if data.draw(st.integers(0, 4)) == 0 and seen:
+            ids = (*data.draw(st.sampled_from(seen)), 5, 6)
+            await client.generate(GenerationRequest(str(number), ids, data.draw(st.integers(1, 2)), SamplingParams()))
+            return
+        if before and data.draw(st.integers(0, 4)) == 0:
+            before = [{**before[0], "content": "other"}, *before[1:]]
+        messages = [*before, user(data.draw(st.sampled_from("ab")))]
+        reply = await client.chat(messages, n=data.draw(st.integers(1, 2)))
+        for each in (reply, *reply.alternatives):
+            said.append([*messages, each.message])
+            seen.append((*each.prompt_ids, *each.completion.token_ids))
+
+    async def episode() -> None:
+        for number in range(data.draw(st.integers(1, 8))):
+            with contextlib.suppress(EpisodeOver):
+                await act(number)
+
+    asyncio.run(episode())
+    drawn = Counter(
+        (*request.input_ids, -1, *made.token_ids)
+        for request, made in ((asked, made) for asked, group in policy.answered for made in group)
+    )
+    learned: Counter[tuple[int, ...]] = Counter()
+    for sample in client.samples():
+        tokens, mask = sample.tokens.tolist(), sample.loss_mask.tolist()
+        edges = [at for at in range(len(mask)) if mask[at] and (at == 0 or not mask[at - 1])]
+        ends = [next((at for at in range(start, len(mask)) if not mask[at]), len(mask)) for start in edges]
+        learned.update((*tokens[:start], -1, *tokens[start:end]) for start, end in zip(edges, ends, strict=True))
+        assert (sample.versions[sample.loss_mask == 0] == -1).all()
+        assert (sample.versions[sample.loss_mask == 1] >= 0).all()
+    assert learned == drawn
+
+
+async def test_an_answer_cut_off_is_closed_by_a_token_without_loss(chat_format: MakeFormat, prompt: Prompt) -> None:
+    chat = chat_format("qwen2.5")
+    policy = random_policy(chat)
+    policy.cut = True
+    client = EpisodeClient(policy, prompt, 0, chat)
+    first, _ = await converse(client, 2)
+    assert first.finish_reason == ChatFinish.length
+    (sample,) = client.samples()
+    after = len(first.prompt_ids) + len(first.completion.token_ids)
+    assert sample.tokens[after] == ended(chat)
+    assert sample.loss_mask[after] == 0
+    assert_exact(sample, policy.said)
+    assert sample.truncated
+
+
+async def test_rewritten_history_is_a_branch_and_no_token_carries_loss_twice(
+    chat_format: MakeFormat, prompt: Prompt
+) -> None:
+    chat = chat_format("chatml")
+    policy = speaking(chat, "one", "two", "three", "four")
+    client = EpisodeClient(policy, prompt, 0, chat)
+    first = await client.chat([user("a")])
+    await client.chat([user("a"), first.message, user("b")])
+    await client.chat([user("a"), first.message, user("c")])
+    await client.chat([user("a"), {**first.message, "content": "edited"}, user("c")])
+    samples = client.samples()
+    one, two, three, four = policy.said
+    for sample, said in zip(samples, ([one, two], [three], [four]), strict=True):
+        assert_exact(sample, said)
+    texts = [chat.tokenizer.decode_all(sample.tokens.tolist()) for sample in samples]
+    assert "one" in texts[1]
+    assert "edited" in texts[2]
+    assert sum(int(sample.loss_mask.sum()) for sample in samples) == sum(len(each.token_ids) for each in policy.said)
+
+
+async def test_alternatives_are_samples_each_and_any_may_go_on(chat_format: MakeFormat, prompt: Prompt) -> None:
+    chat = chat_format("chatml")
+    policy = speaking(chat, "one", "two", "three", "four")
+    client = EpisodeClient(policy, prompt, 0, chat)
+    reply = await client.chat([user("a")], n=3)
+    second = reply.alternatives[0]
+    assert [reply.content, *(each.content for each in reply.alternatives)] == ["one", "two", "three"]
+    await client.chat([user("a"), second.message, user("b")])
+    samples = client.samples()
+    one, two, three, four = policy.said
+    for sample, said in zip(samples, ([one], [two, four], [three]), strict=True):
+        assert_exact(sample, said)
+
+
+async def test_matching_ignores_what_frameworks_change_and_minds_what_matters(
+    chat_format: MakeFormat, prompt: Prompt
+) -> None:
+    chat = chat_format("chatml", Calls())
+    policy = speaking(chat, "see!!", "done")
+    client = EpisodeClient(policy, prompt, 0, chat)
+    reply = await client.chat([user("a")], tools=TOOLS)
+    assert reply.finish_reason == ChatFinish.tool_calls
+    assert len({call.id for call in reply.tool_calls}) == 2
+    calls = [
+        {**call, "index": 0, "function": {**call["function"], "arguments": f'{{ "at":  {number} }}'}}
+        for number, call in enumerate(reply.message["tool_calls"])
+    ]
+    changed = {"role": "assistant", "name": "agent", "refusal": None, "content": "see", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "4"} for call in reply.tool_calls]
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    extended = client.prompt_ids([parts, changed, *results], tools=TOOLS)
+    assert extended[: len(reply.prompt_ids)] == reply.prompt_ids
+    assert list(extended[len(reply.prompt_ids) :][: len(policy.said[0].token_ids)]) == policy.said[0].token_ids
+    other = [{**calls[0], "id": "another"}, calls[1]]
+    for messages, tools in (
+        ([parts, {**changed, "tool_calls": other}, *results], TOOLS),
+        ([parts, {**changed, "content": "seen"}, *results], TOOLS),
+        ([user("b"), changed, *results], TOOLS),
+        ([parts, changed, *results], [*TOOLS, *TOOLS]),
+    ):
+        assert client.prompt_ids(messages, tools=tools)[: len(extended)] != extended
+    last = await client.chat([parts, changed, *results], tools=TOOLS)
+    assert last.prompt_ids == extended
+    (sample,) = client.samples()
+    assert_exact(sample, policy.said)
+    assert client.turns[0].request.phase is Phase.calling_tools
+    assert (client.turns[1].request.phase, client.turns[1].request.turns) == (Phase.completed, 2)
+    assert client.metrics["chat/tool_s"] > 0
+
+
+async def test_reasoning_is_kept_or_branches_off(chat_format: MakeFormat, prompt: Prompt) -> None:
+    chat = chat_format("qwen3")
+    texts = ("<think>\nhm\n</think>\n\none", "<think>\nha\n</think>\n\ntwo")
+    kept = EpisodeClient(speaking(chat, *texts), prompt, 0, chat)
+    replies = await converse(kept, 2)
+    assert [(each.reasoning, each.content) for each in replies] == [("hm", "one"), ("ha", "two")]
+    (sample,) = kept.samples()
+    assert "hm" in chat.tokenizer.decode_all(sample.tokens.tolist())
+
+    policy = speaking(chat, *texts)
+    branched = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(reasoning=Reasoning.branch, drift=DriftCheck.strict))
+    await converse(branched, 2)
+    first, second = branched.samples()
+    assert_exact(first, policy.said[:1])
+    assert_exact(second, policy.said[1:])
+    assert "hm" not in chat.tokenizer.decode_all(second.tokens.tolist())
+
+
+async def test_reasoning_that_the_template_keeps_does_not_branch(chat_format: MakeFormat, prompt: Prompt) -> None:
+    """Qwen3 shows reasoning until the user speaks again: a tool's result extends, though the client drops reasoning."""
+
+    class Thinks(Calls):
+        def parse(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
+            reasoning, _, rest = text.removeprefix("<think>\n").partition("\n</think>\n\n")
+            return replace(super().parse(rest, tools), reasoning=reasoning)
+
+    chat = chat_format("qwen3", Thinks())
+    texts = ("<think>\nhm\n</think>\n\nsee!", "<think>\nha\n</think>\n\ntwo", "<think>\nso\n</think>\n\nthree")
+    policy = speaking(chat, *texts)
+    client = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(reasoning=Reasoning.branch))
+    messages = [user("a")]
+    reply = await client.chat(messages, tools=TOOLS)
+    said = {key: value for key, value in reply.message.items() if key != "reasoning_content"}
+    messages += [said, {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "4"}]
+    second = await client.chat(messages, tools=TOOLS)
+    await client.chat([*messages, second.message, user("b")], tools=TOOLS)
+    first, last = client.samples()
+    assert_exact(first, policy.said[:2])
+    assert_exact(last, policy.said[2:])
+
+
+async def test_what_is_rendered_anew_has_the_recorded_reasoning_back(chat_format: MakeFormat, prompt: Prompt) -> None:
+    """Clients drop it from the messages; a template that shows reasoning gets it from the records."""
+    showing = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+    )
+    chat = chat_format(showing)
+    assert chat.findings.shows_reasoning
+    client = EpisodeClient(speaking(chat, "<think>hm</think>one"), prompt, 0, chat)
+    reply = await client.chat([user("a")])
+    said = {"role": "assistant", "content": reply.content}
+    later = [user("a"), said, {"role": "system", "content": "Be brief."}, user("b")]  # not a kind that is extended
+    assert "<think>hm</think>one<|im_end|>" in chat.tokenizer.decode_all(client.prompt_ids(later))
+
+
+async def test_drift_is_counted_or_refused(chat_format: MakeFormat, prompt: Prompt) -> None:
+    chat = chat_format("chatml")
+
+    def split(text: str) -> list[int]:
+        return [token for letter in text for token in chat.tokenizer.encode(letter)]
+
+    def drifting() -> FakePolicy:
+        return FakePolicy(ended(chat), 0, split, "What", "is")
+
+    assert split("What") != chat.tokenizer.encode("What")
+    counted = EpisodeClient(drifting(), prompt, 0, chat, ChatPolicy(drift=DriftCheck.tolerant))
+    reply = await counted.chat([user("a")])
+    await counted.chat([user("a"), reply.message, user("b")])
+    assert (counted.metrics["chat/drift_checks"], counted.metrics["chat/drift_tokens"]) == (1, 1)
+    strict = EpisodeClient(drifting(), prompt, 0, chat, ChatPolicy(drift=DriftCheck.strict))
+    reply = await strict.chat([user("a")])
+    with pytest.raises(DriftError, match="same text has other tokens"):
+        await strict.chat([user("a"), reply.message, user("b")])
+    rewriting = chat_format("qwen3-no-thinking")
+    client = EpisodeClient(speaking(rewriting, "one"), prompt, 0, rewriting, ChatPolicy(drift=DriftCheck.strict))
+    reply = await client.chat([user("a")])
+    with pytest.raises(DriftError, match="shows earlier messages otherwise"):
+        await client.chat([user("a"), reply.message, user("b")])
+
+
+async def test_a_full_context_ends_with_length_and_names_the_setting(
+    chat_format: MakeFormat, prompt: Prompt, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    chat = chat_format("chatml")
+    ids = chat.begin([user("a")])
+    policy = random_policy(chat)
+    policy.cut = True
+    client = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(Limits(max_context=len(ids) + 1)))
+    reply = await client.chat([user("a")])
+    assert policy.asked[0].sampling.max_new_tokens == 1
+    assert reply.finish_reason == ChatFinish.length
+    more = [user("a"), reply.message, user("b")]
+    empty = await client.chat(more)
+    assert (empty.finish_reason, empty.completion.token_ids) == (ChatFinish.length, [])
+    assert f"generation.context_length={len(ids) + 1}" in caplog.text
+    assert client.metrics["chat/limit_context_length"] == 1
+    with pytest.raises(EpisodeOver, match=r"generation\.context_length"):
+        await client.chat(more)
+    (sample,) = client.samples()
+    assert sample.truncated
+    assert len(policy.asked) == 1
+
+
+async def test_the_limit_of_turns_ends_politely_also_across_branches(chat_format: MakeFormat, prompt: Prompt) -> None:
+    chat = chat_format("qwen3")
+    texts = ("<think>\nhm\n</think>\n\none", "<think>\nha\n</think>\n\ntwo")
+    rules = ChatPolicy(Limits(max_turns=2), reasoning=Reasoning.branch)
+    client = EpisodeClient(speaking(chat, *texts), prompt, 0, chat, rules)
+    replies = await converse(client, 3)
+    assert [each.finish_reason for each in replies] == ["stop", "stop", "length"]
+    assert [sample.truncated for sample in client.samples()] == [False, True]
+    assert client.metrics["chat/limit_max_turns"] == 1
+
+
+async def test_calls_in_token_ids_are_recorded_and_joined_with_those_in_messages(
+    chat_format: MakeFormat, prompt: Prompt
+) -> None:
+    chat = chat_format("chatml")
+    policy = random_policy(chat)
+    client = EpisodeClient(policy, prompt, 0, chat)
+    reply = await client.chat([user("a")])
+    ids = (*reply.prompt_ids, *reply.completion.token_ids, 5, 6, 7)
+    await client.generate(GenerationRequest("mine", ids, 2, SamplingParams(seed=1)))
+    samples = client.samples()
+    assert [int(sample.loss_mask.sum()) for sample in samples] == [
+        len(policy.said[0].token_ids) + len(policy.said[1].token_ids),
+        len(policy.said[2].token_ids),
+    ]
+    assert samples[0].tokens.tolist() == [*ids, *policy.said[1].token_ids]
+
+
+async def test_seeds_are_the_conversations_whatever_else_is_under_way(chat_format: MakeFormat, prompt: Prompt) -> None:
+    chat = chat_format("chatml")
+
+    async def asked(member: int, *texts: str) -> list[int | None]:
+        policy = random_policy(chat)
+        client = EpisodeClient(policy, prompt, member, chat)
+        await asyncio.gather(*(client.chat([user(text)]) for text in texts))
+        return [request.sampling.seed for request in policy.asked]
+
+    one, two = await asked(0, "a", "b")
+    assert await asked(0, "b", "a") == [two, one]
+    again = await asked(0, "a", "a")
+    assert again[0] == one
+    assert len({one, two, again[1], *(await asked(1, "a"))}) == 4
+
+
+async def test_the_prompts_own_messages_have_the_prompts_own_ids(chat_format: MakeFormat, prompt: Prompt) -> None:
+    """Also where it was shortened."""
+    client = EpisodeClient(random_policy(chat_format("chatml")), prompt, 0, chat_format("chatml"))
+    assert client.prompt_ids([user("What is 3 + 4?")]) == prompt.input_ids
+    assert client.prompt_ids([user("What is 3 + 4?")], tools=TOOLS) != prompt.input_ids
+
+
+async def test_stop_strings_end_the_text_but_not_the_ids(chat_format: MakeFormat, prompt: Prompt) -> None:
+    chat = chat_format("chatml")
+    policy = speaking(chat, "the answer</a>\n")
+    client = EpisodeClient(policy, prompt, 0, chat)
+    reply = await client.chat([user("a")], sampling=SamplingParams(stop=("</a>",)))
+    assert reply.content == "the answer"
+    assert policy.asked[0].sampling.stop == ("</a>",)
+    assert ended(chat) in policy.asked[0].sampling.stop_token_ids
+    assert_exact(client.samples()[0], policy.said)
+
+
+async def test_what_cannot_be_asked_is_refused_by_name(chat_format: MakeFormat, prompt: Prompt) -> None:
+    chat = chat_format("chatml")
+    client = EpisodeClient(random_policy(chat), prompt, 0, chat)
+    wrong: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
+        ([user("a")], {"n": 0}, "n=0"),
+        ([user("a")], {"tool_choice": "required"}, "tool_choice='required'"),
+        ([user("a")], {"sampling": SamplingParams(stop=("",))}, "stop string ''"),
+        ([], {}, "no list of messages"),
+        ([{"role": "assistant", "content": "x"}], {}, "ends with the role 'assistant'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "no text"),
+    ]
+    for messages, options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            await client.chat(messages, **options)
+    with pytest.raises(ChatError, match=r"dataset\.chat_template"):
+        await EpisodeClient(random_policy(chat), prompt, 0, None).chat([user("a")])
+    assert client.turns == ()
+
+
+async def test_tool_choice_none_leaves_calls_as_text(chat_format: MakeFormat, prompt: Prompt) -> None:
+    chat = chat_format("chatml", Calls())
+    client = EpisodeClient(speaking(chat, "see!"), prompt, 0, chat)
+    reply = await client.chat([user("a")], tools=TOOLS, tool_choice="none")
+    assert (reply.content, reply.tool_calls, reply.finish_reason) == ("see!", (), ChatFinish.stop)
+
+
+async def test_two_results_of_a_turn_that_a_template_shows_one_of(chat_format: MakeFormat, prompt: Prompt) -> None:
+    """Llama's template refuses two calls in one message; going on by ids needs no rendering of them."""
+    chat = chat_format("llama3.1", Calls())
+    policy = speaking(chat, "see!!", "done")
+    client = EpisodeClient(policy, prompt, 0, chat)
+    reply = await client.chat([user("a")], tools=TOOLS)
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "4"} for call in reply.tool_calls]
+    await client.chat([user("a"), reply.message, *results], tools=TOOLS)
+    (sample,) = client.samples()
+    assert_exact(sample, policy.said)
+    assert Finish(client.turns[0].request.finish or "") is Finish.tool_calls

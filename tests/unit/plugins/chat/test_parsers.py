@@ -1,0 +1,295 @@
+"""Formats of tool calls: what is written is read again, and nothing that a model may write raises."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.api.chat import ToolCall
+from asyncrl.plugins.chat.parsers import FORMATS, choose, parser, unsupported
+
+WITH_CALLS = [name for name in FORMATS if name != "none"]
+_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+_tricky = st.sampled_from(
+    [
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        '{"name": "f"}',
+        "a\nb",
+        "\n",
+        '"',
+        "\\",
+        "<function=g>",
+        "; ",
+        "```",
+        "é漢🙂",
+    ]
+)
+_scalars = st.one_of(
+    _text, _tricky, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False, allow_infinity=False)
+)
+_values = st.recursive(
+    _scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_text, inner, max_size=3), max_leaves=6
+)
+_names = st.from_regex(r"[a-zA-Z0-9_-]{1,12}", fullmatch=True)
+_calls = st.lists(st.tuples(_names, st.dictionaries(_names, _values, max_size=3)), min_size=1, max_size=3)
+
+
+def _made(calls):
+    return tuple(ToolCall(f"call_{number}", name, arguments) for number, (name, arguments) in enumerate(calls))
+
+
+def _kind(value):
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
+    return kinds.get(type(value), "object")
+
+
+def _schemas(calls):
+    """Schemas by which an XML format gets every argument back as it was; of calls of one name the first counts."""
+    found = {}
+    for call in calls:
+        properties = {key: {"type": _kind(value)} for key, value in call.arguments.items()}
+        function = {"name": call.name, "parameters": {"type": "object", "properties": properties}}
+        found.setdefault(call.name, {"type": "function", "function": function})
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "json"])
+@given(calls=_calls)
+def test_what_is_written_as_json_is_read_again(name, calls):
+    written = _made(calls)
+    parsed = parser(name).parse(parser(name).render(written))
+    assert (parsed.calls, parsed.content, parsed.malformed, parsed.reasoning) == (written, "", 0, None)
+
+
+@given(
+    calls=st.lists(
+        st.tuples(_names, st.dictionaries(_names, _values, max_size=3)),
+        min_size=1,
+        max_size=3,
+        unique_by=lambda call: call[0],
+    )
+)
+def test_what_is_written_as_xml_is_read_again_by_its_schema(calls):
+    written = _made(calls)
+    parsed = parser("xml").parse(parser("xml").render(written), _schemas(written))
+    assert (parsed.calls, parsed.content, parsed.malformed) == (written, "", 0)
+
+
+_pieces = st.lists(
+    st.sampled_from(
+        [
+            "<tool_call>",
+            "</tool_call>",
+            "<think>",
+            "</think>",
+            "<function=f>",
+            "</function>",
+            "<parameter=a>",
+            "</parameter>",
+            "<|python_tag|>",
+            '{"name":',
+            '"f"',
+            ",",
+            '"arguments"',
+            '"parameters"',
+            ":",
+            "{",
+            "}",
+            "[",
+            "]",
+            ";",
+            "```",
+            "```json",
+            "NaN",
+            "1e999",
+            '"\\ud800"',
+            '"',
+            "\\",
+            "\x00",
+        ]
+    )
+    | st.text(max_size=5),
+    max_size=25,
+)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(pieces=_pieces, is_open=st.booleans())
+def test_no_text_raises_and_calls_can_be_encoded(name, pieces, is_open):
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    parsed = parser(name).parse("".join(pieces), [schema], reasoning_open=is_open)
+    for call in parsed.calls:
+        json.dumps(dict(call.arguments), ensure_ascii=False, allow_nan=False)
+        if name != "xml":
+            json.dumps(dict(call.arguments), ensure_ascii=False, allow_nan=False).encode()
+    assert parsed.malformed >= 0
+
+
+@given(text=st.text(max_size=60))
+def test_text_without_marks_is_content_as_it_is(text):
+    if "<" not in text:
+        assert parser("hermes").parse(text).content == text
+
+
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_text_around_a_call_is_content():
+    parsed = parser("hermes").parse(f"I add them.\n{HERMES}")
+    assert parsed.content == "I add them."
+    assert parsed.calls == (ToolCall("call_0", "f", {"a": 1}),)
+
+
+def test_several_calls_of_one_answer_are_read_in_order():
+    parsed = parser("hermes").parse(HERMES + "\n" + HERMES.replace("1", "2"))
+    assert [call.arguments["a"] for call in parsed.calls] == [1, 2]
+    assert [call.id for call in parsed.calls] == ["call_0", "call_1"]
+
+
+def test_a_call_within_the_reasoning_is_a_thought():
+    parsed = parser("hermes").parse(f"<think>\nI could write {HERMES}\n</think>\n\nNo need: 4.")
+    assert (parsed.calls, parsed.content, parsed.malformed) == ((), "No need: 4.", 0)
+    assert parsed.reasoning is not None
+    assert HERMES in parsed.reasoning
+
+
+def test_reasoning_that_the_prompt_began_ends_at_its_mark():
+    for is_open in (False, True):
+        parsed = parser("hermes").parse(f"maybe {HERMES} or not</think>{HERMES}", reasoning_open=is_open)
+        assert len(parsed.calls) == 1
+        assert parsed.reasoning is not None
+        assert parsed.reasoning.startswith("maybe")
+
+
+def test_reasoning_that_is_cut_off_holds_no_call():
+    assert parser("hermes").parse(f"<think>first {HERMES}").calls == ()
+    assert parser("hermes").parse(f"first {HERMES}", reasoning_open=True).calls == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": }</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "argum'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}} and more'),
+        ("hermes", "<tool_call>" + "[" * 100_000),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>"),
+        ("llama3", '{"name": "f", "parameters": {"a"'),
+        ("llama3", "<|python_tag|>print(1)"),
+        ("llama3", '{"name": "f", "parameters": {}} is my answer'),
+        ("json", '```json\n{"name": "f", "arguments": {"a": }}\n```'),
+        ("json", '[{"name": "f", "arguments": {}}, 3]'),
+        ("xml", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
+        ("xml", "<tool_call>{}</tool_call>"),
+        ("xml", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>"),
+    ],
+)
+def test_a_malformed_call_stays_content_and_is_counted(name, text):
+    parsed = parser(name).parse(text)
+    assert (parsed.calls, parsed.malformed, parsed.content) == ((), 1, text)
+
+
+@pytest.mark.parametrize("name", ["llama3", "json"])
+@pytest.mark.parametrize(
+    "text", ["The answer is 4", '{"x": 1}', '{"name": "Bob", "age": 3}', "[1, 2]", "```\nx\n```", ""]
+)
+def test_an_answer_that_is_no_call_is_not_malformed(name, text):
+    parsed = parser(name).parse(text)
+    assert (parsed.calls, parsed.malformed, parsed.content) == ((), 0, text)
+
+
+def test_a_good_call_beside_a_malformed_one_counts():
+    parsed = parser("hermes").parse(f"<tool_call>oops</tool_call>\n{HERMES}")
+    assert (len(parsed.calls), parsed.malformed) == (1, 1)
+    assert parsed.content == "<tool_call>oops</tool_call>"
+
+
+def test_a_whole_call_may_lack_its_closing_mark_at_the_end():
+    assert len(parser("hermes").parse(HERMES.removesuffix("</tool_call>")).calls) == 1
+    xml = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+    assert len(parser("xml").parse(xml).calls) == 1
+
+
+def test_llama_calls_may_follow_its_tag_and_a_semicolon():
+    text = '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
+    assert [call.name for call in parser("llama3").parse(text).calls] == ["f", "g"]
+    assert len(parser("llama3").parse('{"type": "function", "name": "f", "parameters": {}}').calls) == 1
+
+
+def test_json_calls_may_be_fenced_and_a_list():
+    text = '```json\n[{"name": "f", "arguments": {}}, {"name": "g", "parameters": {"b": 2}}]\n```'
+    assert [(call.name, call.arguments) for call in parser("json").parse(text).calls] == [("f", {}), ("g", {"b": 2})]
+
+
+def test_xml_values_have_the_types_of_the_schema_and_else_stay_text():
+    properties = {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "flag": {"type": "boolean"},
+        "maybe": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        "items": {"type": "array"},
+        "choice": {"enum": [1, 2]},
+    }
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    written = {
+        "text": "12", "count": "x", "flag": "True", "maybe": "None", "either": "seven", "items": "[1, 2]",
+        "choice": "2", "unknown": "3",
+    }  # fmt: skip
+    text = "<function=f>" + "".join(f"<parameter={k}>\n{v}\n</parameter>" for k, v in written.items()) + "</function>"
+    (call,) = parser("xml").parse(text, [schema]).calls
+    assert call.arguments == {
+        "text": "12", "count": "x", "flag": True, "maybe": None, "either": "seven", "items": [1, 2], "choice": 2,
+        "unknown": "3",
+    }  # fmt: skip
+
+
+def test_code_in_an_xml_value_is_kept_as_it_is():
+    code = "if a < 3:\n    print('</parameter>')"
+    text = f"<function=f><parameter=code>\n{code}\n</parameter></function>"
+    assert parser("xml").parse(text).calls[0].arguments == {"code": code}
+
+
+def test_the_template_tells_the_format():
+    assert choose("{% if tools %}<tool_call>{{ tools }}").name == "hermes"
+    assert choose("{% if tools %}<tool_call><function=x>{{ tools }}").name == "xml"
+    assert choose("{% if tools %}<|python_tag|>").name == "llama3"
+    assert choose("{% if tools %}{{ tools | tojson }}").name == "json"
+    assert choose("{{ messages }}").name == "none"
+    assert choose(None).name == "none"
+
+
+def test_the_tokenizer_decides_where_the_template_does_not():
+    class OneToken:
+        eos_token_id = 0
+
+        def encode(self, text):
+            return [1] if text == "<tool_call>" else [1, 2]
+
+        def decode(self, token_ids):
+            return ""
+
+    assert choose("{% if tools %}{{ tools | tojson }}", OneToken()).name == "hermes"
+
+
+def test_a_format_that_is_not_read_is_named():
+    source = "{% if tools %}[TOOL_CALLS]"
+    assert unsupported(source) == "Mistral"
+    assert choose(source).name == "none"
+    assert unsupported("{% if tools %}<tool_call>") is None
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="choose hermes"):
+        parser("hermse")

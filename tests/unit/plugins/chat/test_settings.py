@@ -1,0 +1,86 @@
+"""Settings of chat: what is wrong is named with what to do, and the context has room for the agent's turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.config.checks import validate
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.inference.settings import context_length, finds_stop_strings
+from asyncrl.plugins.chat import settings as chat_settings
+from asyncrl.rollout.user_code import chat_policy
+
+RETRY = "asyncrl.plugins.agents.retry:RetryAgent"
+
+
+def config_with(**chat: Any) -> ExperimentConfig:
+    config = ExperimentConfig()
+    for name, value in chat.items():
+        setattr(config.rollout.chat, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("chat", "agent", "parts"),
+    [
+        ({"parser": "hermse"}, {}, ["rollout.chat.parser='hermse'", "hermes"]),
+        ({"max_turns": -1}, {}, ["rollout.chat.max_turns=-1"]),
+        ({"max_turns": 2}, {"max_turns": 3}, ["rollout.chat.max_turns=2", "agent.args.max_turns=3", "use 0"]),
+    ],
+)
+def test_a_wrong_setting_is_named(chat: dict[str, Any], agent: dict[str, Any], parts: list[str]) -> None:
+    config = config_with(**chat)
+    config.agent.path, config.agent.args = RETRY, agent
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_stop_string_that_no_text_holds_is_named() -> None:
+    config = ExperimentConfig()
+    config.rollout.sampling.stop = [""]
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop=\[''\]"):
+        validate(config)
+
+
+def test_the_context_has_room_for_the_turns_of_the_agent() -> None:
+    """Given, its own default, or the limit; each further turn is an answer and what comes before it."""
+    config = config_with(feedback_tokens=10)
+    config.dataset.max_prompt_tokens, config.rollout.sampling.max_new_tokens = 100, 20
+    assert chat_settings.turns(config) == 1
+    assert context_length(config, {}) == 120
+    config.agent.path = RETRY
+    assert context_length(config, {}) == 150  # max_turns is 2 by default
+    config.agent.args = {"max_turns": 4}
+    assert context_length(config, {}) == 210
+    config.rollout.chat.max_turns = 3
+    assert context_length(config, {}) == 180
+    config.generation.context_length = 500
+    assert context_length(config, {}) == 500
+    assert context_length(config, {"max_position_embeddings": 64}) == 64
+
+
+def test_the_limit_names_the_setting_that_it_comes_from() -> None:
+    config = config_with(max_turns=3, max_tool_s=9.0)
+    config.generation.context_length, config.generation.max_total_tokens = 500, 400
+    limits = chat_policy(config, {}).limits
+    assert (limits.max_context, limits.context_setting) == (400, "generation.max_total_tokens")
+    assert (limits.max_turns, limits.max_tool_s) == (3, 9.0)
+    config.generation.backend = "sglang"  # type: ignore[assignment]
+    limits = chat_policy(config, {}).limits
+    assert (limits.max_context, limits.context_setting) == (500, "generation.context_length")
+
+
+def test_servers_are_told_of_stop_strings_only_where_they_have_a_tokenizer() -> None:
+    generation = ExperimentConfig().generation
+    assert finds_stop_strings(generation)
+    generation.backend = "sglang"  # type: ignore[assignment]
+    assert not finds_stop_strings(generation)
+    generation.sglang.args = {"skip-tokenizer-init": False}
+    assert finds_stop_strings(generation)
+    generation.sglang.urls = ["http://127.0.0.1:1"]
+    assert not finds_stop_strings(generation)

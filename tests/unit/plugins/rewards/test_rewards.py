@@ -1,0 +1,264 @@
+"""The built-in rewards beyond what docs/rewards.md shows: bad input, hostile answers, servers that fail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.api import Episode, RewardFunction
+from asyncrl.api.reward import RunIn, marked_run_in, run_in, scored
+from asyncrl.comm import http
+from asyncrl.comm.backoff import Backoff
+from asyncrl.comm.http import HttpError, HttpRefused
+from asyncrl.plugins.rewards import remote
+from asyncrl.plugins.rewards.code_tests import CodeTestsReward, program_in
+from asyncrl.plugins.rewards.format import FormatReward
+from asyncrl.plugins.rewards.length import shorter_in_group
+from asyncrl.plugins.rewards.remote import HttpReward, JudgeReward
+from asyncrl.plugins.rewards.text import exact_match, f1, numeric_match
+from asyncrl.plugins.sandbox import Sandbox, SandboxUnavailable
+
+Handler = Callable[[dict[str, Any], int], Awaitable[web.Response]]
+
+
+@given(st.text(max_size=100), st.text(max_size=100))
+def test_rewards_of_texts_are_within_their_bounds_and_a_text_agrees_with_itself(given_text: str, wanted: str) -> None:
+    for reward in (exact_match, numeric_match, f1):
+        assert 0.0 <= reward({"answer": wanted}, given_text) <= 1.0
+    assert exact_match({"answer": wanted}, wanted) == f1({"answer": wanted}, wanted) == 1.0
+
+
+def test_the_best_of_several_answers_counts_and_a_missing_field_is_an_error() -> None:
+    assert f1({"answer": ["red fox", "a blue whale"]}, "whale") == pytest.approx(2 / 3)
+    assert numeric_match({"answer": ["7", "8"]}, "8 apples") == 1.0
+    assert numeric_match({"answer": "12"}, "1,2") == 0.0
+    assert numeric_match({"answer": "12"}, "none") == 0.0
+    for reward in (exact_match, numeric_match, f1):
+        for row in ({}, {"answer": None}, {"answer": ["7", None]}, {"answer": []}):
+            with pytest.raises(ValueError, match=r"name its column in dataset\.fields\.answer"):
+                reward(row, "None")
+
+
+def test_a_pattern_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("pattern '(' is no regular expression")):
+        FormatReward(pattern="(")
+    assert FormatReward(pattern="b+", anywhere=True)({}, "abbc") == 1.0
+    assert marked_run_in(FormatReward) == RunIn.process
+
+
+def test_in_a_group_of_one_length_nobody_gains() -> None:
+    group = [Episode({}, "", ("4",), "4", 7, False, reward) for reward in (0.0, 1.0)]
+    assert shorter_in_group(group) == [0.0, 0.0]
+
+
+async def test_a_reward_is_scored_whether_it_is_awaited_or_not_and_a_mark_is_checked() -> None:
+    async def later(data: Any, completion: str) -> float:
+        return 2
+
+    reward: RewardFunction = later
+    assert await scored(reward, {}, "") == 2.0
+    assert await scored(lambda data, completion: 3, {}, "") == 3.0
+    with pytest.raises(ValueError, match="thraed"):
+        run_in("thraed")
+
+
+@pytest.fixture(scope="module")
+def code_tests() -> CodeTestsReward:
+    try:
+        Sandbox()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    return CodeTestsReward(timeout_s=60.0, memory_mb=256)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import os\nwhile True: os.fork()",
+        "x = bytearray(10 << 30)\nprint(3)",
+        "print('x' * 100_000_000)",
+        "import os; print(3, flush=True); os._exit(1)",
+        "import os; os.kill(os.getppid(), 9); os.kill(os.getpid(), 9)",
+        "import socket; socket.create_connection(('127.0.0.1', 80)); print(3)",
+        "open('/etc/asyncrl', 'w'); print(3)",
+        "print(3) if",
+        "\x00",
+        "print('\ud800')",
+        "",
+    ],
+)
+@pytest.mark.usefixtures("code_tests")
+def test_a_hostile_program_fails_its_test(program: str) -> None:
+    impatient = CodeTestsReward(timeout_s=2.0, memory_mb=256)
+    assert impatient({"tests": [{"input": "", "output": "3"}]}, f"```python\n{program}\n```") == 0.0
+
+
+def test_a_program_that_ends_before_its_asserts_has_not_passed(code_tests: CodeTestsReward) -> None:
+    row = {"test_code": "assert add(1, 2) == 3"}
+    assert code_tests(row, "def add(a, b): return a + b") == 1.0
+    for cheat in (
+        "raise SystemExit(0)",
+        "import os; os._exit(0)",
+        "def add(a, b): return 4",
+        "print('passed'); exit()",
+    ):
+        assert code_tests(row, cheat) == 0.0
+    with pytest.raises(ValueError, match="the row has neither 'tests' nor 'test_code'; it has answer"):
+        code_tests({"answer": 3}, "print(3)")
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"inputs": ["1"], "outputs": ["3"]},
+        '[{"input": "", "output": "3"}]',
+        [{"input": "1"}],
+        [{"input": ["1", "2"], "output": "3"}],
+        ["assert True"],
+        [{"input": "", "output": None}],
+    ],
+)
+def test_cases_of_another_form_are_an_error_and_no_wrong_answer(code_tests: CodeTestsReward, tests: Any) -> None:
+    with pytest.raises(ValueError, match=r"the row's 'tests' is .*give (a list of )?\{\"input\": \.\.\., \"output\""):
+        code_tests({"tests": tests}, "print(3)")
+    assert code_tests({"tests": [{"input": 1, "output": 3}]}, "print(3)") == 1.0
+
+
+@pytest.mark.parametrize("limit", [{"timeout_s": 0}, {"memory_mb": 0}, {"processes": 1}, {"timeout_s": float("nan")}])
+def test_a_limit_that_no_program_could_keep_is_named(limit: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(limit))} is .*; give .* or more"):
+        CodeTestsReward(**limit)
+
+
+def test_the_last_block_of_an_answer_is_its_program() -> None:
+    assert program_in("a\n```python\nx = 1\n```\nthen\n```py\nx = 2\n```\n") == "x = 2"
+    assert program_in("```\nx = 3") == "x = 3"
+    assert program_in("x = 4") == "x = 4"
+
+
+@pytest.fixture
+async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
+    """`await server(handler)`: the URL of a server that answers with it; it gets the body and the attempt's number."""
+    monkeypatch.setattr(remote, "_BACKOFF", Backoff(0.001, 0.001))
+    monkeypatch.setattr(http, "CONNECT_TIMEOUT_S", 60.0)
+    runners = []
+
+    async def start(handler: Handler) -> str:
+        attempts = 0
+
+        async def answer(request: web.Request) -> web.Response:
+            nonlocal attempts
+            attempts += 1
+            body = await request.json()
+            return await handler(body | {"key": request.headers.get("Authorization"), "path": request.path}, attempts)
+
+        app = web.Application()
+        app.router.add_post("/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        runners.append(runner)
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    yield start
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def close(reward: HttpReward | JudgeReward) -> None:
+    await reward._server._http.close()
+
+
+async def test_a_server_of_ones_own_is_asked_again_where_that_may_help(
+    server: Callable[[Handler], Awaitable[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def flaky(body: dict[str, Any], attempt: int) -> web.Response:
+        seen.append(body)
+        return web.json_response({"reward": 0.25, "why": "short"}) if attempt == 3 else web.Response(status=503)
+
+    monkeypatch.setenv("MY_KEY", "secret")
+    reward = HttpReward(url=f"{await server(flaky)}/score", api_key_env="MY_KEY")
+    assert await reward({"prompt": "p"}, "text") == 0.25
+    assert seen[0] == {"data": {"prompt": "p"}, "completion": "text", "key": "Bearer secret", "path": "/score"}
+    await close(reward)
+
+
+@pytest.mark.parametrize(("status", "attempts"), [(500, 3), (429, 3), (400, 1), (404, 1)])
+async def test_a_server_that_refuses_is_an_error_with_its_words(
+    server: Callable[[Handler], Awaitable[str]], status: int, attempts: int
+) -> None:
+    made = 0
+
+    async def refuse(body: dict[str, Any], attempt: int) -> web.Response:
+        nonlocal made
+        made = attempt
+        return web.Response(status=status, text="not today")
+
+    reward = HttpReward(url=await server(refuse))
+    with pytest.raises(HttpRefused, match="not today"):
+        await reward({}, "text")
+    assert made == attempts
+    await close(reward)
+
+
+@pytest.mark.parametrize("reply", ['{"reward": "high"}', "{}", "[1]", "no json"])
+async def test_an_answer_that_is_no_reward_is_an_error(server: Callable[[Handler], Awaitable[str]], reply: str) -> None:
+    async def odd(body: dict[str, Any], attempt: int) -> web.Response:
+        return web.Response(text=reply, content_type="application/json")
+
+    reward = HttpReward(url=await server(odd))
+    with pytest.raises(HttpError):
+        await reward({}, "text")
+    await close(reward)
+
+
+async def test_a_judge_is_asked_with_the_row_and_its_last_score_counts(
+    server: Callable[[Handler], Awaitable[str]],
+) -> None:
+    asked: list[dict[str, Any]] = []
+    answers = ["Score: 3, no: Score: 7.5", "Score: 99", "Score: -2", "I cannot say."]
+
+    async def judge(body: dict[str, Any], attempt: int) -> web.Response:
+        asked.append(body)
+        return web.json_response({"id": "x", "choices": [{"message": {"content": answers[attempt - 1], "role": "a"}}]})
+
+    template = "Q: {question} {tags}\nA: {completion}\nEnd with `Score: <number>`{ {else."
+    reward = JudgeReward(base_url=f"{await server(judge)}/v1/", model="m", template=template)
+    row = {"question": "why?", "tags": ["a", 1]}
+    assert [await reward(row, "because {question}") for _ in range(3)] == [0.75, 1.0, 0.0]
+    assert asked[0]["path"] == "/v1/chat/completions"
+    assert asked[0]["model"] == "m"
+    (message,) = asked[0]["messages"]
+    assert message["content"].startswith('Q: why? ["a", 1]\nA: because {question}\n')
+    with pytest.raises(ValueError, match="the judge's answer holds no score"):
+        await reward(row, "x")
+    with pytest.raises(ValueError, match=r"names {question}, and the row has no such field"):
+        await reward({}, "x")
+    await close(reward)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"base_url": "localhost:8000"}, "give one that begins with http"),
+        ({"template": "rate it"}, "no {completion}"),
+        ({"pattern": "Score"}, "has no group"),
+        ({"pattern": "("}, "is no regular expression"),
+        ({"max_score": 0.0}, "give a number above 0"),
+        ({"api_key_env": "NO_SUCH_KEY"}, "no such environment variable"),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_refused(wrong: dict[str, Any], message: str) -> None:
+    settings: dict[str, Any] = {"base_url": "http://127.0.0.1:1/v1", "model": "m", "template": "{completion}"}
+    with pytest.raises(ValueError, match=message):
+        JudgeReward(**settings | wrong)

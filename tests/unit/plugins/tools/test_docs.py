@@ -1,0 +1,87 @@
+"""Every example of docs/tools.md: what it shows is so, what it sets is accepted, and its tools load."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from asyncrl.api import Tool, ToolCall, as_tool
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.plugins.tools.settings import ToolConfig, check
+from asyncrl.rollout.offload.offloader import Offloader
+from asyncrl.rollout.tools import RunTools
+
+PAGE = (Path(__file__).resolve().parents[4] / "docs" / "tools.md").read_text()
+SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def code(defined: str) -> str:
+    return next(
+        block for block in blocks(PAGE, "python") if re.search(rf"^(?:async )?(?:def|class) {defined}\b", block, re.M)
+    )
+
+
+@pytest.mark.parametrize("section", [title for title, text in SECTIONS.items() if blocks(text, "pycon")])
+def test_the_examples_show_what_they_say(section: str) -> None:
+    source = "\n".join(blocks(SECTIONS[section], "pycon"))
+    test = doctest.DocTestParser().get_doctest(source, {}, section, "docs/tools.md", 0)
+    assert test.examples
+    said: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert said == []
+
+
+@pytest.mark.parametrize("text", blocks(PAGE, "yaml"))
+def test_the_settings_are_accepted(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_tools.py").write_text(code("weather"))
+    monkeypatch.chdir(tmp_path)
+    merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.create(text))
+    config: Any = OmegaConf.to_object(merged)
+    assert config.tools or config.mcp
+    assert list(check(config)) == []
+
+
+async def test_the_function_is_a_tool() -> None:
+    namespace: dict[str, Any] = {}
+    exec(code("weather"), namespace)
+    tool = as_tool(namespace["weather"], api_key="k")
+    assert tool.schema()["function"]["parameters"]["properties"]["city"]["description"] == "its name, in English."
+    assert (await tool.execute("a", {"city": "Oslo"})).text == "sunny in Oslo for 1 days"
+
+
+async def test_the_class_is_a_tool_and_the_agent_of_ones_own_calls_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.py").write_text(code("Notes"))
+    namespace: dict[str, Any] = {}
+    exec(code("run"), namespace)
+
+    class Client:
+        async def chat(self, messages: Any, *, tools: Any) -> Any:
+            assert [tool["function"]["name"] for tool in tools] == ["note"]
+
+            class Reply:
+                tool_calls = (ToolCall("a", "note", {"text": "x"}), ToolCall("b", "note", {"text": "y"}))
+
+            return Reply()
+
+    class Prompt:
+        data = {"prompt": "?", "tool_args": {"note": {"notes": ["before"]}}}  # noqa: RUF012
+
+    async with Offloader(ExperimentConfig().rollout.user_code) as offloader:
+        tools = RunTools([ToolConfig(path=f"{tmp_path / 'notes.py'}:Notes")], (), offloader).toolbox
+        assert isinstance(tools.tools["note"].tool, Tool)
+        assert await namespace["run"](Prompt(), None, Client(), tools=tools) == 1.0
+        async with tools.session(Prompt.data) as session:
+            result = await session.call(ToolCall("a", "note", {"text": "x"}))
+            assert result.text == "before\nx"
+            assert await session.rewards() == {"tool/note": pytest.approx(0.2)}
+    assert "tools" in inspect.signature(namespace["run"]).parameters

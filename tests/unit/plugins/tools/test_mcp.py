@@ -1,0 +1,195 @@
+"""Tools of MCP servers by the real `mcp` package, over stdio and HTTP; a dead one comes back, none is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.api import ToolCall
+from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.tools.settings import McpServerConfig
+from asyncrl.rollout.offload.offloader import Offloader
+from asyncrl.rollout.settings import UserCodeConfig
+from asyncrl.rollout.tools import RunTools
+
+pytest.importorskip("mcp")
+
+LIMIT_S = 120.0
+SERVER = """
+import asyncio
+import os
+import sys
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("calc")
+
+
+@server.tool()
+async def add(a: int, b: int = 1) -> int:
+    "Adds two numbers."
+    return a + b
+
+
+@server.tool()
+async def slow(begun: str) -> str:
+    open(begun, "w").close()
+    await asyncio.sleep(600)
+
+
+@server.tool()
+def dies() -> str:
+    os._exit(3)
+
+
+@server.tool()
+def fails() -> str:
+    raise ValueError("boom")
+
+
+@server.tool()
+def talks() -> int:
+    for _ in range(20):
+        sys.stderr.write("x" * (1 << 20))
+    return os.getpid()
+
+
+if len(sys.argv) > 1:
+    import socket
+
+    import uvicorn
+
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    print(listening.getsockname()[1], flush=True)
+    config = uvicorn.Config(server.streamable_http_app(), log_level="error")
+    uvicorn.Server(config).run(sockets=[listening])
+else:
+    server.run("stdio")
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> str:
+    file = tmp_path / "server.py"
+    file.write_text(SERVER)
+    return str(file)
+
+
+@pytest.fixture
+async def offloader():
+    async with Offloader(UserCodeConfig()) as made:
+        yield made
+
+
+def _over_stdio(server: str, **settings) -> McpServerConfig:
+    limits = {"timeout_s": LIMIT_S, "start_timeout_s": LIMIT_S}
+    return McpServerConfig(name="calc", command=sys.executable, args=[server], **limits, **settings)
+
+
+def _children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def _left(before: set[int]) -> list[psutil.Process]:
+    """Those that were started since `before` and do not end."""
+    started = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    return psutil.wait_procs(started, timeout=LIMIT_S)[1]
+
+
+async def _call(tools: RunTools, name: str, arguments: dict) -> str:
+    async with tools.toolbox.session({}) as session:
+        return (await session.call(ToolCall("id", name, arguments))).text
+
+
+async def test_a_server_over_stdio_serves_many_samples_and_is_gone_afterwards(offloader, server):
+    before = _children()
+    async with RunTools((), [_over_stdio(server, tools=["add", "fails", "talks"])], offloader) as tools:
+        assert [schema["function"]["name"] for schema in tools.toolbox.schemas] == ["add", "fails", "talks"]
+        assert tools.toolbox.schemas[0]["function"]["description"] == "Adds two numbers."
+        said = await asyncio.gather(*(_call(tools, "add", {"a": number}) for number in range(50)))
+        assert said == [str(number + 1) for number in range(50)]
+        assert (await _call(tools, "add", {"a": "x"})).startswith("Error: ")
+        assert (await _call(tools, "fails", {})).startswith("Error: ")
+        assert int(await _call(tools, "talks", {})) in _children() - before
+    assert _left(before) == []
+
+
+async def test_a_server_that_dies_costs_a_call_and_is_started_again(offloader, server):
+    before = _children()
+    async with RunTools((), [_over_stdio(server, tools=["add", "dies"])], offloader) as tools:
+        for _ in range(2):
+            assert (await _call(tools, "dies", {})).startswith("Error: ")
+            assert await _call(tools, "add", {"a": 1}) == "2"
+    assert _left(before) == []
+
+
+async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(offloader, server, tmp_path):
+    config, begun = _over_stdio(server, tools=["add", "slow"]), tmp_path / "begun"
+    async with RunTools((), [config], offloader) as tools:
+        hanging = asyncio.create_task(_call(tools, "slow", {"begun": str(begun)}))
+        async with asyncio.timeout(LIMIT_S):
+            while not begun.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await _call(tools, "add", {"a": 1}) == "2"
+        assert not hanging.done()
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        config.timeout_s = 0.5
+        assert "did not answer within 0.5 s" in await _call(tools, "slow", {"begun": str(begun)})
+        config.timeout_s = LIMIT_S
+        assert await _call(tools, "add", {"a": 2}) == "3"
+
+
+async def test_a_server_over_http_is_called_the_same_way(offloader, server):
+    command = [sys.executable, server, "http"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
+        try:
+            assert process.stdout is not None
+            port = int(await asyncio.to_thread(process.stdout.readline))
+            url = f"http://127.0.0.1:{port}/mcp"
+            configs = [
+                McpServerConfig(
+                    name=name, url=url, prefix=f"{name}_", tools=["add"], headers={"X-Mine": "1"}, timeout_s=LIMIT_S
+                )
+                for name in ("one", "two")
+            ]
+            async with RunTools((), configs, offloader) as tools:
+                assert await _call(tools, "one_add", {"a": 1}) == "2"
+                assert await _call(tools, "two_add", {"a": 1, "b": 5}) == "6"
+                process.kill()
+                await asyncio.to_thread(process.wait)
+                assert (await _call(tools, "one_add", {"a": 1})).startswith("Error: ")
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"args": ["/no/such/file.py"]}, r"mcp\[0\]: mcp server 'calc' did not start"),
+        ({"tools": ["nothing"]}, r"mcp\[0\]: mcp server 'calc' has no tool 'nothing'; it has: add"),
+    ],
+)
+async def test_a_server_that_does_not_serve_is_refused_at_the_start(offloader, server, change, message):
+    before = _children()
+    config = _over_stdio(server)
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        async with RunTools((), [config], offloader):
+            pass
+    assert _left(before) == []
+
+
+async def test_two_tools_of_one_name_are_refused(offloader, server):
+    configs = [_over_stdio(server, tools=["add"]), _over_stdio(server, tools=["add"])]
+    with pytest.raises(ConfigError, match=r"mcp\[1\].prefix=''.*both called 'add'"):
+        async with RunTools((), configs, offloader):
+            pass

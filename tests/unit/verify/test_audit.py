@@ -1,0 +1,401 @@
+"""The audit of a run's files: green on what a run leaves, red on whatever is changed in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.commands.audit import audit, main
+from asyncrl.manager.staleness_gate import Ticket
+from asyncrl.verify.audit.history import read_ledger
+from tests.unit.verify.conftest import Launch, begin_run
+
+Lines = list[dict[str, Any]]
+
+
+def ledger_of(run: Path) -> tuple[Path, Lines]:
+    file = run / "ledger" / "000001.jsonl"
+    return file, [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def write(file: Path, lines: Lines, *, sealed: bool) -> None:
+    """Write `lines`, with seals that fit where `sealed`: what somebody can do who knows the format."""
+    data, unsealed = b"", hashlib.sha256()
+    for number, line in enumerate(lines, 1):
+        if "seal" not in line:
+            raw = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+            unsealed.update(raw)
+            data += raw
+            continue
+        if sealed:
+            line = line | {"line": number}
+        raw = json.dumps({key: value for key, value in line.items() if key != "seal"}, separators=(",", ":")).encode()
+        raw = raw[:-1] + b',"seal":"'
+        unsealed.update(raw)
+        seal = unsealed.hexdigest() if sealed else line["seal"]
+        data += raw + seal.encode() + b'"}\n'
+        unsealed = hashlib.sha256(seal.encode())
+    file.write_bytes(data)
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same type."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 1
+        case float():
+            return value - 1000.0
+        case str():
+            return value[:-1] + ("0" if value[-1:] != "0" else "1")
+        case dict() if value and all(key.lstrip("-").isdigit() for key in value):
+            return {str(int(key) + 1): count for key, count in value.items()}
+        case dict():
+            return value | {"zero_variance": value.get("zero_variance", 0) + 1}
+    raise AssertionError(value)
+
+
+def paths(line: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The fields of a line, those of its parts too."""
+    found = []
+    for key, value in line.items():
+        if key in ("books", "settings") and value is not None:
+            found += [(key, inner) for inner in value]
+        elif value is not None and key != "seal":
+            found.append((key,))
+    return found
+
+
+def doctor(lines: Lines, number: int, path: tuple[str, ...]) -> None:
+    target = lines[number]
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = changed(target[path[-1]])
+
+
+def surviving(lines: Lines) -> list[int]:
+    """The numbers of the lines that the second launch did not forget."""
+    second = next(number for number, line in enumerate(lines) if line["kind"] == "begin" and line["lineage"] == 1)
+    return [number for number in range(len(lines)) if number < lines[second]["after"] or number >= second]
+
+
+def test_what_a_run_leaves_is_found_in_order(recorded_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit(recorded_run).findings == ()
+    assert main([str(recorded_run)], "asyncrl") == 0
+    summary = capsys.readouterr().out
+    assert re.fullmatch(
+        r"nothing found: 2 launches, 5 steps, 20 rollouts trained, dropped: 1 bad_prompt, 1 zero_variance, abandoned: "
+        r"\d+ \(rollouts lost with launches that did not end by themselves: \d+\)\n",
+        summary,
+    ), summary
+
+
+def test_whoever_changes_any_field_breaks_a_seal(recorded_run: Path) -> None:
+    file, lines = ledger_of(recorded_run)
+    fields = {(line["kind"], path): number for number, line in enumerate(lines) for path in paths(line)}
+    assert {kind for kind, _ in fields} == {
+        "begin", "admitted", "finished", "dropped", "abandoned", "trained", "step", "saved", "end",
+    }  # fmt: skip
+    for (kind, path), number in fields.items():
+        doctored = json.loads(json.dumps(lines))
+        doctor(doctored, number, path)
+        write(file, doctored, sealed=False)
+        assert audit(recorded_run).findings, (kind, path)
+
+
+def test_whoever_seals_anew_is_found_by_the_rules(recorded_run: Path) -> None:
+    file, lines = ledger_of(recorded_run)
+    kept = surviving(lines)
+    fields: dict[tuple[str, tuple[str, ...]], list[int]] = {}
+    for number in kept:
+        for path in paths(lines[number]):
+            if path not in (("kind",), ("line",)):
+                fields.setdefault((lines[number]["kind"], path), []).append(number)
+    noticed = set()
+    for (kind, path), numbers in fields.items():
+        for number in numbers[:: max(1, len(numbers) // 4)]:
+            doctored = json.loads(json.dumps(lines))
+            doctor(doctored, number, path)
+            write(file, doctored, sealed=True)
+            if (found := audit(recorded_run)).findings:
+                noticed.add((kind, path))
+            elif path == ("at",):
+                assert found.notes or number < 2, "nothing comes before the first time of a process"
+    # A clock that is set back just before the end is a note.
+    assert fields.keys() - noticed == {("end", ("at",))}
+
+
+@pytest.mark.parametrize("kind", ["admitted", "finished", "dropped", "abandoned", "trained", "step", "saved"])
+def test_a_line_that_was_taken_away_or_repeated_is_found(recorded_run: Path, kind: str) -> None:
+    file, lines = ledger_of(recorded_run)
+    number = next(each for each in surviving(lines) if lines[each]["kind"] == kind)
+    for doctored in (lines[:number] + lines[number + 1 :], lines[: number + 1] + lines[number:]):
+        later = json.loads(json.dumps(doctored))
+        shift = len(doctored) - len(lines)
+        for line in later:
+            if line["kind"] == "begin" and line["after"]:
+                line["after"] += shift
+        write(file, later, sealed=False)
+        assert audit(recorded_run).findings, "the seal"
+        write(file, later, sealed=True)
+        assert audit(recorded_run).findings, "the rules, or the checkpoint's own line"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda row: row.update(step=row["step"] + 1), "is of policy version"),
+        (lambda row: row.update({"reward/mean": 0.9}), "has reward/mean 0.9"),
+        (lambda row: row.update({"rollout/len_mean": 9.0}), "has rollout/len_mean 9.0"),
+        (lambda row: row.update({"staleness/max": 0.25}), "has staleness/max 0.25"),
+        (lambda row: row.update({"tokens/batch": 1.0}), "has tokens/batch 1.0"),
+    ],
+)
+def test_metrics_that_are_not_the_ledgers_are_found(
+    recorded_run: Path, change: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    file = recorded_run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    change(rows[2])
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [says in finding for finding in audit(recorded_run).findings].count(True) == 1
+
+
+def test_a_missing_row_of_metrics_is_found(recorded_run: Path) -> None:
+    file = recorded_run / "metrics.jsonl"
+    rows = file.read_text().splitlines(keepends=True)
+    for left, says in ((rows[:1] + rows[2:], "comes after that of 1"), (rows[:-1], "ends with step 4")):
+        file.write_text("".join(left))
+        assert any(says in finding for finding in audit(recorded_run).findings)
+
+
+def test_a_row_that_waits_for_its_evaluation_is_in_the_checkpoint_that_a_stop_leaves(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run)
+    launch.step()
+    launch.step(evaluated=False)
+    launch.save()
+    launch.end(total_steps=9)
+    assert audit(run).findings == ()
+    summary, told = run / "summary.json", json.loads((run / "summary.json").read_text())
+    summary.write_text(json.dumps(told | {"total_steps": 2}))
+    findings = audit(run).findings
+    assert "metrics.jsonl: ends with step 1; the run ended at 2" in findings, "complete, it wrote all"
+    summary.write_text(json.dumps(told))
+    file = run / "metrics.jsonl"
+    with file.open("a") as rows:  # its evaluation was given up at the end, when the checkpoint was there
+        rows.write(json.dumps({"step": 2} | launch.held[0]["row"]) + "\n")
+    assert audit(run).findings == ()
+    file.write_text("")
+    assert audit(run).findings == (
+        "checkpoints/v2: the row of step 2 comes after nothing",
+        "summary.json: has an evaluation of version 1, and metrics.jsonl has none",
+    )
+
+
+def test_a_held_row_that_is_not_the_ledgers_is_found(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run)
+    launch.step(evaluated=False)
+    launch.held[0]["row"]["reward/mean"] = 0.9
+    launch.save()
+    launch.end(total_steps=9)
+    (run / "metrics.jsonl").touch()
+    (finding,) = audit(run).findings
+    assert finding.startswith("checkpoints/v1: step 1 has reward/mean 0.9")
+
+
+@pytest.mark.parametrize("name", ["weights/actor/v5/model.safetensors", "checkpoints/v2/state.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damaged_weights_and_checkpoints_are_found(recorded_run: Path, name: str, damage: str) -> None:
+    file = recorded_run / name
+    data = bytearray(file.read_bytes())
+    data[10] ^= 1
+    match damage:
+        case "flip":
+            file.write_bytes(data)
+        case "cut":
+            file.write_bytes(data[:-1])
+        case "remove":
+            file.unlink()
+    (finding,) = audit(recorded_run).findings
+    assert finding.startswith(f"{name.rpartition('/')[0]}: {file.name} ")
+
+
+def test_weights_that_no_step_made_are_found(recorded_run: Path) -> None:
+    shutil.copytree(recorded_run / "weights/actor/v5", recorded_run / "weights/actor/v9")
+    findings = audit(recorded_run).findings
+    assert findings == (
+        "weights/actor/v9: its manifest is of version 5",
+        "weights/actor/v9: no step made it; the last was 5",
+    )
+
+
+def test_settings_and_summary_that_are_not_the_ledgers_are_found(recorded_run: Path) -> None:
+    config, summary = recorded_run / "config.yaml", recorded_run / "summary.json"
+    config.write_text(config.read_text().replace("max_head_offpolicyness: 1", "max_head_offpolicyness: 2"))
+    told = json.loads(summary.read_text())
+    told["books"]["trained"] -= 1
+    summary.write_text(json.dumps(told))
+    assert audit(recorded_run).findings == (
+        "config.yaml: max_head_offpolicyness is 2, the ledger's last launch had 1",
+        "summary.json: has trained 19, the ledger 20",
+    )
+
+
+def test_a_torn_last_line_is_no_finding_and_the_next_launch_repairs_it(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    first = Launch(run)
+    first.step()
+    state = first.save()
+    first.ledger.close()
+    file = run / "ledger" / "000001.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b'{"kind":"admitted","rollout":"r0-9')
+    assert audit(run).findings == ()
+    second = Launch(run, state)
+    assert second.ledger.lineage == 1
+    second.step()
+    second.save()
+    second.end()
+    assert file.read_bytes().startswith(whole + b'{"kind":"begin"')
+    assert audit(run).findings == ()
+
+
+def test_a_step_that_the_gate_could_not_be_told_of_is_told_with_the_next(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run)
+    launch.step(reported=False)
+    launch.step()
+    launch.end()
+    assert audit(run).findings == ()
+
+
+def test_files_follow_each_other_and_a_missing_one_is_found(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run, file_bytes=2000)
+    for _ in range(4):
+        launch.step()
+    launch.end()
+    files = sorted((run / "ledger").iterdir())
+    assert len(files) > 2
+    assert audit(run).findings == ()
+    files[1].unlink()
+    assert any("000002.jsonl was expected" in finding for finding in audit(run).findings)
+
+
+def test_a_launch_without_the_ledger_of_its_checkpoint_goes_on_and_says_so(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    first = Launch(run)
+    first.step()
+    state = first.save()
+    first.ledger.close()
+    shutil.rmtree(run / "ledger")
+    second = Launch(run, state)
+    second.step()
+    second.end()
+    entries = read_ledger(run / "ledger", lambda place, what: None)
+    assert len(entries) > 5
+    (finding,) = [line for line in audit(run).findings if line.startswith("ledger")]
+    assert finding == "ledger/000001.jsonl:1: lineage 0 begins at version 1 without the ledger of earlier steps"
+
+
+def test_a_folder_without_a_ledger_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)], "asyncrl") == 2
+    assert "has no folder 'ledger'" in capsys.readouterr().err
+
+
+def test_a_worker_that_joined_plays_what_it_was_lent_and_nothing_else(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run)
+    joined, begun, never_begun = "rollout_worker/2", launch.streams[0].next(), launch.streams[1].next()
+    for ref in (begun, never_begun):
+        launch.events.lent(joined, ref.prompt_id, ref.order, ref.attempt)
+    ticket = Ticket("lent", joined, begun.prompt_id, begun.order)
+    assert launch.gate.start(ticket) == 0
+    launch.events.admitted(ticket, 0)
+    launch.finish(ticket)
+    launch.step()
+    launch.save()
+    launch.end()
+    assert audit(run).findings == ()
+    file, lines = ledger_of(run)
+    first, second = (number for number, line in enumerate(lines) if line["kind"] == "lent")
+    own = [*lines[:first], lines[first] | {"worker": "rollout_worker/1"}, *lines[first + 1 :]]
+    for doctored, finding in (
+        (lines[:first] + lines[first + 1 :], f"was not lent to {joined}"),
+        (lines[:second] + lines[second + 1 :], f"places [{never_begun.order}] of the data order (1) were passed over"),
+        (own, "names no worker that joined"),
+    ):
+        write(file, doctored, sealed=True)
+        assert any(finding in str(found) for found in audit(run).findings), finding
+
+
+def set_back(lines: Lines, number: int, seconds: float) -> Lines:
+    """`lines` of a host whose clock was set back before the line `number`."""
+    return [
+        line | {"at": line["at"] - seconds} if at >= number and "at" in line else line for at, line in enumerate(lines)
+    ]
+
+
+def test_a_clock_that_is_set_back_is_a_note_for_each_process_and_no_finding(
+    recorded_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, lines = ledger_of(recorded_run)
+    number = next(number for number, line in enumerate(lines) if line["kind"] == "step" and line["step"] == 4)
+    write(file, set_back(lines, number, 3600.0), sealed=True)
+    found = audit(recorded_run)
+    assert found.findings == ()
+    assert sorted(note.partition(": ")[2] for note in found.notes) == [
+        "the clock of the GserverManager was set back by 3595 s",
+        "the clock of the MasterWorker was set back by 3595 s",
+    ]
+    assert main([str(recorded_run)], "asyncrl") == 0
+    assert capsys.readouterr().out.count("note: ledger/000001.jsonl:") == 2
+
+
+def test_what_a_killed_run_may_lack_is_no_finding_and_what_it_must_have_is(tmp_path: Path) -> None:
+    run = begin_run(tmp_path / "run")
+    launch = Launch(run)
+    launch.step()
+    launch.save()
+    launch.step()
+    launch.step(evaluated=False)
+    launch.ledger.close()
+    assert audit(run).findings == (), "the row of step 3 waits for its evaluation"
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("interval: 1", "interval: 2"))
+    assert audit(run).findings == (
+        "metrics.jsonl: ends with step 2; the ledger's last step is 3, and version 3 waits for no evaluation",
+    )
+    config.write_text(config.read_text().replace("interval: 2", "interval: 1"))
+    shutil.rmtree(run / "weights" / "actor" / "v3")
+    assert audit(run).findings == ("weights: the newest is of version 2; the ledger's last step made 3",)
+
+
+def test_a_later_launch_that_ended_before_its_first_line_is_no_finding(recorded_run: Path) -> None:
+    for name in ("summary.json", "books.json"):
+        (recorded_run / name).unlink()
+    config = recorded_run / "config.yaml"
+    config.write_text(config.read_text().replace("max_head_offpolicyness: 1", "max_head_offpolicyness: 2"))
+    found = audit(recorded_run)
+    assert found.findings == ()
+
+
+def test_a_finished_run_that_was_cut_is_found(recorded_run: Path) -> None:
+    """The ledger's end, half the metrics and all weights are gone."""
+    file = recorded_run / "ledger" / "000001.jsonl"
+    file.write_bytes(file.read_bytes()[:-600])
+    metrics = recorded_run / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+    shutil.rmtree(recorded_run / "weights")
+    findings = audit(recorded_run).findings
+    assert {finding.partition(": ")[0] for finding in findings} >= {"summary.json", "metrics.jsonl", "weights"}
