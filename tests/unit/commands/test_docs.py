@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asyncrl.commands.checks import validate, warnings
 
 from asyncrl.api.reward import is_verdict
 from asyncrl.commands import eval as evaluation
 from asyncrl.commands.input_checks import check_data
-from asyncrl.config.checks import validate, warnings
+from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.plugins.datasets.demonstrations import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.trainer.supervised.loop import demonstration_format, held_out_of, phases_of
 from asyncrl.trainer.supervised.settings import SFTConfig
 

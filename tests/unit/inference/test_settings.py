@@ -8,7 +8,8 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.settings import GenerationBackend, check
+from asyncrl.inference.checks import check
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime import hardware
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from asyncrl.commands.checks import validate
 
-from asyncrl.config.checks import validate
+from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.inference.settings import context_length, finds_stop_strings
+from asyncrl.inference.settings import finds_stop_strings
 from asyncrl.plugins.chat import settings as chat_settings
 from asyncrl.rollout.user_code import chat_policy
 
