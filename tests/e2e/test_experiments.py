@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -136,13 +135,10 @@ def test_own_model_trains_a_model_on_rows_of_ones_own_within_its_limits(
 ) -> None:
     rows = EXAMPLE.parent / "gsm8k_rows.jsonl"
     (tmp_path / "odd.py").write_text("def odd(data, completion):\n    return float(len(completion) % 2)\n")
-    model = shutil.copytree(tiny_chat_model, tmp_path / "model")
-    described = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 4096}))
     run = finished(
         start_run,
         "own_model",
-        model__path=model,
+        model__path=tiny_chat_model,
         dataset__path=rows,
         dataset__args="{held_out_share: 0.1}",
         dataset__max_prompt_tokens=None,
