@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from asyncrl.config.context import needed_context, single_answer
+from asyncrl.config.context import context_length, needed_context, single_answer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference import gpu_checks
@@ -28,6 +29,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"generation.context_length={generation.context_length}: shorter than dataset.max_prompt_tokens + "
             f"rollout.sampling.max_new_tokens = {least}; use 0 or {needed} or more"
         )
+    yield from _positions(config)
     if generation.backend == GenerationBackend.embedded and generation.max_running_requests < config.group_size:
         yield (
             f"generation.max_running_requests={generation.max_running_requests}: a group of "
@@ -42,6 +44,23 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield from _sglang(config)
     if generation.backend == GenerationBackend.embedded or not generation.sglang.urls:
         yield from _gpus(config)
+
+
+def _positions(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message if the longest answer leaves no position of the model to any prompt."""
+    path, answer = config.model.path, config.rollout.sampling.max_new_tokens
+    if path is None:
+        return
+    try:
+        described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        limit = context_length(config, described)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return  # reported by the trainer's checks
+    if answer >= limit:
+        yield (
+            f"rollout.sampling.max_new_tokens={answer}: model.path={path!r} takes {limit} tokens, prompt and answer "
+            f"together; use {max(limit // 2, 1)} or another number below {limit}"
+        )
 
 
 def _gpus(config: ExperimentConfig) -> Iterator[str]:
