@@ -25,6 +25,9 @@ from asyncrl.runtime.exit_codes import EXIT_OK
 
 LEAVE_LIMIT_S = 2.5
 """Just below what the launcher waits before it kills a process, which could not say any more where it was."""
+CLOSE_LIMIT_S = 0.4
+"""Longest that one connection may take to close. A RolloutWorker closes five, one after the other: trajectories,
+servers, tools, endpoint, manager. Their sum is below `LEAVE_LIMIT_S`, so it stops in time if no other end responds."""
 _MOST_COROUTINES = 20
 _log = logging.getLogger(__name__)
 
