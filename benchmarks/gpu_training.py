@@ -41,8 +41,9 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.parallel import World
+from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import build_rank
-from asyncrl.trainer.settings import AttentionImplementation, MomentsOn, TrainerEngine, placement
+from asyncrl.trainer.settings import AttentionImplementation, MomentsOn, TrainerEngine
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.world import training_world
 

@@ -43,8 +43,9 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
     from asyncrl.trainer.calls import CallContext, find_function, run_call
     from asyncrl.trainer.messages import SaveCheckpoint
     from asyncrl.trainer.parallel import World
+    from asyncrl.trainer.placement import placement
     from asyncrl.trainer.roles import TrainingRank, build_rank
-    from asyncrl.trainer.settings import TrainerEngine, placement
+    from asyncrl.trainer.settings import TrainerEngine
     from asyncrl.trainer.step_batch import build_step_batch
     from asyncrl.trainer.world import training_world
 

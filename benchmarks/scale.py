@@ -294,9 +294,9 @@ def step_of_master(quick: bool) -> float:
 def step_of_rank(quick: bool) -> float:
     """Milliseconds of one rank to read what it is told, and to see what it sends and gets of both grids."""
     from asyncrl.comm.request_reply.messages import DEFAULT_MAX_BYTES, decode, encode
+    from asyncrl.runtime.ranks import Ranks
     from asyncrl.trainer import redistribute
     from asyncrl.trainer.messages import BeginStep
-    from asyncrl.trainer.parallel import Ranks
 
     cuts, placed = _step()
     rank = RANKS // 2

@@ -198,8 +198,8 @@ def _steps(case: Case, rank: int, folder: str) -> Iterator[int]:
     from asyncrl.comm.name_resolve import make_resolver
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.trainer.placement import placement
     from asyncrl.trainer.roles import build_rank
-    from asyncrl.trainer.settings import placement
     from asyncrl.trainer.world import training_world
 
     config = ExperimentConfig()

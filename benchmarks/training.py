@@ -39,8 +39,9 @@ from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.engines.parts import local
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.parallel import World
+from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import build_rank
-from asyncrl.trainer.settings import TrainerEngine, placement
+from asyncrl.trainer.settings import TrainerEngine
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.world import training_world
 

@@ -42,9 +42,9 @@ from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.runtime.process_tree import kept
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.worker_plan import MALLOC
-from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights.atomic_dir import sync_directory, sync_file
 from asyncrl.weights.manifest import verify
 from asyncrl.weights.published import WholeModel

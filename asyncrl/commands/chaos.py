@@ -32,7 +32,7 @@ from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.run_dir import LEDGER_DIR, run_dir_of
 from asyncrl.runtime.summary import read_summary, summary_lines
-from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.placement import worker_grid
 from asyncrl.verify.audit.history import read_ledger
 from asyncrl.verify.chaos import disk
 from asyncrl.verify.chaos.plan import Fault, FaultKind, make_plan

@@ -13,7 +13,7 @@ from asyncrl.rollout.named_inputs import named_inputs
 from asyncrl.runtime.manifests import manifests
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.run_dir import run_dir_of
-from asyncrl.runtime.settings import brings_inputs
+from asyncrl.runtime.staging_hosts import brings_inputs
 from asyncrl.trainer.supervised.base_model import base_model_dir
 from asyncrl.trainer.supervised.settings import SFTConfig
 

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
+from asyncrl.commands.checks import validate
 from asyncrl.commands.hub import is_hub_name, resolve_hub_names
 from asyncrl.commands.input_checks import check_prompts
 from asyncrl.commands.same_data import keep_inputs
-from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError, Device

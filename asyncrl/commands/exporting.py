@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.plugins.datasets.tokenizers import model_files
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
 from asyncrl.trainer.lora import adapter_config, is_adapter
-from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
 from asyncrl.weights.adapters import are_adapters, model_name, published_name
 from asyncrl.weights.canary import CANARY_FILE

@@ -8,22 +8,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.checks import validate
+from asyncrl.commands.checks import validate
+from asyncrl.config.context import turns
+from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.evaluation_statistics import ALWAYS
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
-from asyncrl.plugins.chat.settings import turns
 from asyncrl.plugins.datasets import Placed
 from asyncrl.plugins.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
 from asyncrl.plugins.datasets.files import FileDataset
-from asyncrl.plugins.datasets.prompts import Overlong
+from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.plugins.datasets.survey import Survey, survey
 from asyncrl.rollout import named_inputs
 from asyncrl.rollout.scoring import load_rewards
-from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.tools import check_format
 from asyncrl.rollout.user_code import (
     load_chat_format,
@@ -33,7 +33,7 @@ from asyncrl.rollout.user_code import (
     offered_tools,
     offers_tools,
 )
-from asyncrl.runtime.settings import brings_inputs
+from asyncrl.runtime.staging_hosts import brings_inputs
 from asyncrl.trainer.layout_checks import base_model_problems
 from asyncrl.trainer.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import base_model_dir, described

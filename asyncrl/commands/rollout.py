@@ -15,11 +15,11 @@ from pathlib import Path
 from rich.console import Console
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
+from asyncrl.commands.checks import validate
 from asyncrl.commands.experiment_args import RL_ONLY, parse, refuse
 from asyncrl.commands.input_checks import check_prompts
 from asyncrl.commands.same_data import keep_inputs
 from asyncrl.commands.train import with_model
-from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError

@@ -15,16 +15,18 @@ from rich.table import Table
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.commands.input_checks import base_model_config
+from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.gpu_checks import MEMORY_SHARE
-from asyncrl.inference.settings import GenerationBackend, context_length, sglang_flags
+from asyncrl.inference.settings import GenerationBackend, sglang_flags
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
 from asyncrl.runtime.hardware import gpu_details, host_memory
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode, engine_of, model_of, placement
+from asyncrl.trainer.placement import engine_of, model_of, placement
+from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode
 from asyncrl.trainer.sizing.memory import Need, Workload, need, total
 from asyncrl.trainer.sizing.model import SizedModel
 from asyncrl.trainer.supervised.base_model import described

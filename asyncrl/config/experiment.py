@@ -13,16 +13,12 @@ from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.master.settings import BufferConfig, OnStale
 from asyncrl.observe.settings import LoggingConfig, SamplesConfig
+from asyncrl.plugins.agents.settings import AgentConfig
+from asyncrl.plugins.datasets.settings import DatasetConfig
+from asyncrl.plugins.envs.settings import EnvConfig
+from asyncrl.plugins.rewards.settings import NamedRewardConfig, RewardConfig
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
-from asyncrl.rollout.settings import (
-    AgentConfig,
-    DatasetConfig,
-    EnvConfig,
-    EvalConfig,
-    NamedRewardConfig,
-    RewardConfig,
-    RolloutConfig,
-)
+from asyncrl.rollout.settings import EvalConfig, RolloutConfig
 from asyncrl.runtime.settings import Resume, SystemConfig
 from asyncrl.trainer.settings import (
     AlgorithmConfig,

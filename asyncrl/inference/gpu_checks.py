@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import GenerationBackend, adopts, sglang_flags
-
-if TYPE_CHECKING:
-    from asyncrl.config.experiment import ExperimentConfig
-    from asyncrl.runtime.worker_plan import WorkerPlan
+from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.worker_plan import WorkerPlan
 
 MEMORY_SHARE = "mem_fraction_static"
 """SGLang's flag: the part of the memory that is free at its start which it takes for weights and KV cache."""
@@ -20,8 +18,6 @@ MEMORY_SHARE = "mem_fraction_static"
 
 def problems(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each setting that SGLang cannot work with on its GPUs."""
-    from asyncrl.runtime.plan import plan_workers
-
     generation = config.generation
     if generation.backend != GenerationBackend.sglang or adopts(generation):
         return

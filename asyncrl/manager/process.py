@@ -39,13 +39,13 @@ from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.descriptors import allow_connections
 from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.run_dir import INPUTS_DIR, MANAGER_LOG_FILE
-from asyncrl.runtime.settings import brings_inputs, staging_hosts
+from asyncrl.runtime.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
-from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.placement import worker_grid
 from asyncrl.weights.manifest import Manifest, ManifestError, verify
 from asyncrl.weights.staging.messages import INPUTS, MODEL
-from asyncrl.weights.transports import weight_transport
+from asyncrl.weights.transports.base import weight_transport
 
 DISCOVERY_INTERVAL_S = 0.25
 """How often it is looked which servers and workers there are; a death is noticed within this plus the lease."""

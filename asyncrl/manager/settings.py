@@ -1,19 +1,14 @@
-"""Settings of the GserverManager, and their checks."""
+"""Settings of the GserverManager."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from asyncrl.config.setting import setting
-from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.router import POLICIES
-from asyncrl.weights.transports import TRANSPORTS, weight_transport
-
-if TYPE_CHECKING:
-    from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.weights.transports import TRANSPORTS
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045
@@ -75,14 +70,3 @@ class ManagerConfig:
         unit="nats",
         minimum=0.0,
     )
-
-
-def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
-    transport, backend = weight_transport(config.manager.weight_transport), config.generation.backend
-    if transport.needs_sglang and backend != GenerationBackend.sglang:
-        yield (
-            f"manager.weight_transport={transport.name!r}: generation.backend={str(backend)!r} takes weights "
-            "from disk only; use weight_transport=disk or backend=sglang"
-        )
-    yield from transport.check(config)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.drop_reasons import FAILURES, DropReason, failure, is_filter_reason
+from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
@@ -24,7 +25,6 @@ from asyncrl.master.version_announcer import Outcomes
 from asyncrl.observe.metrics import MetricsWriter, read_rows
 from asyncrl.observe.sample_tables import SampleTables
 from asyncrl.observe.tail import JsonlTail
-from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.runtime.restart_log import restarts_in, seconds_in
 from asyncrl.runtime.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 

@@ -17,7 +17,7 @@ from asyncrl.master.train_loop import Peers, TrainLoop
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
-from asyncrl.trainer.settings import placement
+from asyncrl.trainer.placement import placement
 
 
 class MasterWorker(AsyncWorker):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from asyncrl.master.assignment import Assignment, assign
 from asyncrl.master.buffer import TrainBatch
 from asyncrl.trainer.messages import BeginStep, GridShare
-from asyncrl.trainer.settings import Placement
+from asyncrl.trainer.placement import Placement
 
 
 def plan_batch(

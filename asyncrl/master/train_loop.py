@@ -34,6 +34,7 @@ import msgspec
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master import standing
@@ -57,14 +58,13 @@ from asyncrl.master.standing import Source
 from asyncrl.master.step_plan import plan_batch
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
-from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.starting import LONGEST_STARTS
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import EndStep
-from asyncrl.trainer.settings import Placement, worker_grid
-from asyncrl.weights.transports import weight_transport
+from asyncrl.trainer.placement import Placement, worker_grid
+from asyncrl.weights.transports.base import weight_transport
 
 _log = logging.getLogger(__name__)
 

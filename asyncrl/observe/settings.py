@@ -1,17 +1,11 @@
-"""Settings of metrics and display, and their checks."""
+"""Settings of metrics and display."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from asyncrl.config.setting import setting
-
-if TYPE_CHECKING:
-    from asyncrl.config.experiment import ExperimentConfig
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 
@@ -58,26 +52,3 @@ class SamplesConfig:
     tables: int = setting(
         8, "how many of a step's kept samples go to TensorBoard and Weights & Biases as a table", minimum=0
     )
-
-
-def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
-    if (config.samples.replay or config.samples.only) and importlib.util.find_spec("pyarrow") is None:
-        yield "samples: pyarrow is not installed, which reads and writes kept samples; install the `data` extra"
-    if config.samples.every and importlib.util.find_spec("pyarrow") is None:
-        yield (
-            f"samples.every={config.samples.every}: pyarrow is not installed; install the `data` extra, or set it to 0"
-        )
-    if (config.samples.replay or config.samples.only) and config.eval.interval:
-        yield (
-            f"eval.interval={config.eval.interval}: what only replays or only keeps rollouts evaluates nothing; leave "
-            "it 0"
-        )
-    if config.samples.replay and config.samples.only:
-        yield "samples.only=true: samples.replay is set too, and generates nothing; leave one of them"
-    project = config.logging.wandb_project
-    if project and importlib.util.find_spec("wandb") is None:
-        yield (
-            f"logging.wandb_project={project!r}: wandb is not installed; install the `tracking` extra, or leave "
-            "it empty"
-        )

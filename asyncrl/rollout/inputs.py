@@ -29,6 +29,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config.catalog import resolve
+from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets import Dataset
@@ -36,7 +37,6 @@ from asyncrl.plugins.datasets.readers import files_of
 from asyncrl.plugins.datasets.record import content_sum
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.rollout.named_inputs import files_in_args, is_file, named_inputs, texts_in_args
-from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.rollout.user_code import load_eval_set, load_train_set
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.weights.manifest import FileEntry, file_entry

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, definition, split_path
-from asyncrl.plugins.datasets.chat import AUTO, OFF
 from asyncrl.plugins.datasets.readers import is_data_path
-from asyncrl.rollout.settings import GYMNASIUM, evaluation_sets
+from asyncrl.plugins.datasets.settings import AUTO, OFF
+from asyncrl.plugins.envs.settings import GYMNASIUM
 
 _REGISTERED_IN = "algorithm.plugins"
 

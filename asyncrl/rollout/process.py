@@ -21,7 +21,6 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import caches_prefixes, finds_stop_strings
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.master.settings import least_episodes
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.plugins.datasets.order import LentPrompts, PromptStream
 from asyncrl.plugins.datasets.record import DataRecord
@@ -32,7 +31,7 @@ from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE
-from asyncrl.runtime.settings import brings_inputs
+from asyncrl.runtime.staging_hosts import brings_inputs
 from asyncrl.runtime.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
@@ -196,7 +195,7 @@ class RolloutWorker(AsyncWorker):
             loop = RolloutLoop(
                 *(stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
                 right_at=right_at,
-                least_episodes=least_episodes(config),
+                least_episodes=config.algorithm.least_episodes,
             )
             self.ready()
             await self._until_stopped(loop, pusher, lends=not self._has_joined)

@@ -23,12 +23,12 @@ from asyncrl.api.agent import tried
 from asyncrl.api.reward import RewardParts, is_verdict, marked_run_in
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.rewards.settings import NamedRewardConfig, RewardConfig
 from asyncrl.rollout.offload.adapters import is_built_in
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, current_meter
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
-from asyncrl.rollout.settings import NamedRewardConfig, RewardConfig
 
 _NO_REWARD = "returned what is no reward"
 

@@ -16,7 +16,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.chat.parsers import FORMATS, choose, unsupported
-from asyncrl.plugins.datasets.chat import AUTO
+from asyncrl.plugins.datasets.settings import AUTO
 from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure

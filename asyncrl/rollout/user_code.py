@@ -14,22 +14,25 @@ from typing import Any
 from asyncrl.api import Agent, Environment, GenerationClient, Prompt, RunIn, SamplingParams, ToolSchema
 from asyncrl.api.agent import agent_of
 from asyncrl.api.reward import marked_run_in
+from asyncrl.config.context import context_length
+from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.inference.openai.endpoint import Endpoint
-from asyncrl.inference.settings import GenerationBackend, context_length
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.plugins.chat.client import ChatPolicy
 from asyncrl.plugins.chat.parsers import choose, parser
 from asyncrl.plugins.chat.request import Limits
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets import Dataset, load_dataset
-from asyncrl.plugins.datasets.chat import AUTO
 from asyncrl.plugins.datasets.mixture import Mixture
 from asyncrl.plugins.datasets.order import PromptRef
 from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, make_prompt
 from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.settings import AUTO
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.plugins.envs.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
 from asyncrl.plugins.tools.toolbox import Toolbox
 from asyncrl.rollout.offload.adapters import AgentProcess, OffloadedEnvironment, adapted_agent, is_built_in
 from asyncrl.rollout.offload.messages import Target
@@ -39,7 +42,6 @@ from asyncrl.rollout.offload.places import GroupPlaces, Places
 from asyncrl.rollout.offload.process_environment import ProcessEnvironment
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 from asyncrl.rollout.served_client import ServedEpisodeClient
-from asyncrl.rollout.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig, EvaluationSet, evaluation_sets
 from asyncrl.rollout.tools import RunTools, check_format
 
 

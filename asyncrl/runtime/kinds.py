@@ -24,9 +24,9 @@ from asyncrl.comm.names import (
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.runtime.settings import staging_hosts
+from asyncrl.runtime.staging_hosts import staging_hosts
 from asyncrl.runtime.worker_plan import Resources
-from asyncrl.trainer.settings import placement
+from asyncrl.trainer.placement import placement
 
 SHARED_CPU_NICENESS = 10
 """Of everything else where training runs on the CPU. What competes with it for cores works ahead already, up to η; a

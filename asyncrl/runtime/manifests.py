@@ -13,16 +13,14 @@ it on over the connections. Pure, so that `--dry-run` can print all this.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.claim import SAVE_LIMIT_S
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED
 from asyncrl.runtime.pod_names import LAUNCHER, run_name
+from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
-
-if TYPE_CHECKING:
-    from asyncrl.config.experiment import ExperimentConfig
-    from asyncrl.runtime.settings import HostConfig
 
 CONTAINER = "asyncrl"
 _REPLACED = 1000

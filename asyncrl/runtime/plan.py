@@ -10,7 +10,8 @@ from asyncrl.comm.names import MODEL_WORKER, STAGING_SERVER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import visible_gpus
 from asyncrl.runtime.kinds import KINDS, Run, Share
-from asyncrl.runtime.settings import HostConfig, staging_hosts
+from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.staging_hosts import staging_hosts
 from asyncrl.runtime.worker_plan import Host, WorkerPlan
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.experiment import ExperimentConfig
 
 LAUNCHER = "launcher"
 """In the names of the launcher's own host, which has none itself."""

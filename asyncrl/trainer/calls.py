@@ -16,8 +16,8 @@ from asyncrl.algorithms.stats import Stats, all_reduce_stats, values
 from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.signatures import MODEL_FUNCTION
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.engines.base import PolicyEngine, TrainingEngine, ValueEngine
-from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.trainer.train_state import TrainState
 

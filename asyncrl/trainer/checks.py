@@ -6,25 +6,25 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl.algorithms.registry import KINDS
 from asyncrl.algorithms.spec import ProximalMode
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config import catalog
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph.types import GraphError
 from asyncrl.models.routers import routing_shape
 from asyncrl.runtime.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer import layout_checks, lora_checks
 from asyncrl.trainer.layout import Layout
-from asyncrl.trainer.settings import AttentionImplementation, placement
+from asyncrl.trainer.placement import placement
+from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.trainer.types import with_types
 from asyncrl.trainer.worker_grid import Placement
-
-if TYPE_CHECKING:
-    from asyncrl.config.experiment import ExperimentConfig
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
@@ -167,9 +167,6 @@ def hugging_face_folder(name: str, path: str) -> Iterator[str]:
 
 
 def _layouts(config: ExperimentConfig) -> Iterator[str]:
-    from asyncrl.master.graph.builtin import load_graph
-    from asyncrl.master.graph.types import GraphError
-
     try:
         graph = load_graph(config)
         placed = placement(config, graph)
@@ -219,9 +216,6 @@ def _attention(config: ExperimentConfig) -> Iterator[str]:
 
 def _critic(config: ExperimentConfig) -> Iterator[str]:
     """An advantage of values in a graph in which nobody gives it any."""
-    from asyncrl.master.graph.builtin import load_graph
-    from asyncrl.master.graph.types import GraphError
-
     choice = config.algorithm.advantage
     if choice.name not in NEEDS_VALUES:
         return

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.messages import GridShare, MoveColumns
-from asyncrl.trainer.parallel import Ranks, World
+from asyncrl.trainer.parallel import World
 from asyncrl.trainer.redistribute import transfer
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.trainer.worker_grid import WorkerGrid

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncrl.runtime.ranks import PeerFailed, Ranks
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.kept_copies import Holding, KeptStepLost, chosen, keepers, transfers
-from asyncrl.trainer.parallel import PeerFailed, Ranks, World
+from asyncrl.trainer.parallel import World
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.distributed_checkpoint import shard_name
 from asyncrl.weights.manifest import MANIFEST_FILE, ManifestError, checksum, whole_files

@@ -10,7 +10,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.engines.sharded.architectures import refusals
 from asyncrl.trainer.model_shape import ModelShape, misfits, shape_of
-from asyncrl.trainer.settings import ReferenceMode, TrainerEngine, engine_of, model_of, placement, role_placement
+from asyncrl.trainer.placement import engine_of, model_of, placement, role_placement
+from asyncrl.trainer.settings import ReferenceMode, TrainerEngine
 from asyncrl.trainer.worker_grid import Placement, WorkerGrid
 
 

@@ -1,119 +1,25 @@
-"""Who is who among the training ranks: this rank's place in the grid, and the few collectives that training needs.
+"""Who is who among the training ranks: this rank's place in the grid.
 
 `training_world` joins the ranks and lays out each grid as a `torch.distributed` DeviceMesh; `Place` says where this one
 is in it, `World` in which it is.
 That worker index, rank and data index may differ is said in `asyncrl.trainer.worker_grid`, and nowhere assumed else:
 whoever wants to know who takes trajectories, who publishes, or over whom to sum, asks the `Place`.
-
-No object collectives: those pickle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.comm.names import ACTOR
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.worker_grid import Coordinates, Placement, WorkerGrid
 
 MESH_AXES = ("pipeline", "replica", "shard", "tensor")
 """Names of the mesh's dimensions, outermost first; a data index is replica * shards + shard."""
-_REASON_CHARACTERS = 2000
-
-Result = TypeVar("Result")
-
-
-class PeerFailed(RuntimeError):
-    """Another rank failed in a step that all ranks take together."""
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """A group of ranks and this one's number in it; `group` None is the whole world.
-
-    With `world` 1 every collective is the identity and `torch.distributed` is not needed. Tensors may be on the CPU or
-    on the ranks' device, the same on all of them.
-    """
-
-    rank: int = 0
-    world: int = 1
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank does what one of the group has to do for all."""
-        return self.rank == 0
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum of `tensor` over ranks, in place."""
-        return self._all_reduce(tensor, dist.ReduceOp.SUM)
-
-    def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """Largest of `tensor` over ranks, in place."""
-        return self._all_reduce(tensor, dist.ReduceOp.MAX)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """`data` of every rank, by rank; their lengths may differ."""
-        if self.world == 1:
-            return [data]
-        lengths = torch.zeros(self.world, dtype=torch.int64)
-        lengths[self.rank] = len(data)
-        longest = int(self.all_reduce_sum(lengths).max())
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        if data:  # torch makes no tensor of an empty buffer
-            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        gathered = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(gathered, mine, group=self.group)
-        pairs = zip(gathered, lengths.tolist(), strict=True)
-        return [tensor[:length].numpy().tobytes() for tensor, length in pairs]
-
-    def send(self, tensor: Tensor, to: int) -> dist.Work:
-        """Begin to send `tensor` to the rank `to` of this group."""
-        return _begun(dist.isend(tensor, group=self.group, group_dst=to))
-
-    def receive(self, tensor: Tensor, source: int) -> dist.Work:
-        """Begin to receive into `tensor` from the rank `source` of this group."""
-        return _begun(dist.irecv(tensor, group=self.group, group_src=source))
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """`tensor` of the leading rank, in place on the others."""
-        if self.world > 1:
-            dist.broadcast(tensor, group=self.group, group_src=0)
-        return tensor
-
-    def together(self, action: Callable[[], Result], what: str) -> Result:
-        """Run `action` here while the other ranks run theirs; returns what it does once all have.
-
-        An action may itself do something together, if all ranks come to it or none does.
-
-        Raises:
-            PeerFailed: it failed on another rank; says why. An exception of this rank's `action` is raised as it is.
-        """
-        failure: Exception | None = None
-        result: Result | None = None
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
-        failed = self.all_reduce_max(torch.tensor([0.0 if failure is None else 1.0]))
-        if failed.item() > 0.0:
-            reasons = self.all_gather_bytes(b"" if failure is None else repr(failure)[:_REASON_CHARACTERS].encode())
-            if failure is not None:
-                raise failure
-            rank, reason = next((rank, reason.decode()) for rank, reason in enumerate(reasons) if reason)
-            raise PeerFailed(f"{what} failed on another rank, {rank} of {self.world}: {reason}")
-        return cast(Result, result)
-
-    def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.world > 1:
-            dist.all_reduce(tensor, operation, group=self.group)
-        return tensor
 
 
 @dataclass(frozen=True)
@@ -194,8 +100,3 @@ class World:
     def publishes(self) -> bool:
         """Whether this rank completes published weights, and sends them from its memory."""
         return self.worker == self.placement.actor.publisher
-
-
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # None is for ranks outside the group
-    return work

@@ -72,10 +72,10 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.micro_batch_layout import AttentionKind
+from asyncrl.trainer.placement import placement
 from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.redistribute import hand_down, redistribute
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
-from asyncrl.trainer.settings import placement
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.versions import Versions
 from asyncrl.trainer.worker_grid import WorkerGrid

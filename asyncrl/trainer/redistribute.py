@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
-from asyncrl.trainer.parallel import Ranks
+from asyncrl.runtime.ranks import Ranks
 
 _LENGTH_BYTES = 8
 

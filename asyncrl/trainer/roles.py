@@ -24,7 +24,8 @@ from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.host_copies import HostCopies
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel import World
-from asyncrl.trainer.settings import ReferenceMode, TrainerEngine, engine_of
+from asyncrl.trainer.placement import engine_of
+from asyncrl.trainer.settings import ReferenceMode, TrainerEngine
 from asyncrl.trainer.train_state import TrainState
 from asyncrl.trainer.worker_grid import Placement
 from asyncrl.weights import checkpoints

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import adopts
 from asyncrl.runtime.kinds import Run
 from asyncrl.runtime.plan import plan_workers
-
-if TYPE_CHECKING:
-    from asyncrl.config.experiment import ExperimentConfig
 
 
 def with_types(config: ExperimentConfig, run: Run = Run.train) -> ExperimentConfig:

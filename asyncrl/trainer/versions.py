@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from asyncrl.comm.security import HttpSecurity
+from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import context_length
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.lora import adapter_config
@@ -19,8 +19,7 @@ from asyncrl.trainer.roles import TrainingRank
 from asyncrl.weights import publishing
 from asyncrl.weights.canary import Canary, canary_tokens
 from asyncrl.weights.shared_files import SharedFiles
-from asyncrl.weights.transports import weight_transport
-from asyncrl.weights.transports.base import TrainerEnd
+from asyncrl.weights.transports.base import TrainerEnd, weight_transport
 
 
 class Versions:

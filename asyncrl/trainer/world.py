@@ -22,10 +22,12 @@ from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import TRAINING_WORLD_KEY
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import interface_of
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import MEETING_PREFIX
 from asyncrl.trainer.collectives import Collectives
-from asyncrl.trainer.parallel import MESH_AXES, Place, RankHosts, Ranks, World
-from asyncrl.trainer.settings import TrainerEngine, engine_of
+from asyncrl.trainer.parallel import MESH_AXES, Place, RankHosts, World
+from asyncrl.trainer.placement import engine_of
+from asyncrl.trainer.settings import TrainerEngine
 from asyncrl.trainer.worker_grid import Coordinates, Placement, WorkerGrid
 
 

@@ -16,27 +16,22 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from asyncrl.comm.patient_writing import at_once, patiently_blocking
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE, versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoint_dir import latest, prune
 from asyncrl.weights.distributed_checkpoint import Part, SavePlan, StoredTensors, write_shard
 from asyncrl.weights.manifest import FileEntry, Manifest, write_manifest
-
-if TYPE_CHECKING:
-    from asyncrl.trainer.engines.base import TrainingEngine
-    from asyncrl.trainer.parallel import Ranks
-
-    Parts = Mapping[str, TrainingEngine]
-    """By role."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +48,23 @@ class _Writing:
     document: bytes
     """The content of `state.json`."""
     share: Future[dict[str, FileEntry]]
+
+
+class RoleState(Protocol):
+    """A role's model and optimizer, as a checkpoint sees a training engine."""
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return this rank's tensors by name, which reading a checkpoint writes into, and what else is to be kept."""
+
+    def resident(self) -> AbstractContextManager[None]:
+        """Keep the tensors of `state` in reach within the context."""
+
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        """Take up the tensors that were written into, and `meta`, the second value of `state` when it was kept."""
+
+
+Parts = Mapping[str, RoleState]
+"""By role."""
 
 
 class Hosts(Protocol):

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -29,10 +29,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.weights.tensor_file import TensorFile, write_tensors
-
-if TYPE_CHECKING:
-    from asyncrl.trainer.parallel import Ranks
 
 Part: TypeAlias = tuple[str, tuple[int, ...]]
 """A part of a tensor: its name, and where the part begins in the whole, by dimension."""

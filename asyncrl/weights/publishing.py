@@ -30,13 +30,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from torch import Tensor
 
 from asyncrl.plugins.datasets.tokenizers import model_files
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.adapters import STEM as ADAPTERS_STEM
@@ -53,9 +53,6 @@ from asyncrl.weights.manifest import (
 from asyncrl.weights.published import Published, TensorSpec
 from asyncrl.weights.shared_files import SharedFiles
 from asyncrl.weights.tensor_file import DTYPE_NAMES, TensorFile
-
-if TYPE_CHECKING:
-    from asyncrl.trainer.parallel import Ranks
 
 MAX_SHARD_BYTES = 4 << 30
 """Largest shard: the size Hugging Face uses; more files load in parallel, fewer are less to open."""

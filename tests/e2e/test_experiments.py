@@ -130,6 +130,28 @@ def test_gsm8k_chat_trains_a_chat_model_on_rows_of_its_form(
     assert all(row["reward/right"] <= row["reward/odd"] <= 1 for row in run.rows())
 
 
+def test_own_model_trains_a_model_on_rows_of_ones_own_within_its_limits(
+    start_run: Any, tiny_chat_model: Path, tmp_path: Path
+) -> None:
+    rows = EXAMPLE.parent / "gsm8k_rows.jsonl"
+    (tmp_path / "odd.py").write_text("def odd(data, completion):\n    return float(len(completion) % 2)\n")
+    run = finished(
+        start_run,
+        "own_model",
+        model__path=tiny_chat_model,
+        dataset__path=rows,
+        dataset__args="{held_out_share: 0.1}",
+        dataset__max_prompt_tokens=None,
+        rollout__sampling__max_new_tokens=None,
+        generation__max_total_tokens=None,
+        eval__interval=None,
+        optimizer__lr=None,
+        reward__path=f"{tmp_path / 'odd.py'}:odd",
+    )
+    assert run.summary()["eval"]["held_out"]["version"] == STEPS
+    assert max(row["rollout/len_max"] for row in run.rows()) > 112, "longer than the demo's answers"
+
+
 def test_supervised_training_on_conversations_tells_what_carries_loss_and_the_held_out_loss(
     tiny_chat_model: Path, tmp_path: Path
 ) -> None:

@@ -25,8 +25,9 @@ from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.parallel import World
+from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import AttentionImplementation, MomentsOn, TrainerEngine, placement
+from asyncrl.trainer.settings import AttentionImplementation, MomentsOn, TrainerEngine
 from asyncrl.trainer.step_batch import build_step_batch
 from asyncrl.trainer.world import training_world
 

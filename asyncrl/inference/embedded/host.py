@@ -12,13 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.comm.security import HttpSecurity
+from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.batch import Detokenize
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
-from asyncrl.inference.settings import context_length
 from asyncrl.models.proof import UnsupportedModelError
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.runtime.starting import Effort, NotStarted, StartLimit, await_start

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.engine_host import BASE_VERSION
-from asyncrl.inference.settings import context_length
 from asyncrl.inference.sglang.ports import PortBlock
 from asyncrl.manager.settings import UpdateMode
 

@@ -1,17 +1,11 @@
-"""Settings of chat, and their checks."""
+"""Settings of chat."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import TYPE_CHECKING
 
-from asyncrl.config import signatures
-from asyncrl.config.setting import not_a_choice, setting
-
-if TYPE_CHECKING:
-    from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import setting
 
 AUTO = "auto"
 
@@ -63,40 +57,3 @@ class ChatConfig:
     max_tool_s: float = setting(
         0.0, "time that the tools of one conversation may take in all; 0: no limit", unit="s", minimum=0.0
     )
-
-
-def turns(config: ExperimentConfig) -> int:
-    """How many answers a conversation has room for: as `rollout.chat.max_turns` or the agent's own `max_turns` say,
-    else 1.
-    """
-    own = _agents_own(config)
-    limit = config.rollout.chat.max_turns
-    return limit or own or 1
-
-
-def needed_context(config: ExperimentConfig) -> int:
-    """Tokens of the longest conversation that prompt, answers and turns allow."""
-    answer = config.rollout.sampling.max_new_tokens
-    between = answer + config.rollout.chat.feedback_tokens
-    return config.dataset.max_prompt_tokens + answer + (turns(config) - 1) * between
-
-
-def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
-    from asyncrl.plugins.chat.parsers import FORMATS
-
-    chat = config.rollout.chat
-    if chat.parser not in (AUTO, *FORMATS):
-        yield not_a_choice("rollout.chat.parser", chat.parser, (AUTO, *FORMATS))
-    own = _agents_own(config)
-    if 0 < chat.max_turns < own:
-        yield (
-            f"rollout.chat.max_turns={chat.max_turns}: agent.args.max_turns={own} is more, and would never be reached; "
-            f"use 0 (no limit) or {own} or more, or fewer turns of the agent"
-        )
-
-
-def _agents_own(config: ExperimentConfig) -> int:
-    """The agent's parameter `max_turns`, given or default; 0 where it has none."""
-    own = signatures.argument(config.agent.path, config.agent.args, "max_turns")
-    return own if isinstance(own, int) and own > 0 else 0

@@ -16,9 +16,6 @@ from typing import Any
 from asyncrl.plugins.datasets.template_process import RENDERING, TemplateLimit, TemplateRefusal
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES_DIR
 
-AUTO, OFF = "auto", "off"
-"""Values of `dataset.chat_template` that name no file."""
-
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of chat templates, where a tokenizer has several: for conversations without tools and with tools."""
 

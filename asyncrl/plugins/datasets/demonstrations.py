@@ -23,7 +23,6 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum, auto
 from typing import Any, cast
 
 from asyncrl.config.import_paths import PluginError
@@ -33,16 +32,8 @@ from asyncrl.plugins.datasets.control_tokens import StandIns
 from asyncrl.plugins.datasets.order import epoch_order
 from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.settings import TrainOn
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
-
-
-class TrainOn(StrEnum):
-    """Which of the assistant's turns are imitated."""
-
-    all = auto()
-    """All of them."""
-    last = auto()
-    """The last one; those before it are part of its prompt."""
 
 
 class BadDemonstration(ValueError):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.api import Prompt, SamplingParams
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.chat import AUTO, OFF, ChatError, ChatTemplate, Message, template_source, wrong_messages
+from asyncrl.plugins.datasets.chat import ChatError, ChatTemplate, Message, template_source, wrong_messages
 from asyncrl.plugins.datasets.control_tokens import StandIns
 from asyncrl.plugins.datasets.order import PromptRef, prompt_seed
+from asyncrl.plugins.datasets.settings import AUTO, OFF, Overlong
 from asyncrl.plugins.datasets.template_process import TemplateLimit
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, special_tokens
 
@@ -25,21 +25,6 @@ class BadPrompt(ValueError):
 
 class OverlongPrompt(BadPrompt):
     """A row whose prompt is longer than allowed and is not shortened."""
-
-
-class Overlong(StrEnum):
-    """What becomes of a prompt that is longer than `dataset.max_prompt_tokens`."""
-
-    filter = "filter"
-    """Its row is left out."""
-    left = "left"
-    """Its text loses its beginning."""
-    right = "right"
-    """Its text loses its end."""
-    middle = "middle"
-    """Its text loses its middle."""
-    refuse = "refuse"
-    """The run does not start."""
 
 
 SHORTENED = (Overlong.left, Overlong.right, Overlong.middle)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.prompts import SHORTENED, BadPrompt, Overlong, OverlongPrompt, PromptFormat
+from asyncrl.plugins.datasets.prompts import SHORTENED, BadPrompt, OverlongPrompt, PromptFormat
+from asyncrl.plugins.datasets.settings import Overlong
 
 SHOWN_CHARACTERS = 2000
 """So much of the first prompt is shown; its beginning and end matter, which a template makes."""

@@ -1,21 +1,12 @@
-"""Settings of the tools that a model may call; and their checks."""
+"""Settings of the tools that a model may call."""
 
 from __future__ import annotations
 
-import re
-import shutil
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from asyncrl.api.reward import RunIn
-from asyncrl.api.tool_schema import TOOL_NAME
-from asyncrl.config import signatures
 from asyncrl.config.setting import PluginConfig, setting
-
-if TYPE_CHECKING:
-    from asyncrl.config.experiment import ExperimentConfig
 
 PYTHON = "python"
 """As a command: the interpreter of the worker, which has the packages that asyncrl has."""
@@ -53,65 +44,3 @@ class McpServerConfig:
     timeout_s: float = setting(30.0, "limit of one call", unit="s", minimum=0.01)
     start_timeout_s: float = setting(60.0, "limit of a start, and of a restart after the server died", unit="s")
     max_result_chars: int = setting(8192, "longest result; the middle of longer ones is left out", minimum=16)
-
-
-def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with `tools` and `mcp`, each as `setting=value: what is wrong; what to do`."""
-    names: set[str] = set()
-    for number, tool in enumerate(config.tools):
-        group = f"tools[{number}]"
-        yield from signatures.tool_problems(group, tool.path, tool.args)
-        if tool.name:
-            yield from _name(f"{group}.name", tool.name, names)
-        yield from _limits(group, tool.timeout_s, tool.max_result_chars)
-    servers: set[str] = set()
-    for number, server in enumerate(config.mcp):
-        group = f"mcp[{number}]"
-        yield from _name(f"{group}.name", server.name, servers)
-        yield from _limits(group, server.timeout_s, server.max_result_chars)
-        yield from _server(group, server)
-    if (config.tools or config.mcp) and not signatures.takes(config.agent.path, "tools"):
-        yield (
-            f"agent.path={config.agent.path!r}: this agent calls no tools, and there are some in the settings; use "
-            "asyncrl.plugins.agents.tool_agent:ToolAgent, or give its constructor a parameter `tools`"
-        )
-
-
-def _name(setting_name: str, name: str, taken: set[str]) -> Iterator[str]:
-    if not TOOL_NAME.fullmatch(name):
-        yield f"{setting_name}={name!r}: give 1 to 64 letters, digits, '_' and '-'"
-    elif name in taken:
-        yield f"{setting_name}={name!r}: another one is called so too; give each a name of its own"
-    taken.add(name)
-
-
-def _limits(group: str, timeout_s: float, max_result_chars: int) -> Iterator[str]:
-    if not timeout_s > 0:
-        yield f"{group}.timeout_s={timeout_s}: no time to return in; use 0.01 s or more"
-    if max_result_chars < 16:
-        yield f"{group}.max_result_chars={max_result_chars}: leaves nothing of a result; use 16 or more"
-
-
-def _server(group: str, server: McpServerConfig) -> Iterator[str]:
-    if bool(server.command) == bool(server.url):
-        yield (
-            f"{group}: command={server.command!r} and url={server.url!r}; give one of them, a program to start or the "
-            "address of a server"
-        )
-        return
-    if server.command:
-        if server.command != PYTHON and shutil.which(server.command) is None:
-            yield f"{group}.command={server.command!r}: no such program; is it installed and on PATH?"
-        if server.headers:
-            yield f"{group}.headers: a program that is started has none; leave them out, or give a url"
-    else:
-        address = urlsplit(server.url)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            yield f"{group}.url={server.url!r}: no HTTP address; write http://host:port/mcp"
-        unused: Sequence[str] = [name for name in ("args", "env") if getattr(server, name)]
-        for name in unused:
-            yield f"{group}.{name}: is for a program that is started; leave it out, or give a command"
-    if server.prefix and not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", server.prefix):
-        yield f"{group}.prefix={server.prefix!r}: give up to 32 letters, digits, '_' and '-'"
-    if not server.start_timeout_s > 0:
-        yield f"{group}.start_timeout_s={server.start_timeout_s}: no time to start in; use 1 s or more"

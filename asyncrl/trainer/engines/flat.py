@@ -16,9 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.algorithms.reference_policy import ema_update_
 from asyncrl.algorithms.stats import Stats
+from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import context_length
 from asyncrl.models.proof import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import trunk_of

@@ -30,7 +30,8 @@ from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.lora import adapter_config
 from asyncrl.trainer.micro_batch import MicroBatch
 from asyncrl.trainer.parallel import World
-from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig, TrainerEngine, engine_of
+from asyncrl.trainer.placement import engine_of
+from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig, TrainerEngine
 from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights import atomic_dir, checkpoints

@@ -17,7 +17,7 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.private_files import make_private_folder
 from asyncrl.runtime.run_dir import LOCK_FILE, NAMES_DIR
 from asyncrl.trainer.parallel import World
-from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.placement import worker_grid
 from asyncrl.trainer.supervised.engine_learner import engine_settings
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.trainer.worker_grid import Placement

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from pathlib import Path
 from typing import Any, Optional
 
-from asyncrl.config.setting import ConfigError, Device, setting
-from asyncrl.plugins.datasets.chat import AUTO
-from asyncrl.plugins.datasets.demonstrations import TrainOn
-from asyncrl.plugins.datasets.readers import is_data_path
-from asyncrl.rollout.settings import dataset
-from asyncrl.trainer.checks import hugging_face_folder
-from asyncrl.trainer.lora_checks import lora_problems
-from asyncrl.trainer.settings import LoraConfig, LoraPublish, layout_of
-from asyncrl.trainer.worker_grid import WorkerGrid
+from asyncrl.config.setting import Device, setting
+from asyncrl.plugins.datasets.settings import AUTO, TrainOn
+from asyncrl.trainer.settings import LoraConfig
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045
@@ -161,74 +154,3 @@ class SFTConfig:
     eval: SFTEvalConfig = field(default_factory=SFTEvalConfig)
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     checkpoint: SFTCheckpointConfig = field(default_factory=SFTCheckpointConfig)
-
-
-def check(config: SFTConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
-    data = config.dataset
-    args = [{**data.args, **phase.args} for phase in config.phases] or [data.args]
-    yield from dict.fromkeys(problem for each in args for problem in dataset("dataset", data.path, each))
-    if is_data_path(data.path):
-        yield from (
-            f"dataset.args.{name}: it is set by asyncrl for supervised training; leave it out"
-            for name in ("demonstrations", "fields")
-            if name in data.args
-        )
-    yield from _held_out(config)
-    yield from _engine(config)
-    if not config.phases:
-        yield "phases=[]: there is nothing to imitate; give at least one, for example phases=[{steps: 1000}]"
-    if config.model.path is not None:
-        yield from hugging_face_folder("model.path", config.model.path)
-        if config.model.architecture:
-            yield "model.architecture: a pretrained model has its own; set model.path or model.architecture, not both"
-        if config.model.tokenizer is not None:
-            yield "model.tokenizer: a pretrained model has its own; set model.path or model.tokenizer, not both"
-    elif config.model.tokenizer is not None:
-        if not (Path(config.model.tokenizer).expanduser() / "tokenizer_config.json").is_file():
-            yield (
-                f"model.tokenizer={config.model.tokenizer!r}: no folder with a tokenizer_config.json; give one "
-                "that has the tokenizer's files"
-            )
-        if "vocab_size" not in config.model.architecture:
-            yield "model.architecture.vocab_size: missing; a model with model.tokenizer needs the tokenizer's size"
-
-
-def _held_out(config: SFTConfig) -> Iterator[str]:
-    """What is wrong with the rows that the held-out loss is measured on."""
-    data, held_out = config.dataset, config.eval
-    if not held_out.interval:
-        return
-    if held_out.path is not None:
-        yield from dataset("eval", held_out.path, held_out.args)
-    elif is_data_path(data.path) and not data.args.get("held_out_share"):
-        yield (
-            f"eval.path=null: the held-out loss would be measured on the training file {data.path!r} itself; give it a "
-            "file of its own (eval.path=...), hold out a share of this one (dataset.args.held_out_share=0.05), or "
-            "switch it off (eval.interval=0)"
-        )
-
-
-def _engine(config: SFTConfig) -> Iterator[str]:
-    """What is wrong with how the ranks train."""
-    lora, parallel = config.model.lora, config.trainer.parallel
-    if config.optimizer == SupervisedOptimizer.muon:
-        given: dict[str, Any] = {
-            "model.lora.rank": lora.rank,
-            "trainer.gradient_checkpointing": config.trainer.gradient_checkpointing,
-            "checkpoint.interval": config.checkpoint.interval,
-        }
-        given |= {} if parallel == "d1" else {"trainer.parallel": parallel}
-        for name, value in given.items():
-            if value:
-                yield f"{name}={value}: optimizer=muon trains whole weights in one process; use optimizer=adamw"
-    try:
-        ranks = WorkerGrid.of(layout_of("trainer.parallel", parallel)).workers
-    except ConfigError as error:
-        yield str(error)
-        return
-    if ranks > 1 and config.device != Device.cpu:
-        yield f"trainer.parallel={parallel!r}: {ranks} ranks train on CPUs only, device=cpu; on a GPU use d1"
-    if lora.publish != LoraPublish.auto:
-        yield f"model.lora.publish={str(lora.publish)!r}: no servers load the result, which is merged; leave it out"
-    yield from lora_problems(lora, config.model.path)

@@ -7,21 +7,9 @@ do.
 
 from __future__ import annotations
 
-import pkgutil
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from asyncrl.weights.transports.base import WeightTransport
-
 TRANSPORTS = {
     "disk": f"{__name__}.disk:DiskTransport",
     "tensor": f"{__name__}.tensor:TensorTransport",
     "distributed": f"{__name__}.distributed:DistributedTransport",
 }
 """Classes by the setting's value; imported where one is used."""
-
-
-def weight_transport(name: str) -> WeightTransport:
-    """The transport that the setting calls `name`."""
-    transport: WeightTransport = pkgutil.resolve_name(TRANSPORTS[name])(name)
-    return transport

@@ -12,9 +12,12 @@ Torch is imported only in what the trainer calls: launcher and manager import th
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
+
+from asyncrl.weights.transports import TRANSPORTS
 
 if TYPE_CHECKING:
     import torch
@@ -99,3 +102,9 @@ class WeightTransport(ABC):
             security: the servers' token and certificate.
             device: where the trainer computes.
         """
+
+
+def weight_transport(name: str) -> WeightTransport:
+    """The transport that the setting calls `name`."""
+    transport: WeightTransport = pkgutil.resolve_name(TRANSPORTS[name])(name)
+    return transport

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.comm.name_resolve import EtcdAccess, EtcdAccessError
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.settings import check
+from asyncrl.runtime.checks import check
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
-"""Every block of docs/evaluation.md and docs/sft.md is accepted and does what is said."""
+"""Every block of docs/evaluation.md and docs/sft.md, and each command of the README, is accepted and does as told."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,13 @@ import pytest
 
 from asyncrl.api.reward import is_verdict
 from asyncrl.commands import eval as evaluation
+from asyncrl.commands.checks import validate, warnings
 from asyncrl.commands.input_checks import check_data
-from asyncrl.config.checks import validate, warnings
+from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.plugins.datasets.demonstrations import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.rollout.settings import evaluation_sets
 from asyncrl.trainer.supervised.loop import demonstration_format, held_out_of, phases_of
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -97,3 +99,36 @@ def test_supervised_training_is_set_as_shown_and_reads_the_rows(
     Path("rows.jsonl").write_text(rows)
     encoded = EncodedRows.of(load_demonstrations("rows.jsonl", {}, {}, "train", 0), form, 4096)
     assert [len(row) for row in encoded.rows] == [1, 1, 1]
+
+
+README = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+OWN_CODE = {
+    "my_rewards.py": "def score(data, completion):\n    return float(data['answer'] in completion)\n",
+    "my_agent.py": "from asyncrl.plugins.agents.single_turn import SingleTurnAgent as MyAgent\n",
+    "my_env.py": "from asyncrl.plugins.envs.single_turn import SingleTurnEnv as MyEnv\n",
+}
+
+
+COMMANDS = re.findall(r"^python -m asyncrl.launch (\w+ \\\n(?: .*\n)+)", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readmes_commands_for_ones_own_model_have_limits_of_a_real_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_chat_model: Path, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in OWN_CODE.items():
+        Path(name).write_text(text)
+    for name in ("my_data", "my_test"):
+        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": f"{name}?", "answer": "1"}))
+    experiment, *overrides = shlex.split(command.replace("\\\n", ""))
+    here = [f"model.path={tiny_chat_model}", f"fileroot={tmp_path}"]
+    if any(each.startswith("generation.sglang.python=") for each in overrides):
+        here.append(f"generation.sglang.python={sys.executable}")
+    config = load_experiment(experiment, [*overrides, *here])
+    assert isinstance(config, ExperimentConfig)
+    validate(config)
+    check_data(config, tmp_path)
+    assert config.dataset.max_prompt_tokens >= 512
+    assert config.rollout.sampling.max_new_tokens >= 512
+    assert config.optimizer.lr <= 1e-5

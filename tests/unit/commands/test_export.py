@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.launch import main
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import read_run_config, write_run_config
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.lora import adapter_config
 from asyncrl.trainer.lora_checks import publishes_adapters
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.trainer.step_batch import StepBatch

@@ -25,7 +25,8 @@ from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime import hardware
-from asyncrl.trainer.settings import ReferenceMode, RoleRanks, placement
+from asyncrl.trainer.placement import placement
+from asyncrl.trainer.settings import ReferenceMode, RoleRanks
 from asyncrl.trainer.sizing.memory import Need
 
 ROOT = Path(__file__).resolve().parents[3]

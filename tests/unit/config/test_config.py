@@ -10,16 +10,16 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from asyncrl.commands.checks import validate
 
 from asyncrl.commands.hub import is_hub_name
-from asyncrl.config.checks import validate
 from asyncrl.config.describe import experiment_help, list_experiments
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings
 from asyncrl.config.setting import ConfigError, setting_info
 from asyncrl.launch import COMMANDS
 from asyncrl.runtime.run_dir import read_run_config, write_run_config
-from asyncrl.trainer.settings import worker_grid
+from asyncrl.trainer.placement import worker_grid
 
 
 def load(*overrides: str) -> ExperimentConfig:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.settings import GenerationBackend, check
+from asyncrl.inference.checks import check
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime import hardware
 
 
@@ -155,3 +157,17 @@ def test_gpus_are_those_left_visible(visible: str, count: int, machine: Path, mo
     assert hardware.count_gpus() == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert hardware.count_gpus() == count
+
+
+@pytest.mark.parametrize(("positions", "refused"), [(512, True), (1024, True), (1025, False), (None, False)])
+def test_answers_that_leave_no_position_to_a_prompt_are_refused(
+    positions: int | None, refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions} if positions else {}))
+    config = config_of()
+    config.model.path, config.rollout.sampling.max_new_tokens = str(tmp_path), 1024
+    messages = list(check(config))
+    assert len(messages) == refused
+    if refused:
+        assert messages[0].startswith("rollout.sampling.max_new_tokens=1024: model.path=")
+        assert f"takes {positions} tokens" in messages[0]

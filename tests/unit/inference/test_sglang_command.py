@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
-from asyncrl.inference.settings import context_length
 from asyncrl.inference.sglang.command import OWNED_FLAGS, ServerCommand, build_command, render_flags
 from asyncrl.inference.sglang.ports import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
 from asyncrl.inference.sglang.start_failures import advice, explained

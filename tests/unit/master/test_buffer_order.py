@@ -14,7 +14,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.buffer_order import BufferOrder
-from asyncrl.master.settings import BufferOrderConfig, check
+from asyncrl.master.checks import check
+from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord
 
 LIMIT_S = 120.0

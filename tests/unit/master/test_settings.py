@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.master.settings import check
+from asyncrl.master.checks import check
 
 
 def with_critic(layout: str) -> ExperimentConfig:

@@ -21,6 +21,7 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
+from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import EpisodeClient
@@ -31,7 +32,7 @@ from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer
 from asyncrl.rollout.offload.meter import Activity, current_meter
-from asyncrl.rollout.settings import EvalConfig, EvalSetConfig, evaluation_sets
+from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
 from asyncrl.rollout.user_code import Plugins
 
 SETS = evaluation_sets(ExperimentConfig(eval=EvalConfig(sets=[EvalSetConfig("all"), EvalSetConfig("two", size=2)])))

@@ -28,13 +28,14 @@ from asyncrl.api import (
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+from asyncrl.plugins.rewards.settings import NamedRewardConfig
+from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import USE, Call
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.offload.processes import Lease
 from asyncrl.rollout.scoring import episode_of
-from asyncrl.rollout.settings import NamedRewardConfig, check
 from asyncrl.rollout.user_code import Plugins
 
 TOKENIZER = CharTokenizer()

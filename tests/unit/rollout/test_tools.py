@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from asyncrl.api import ToolCall
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig, check
+from asyncrl.plugins.tools.checks import check
+from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import MAX_ARGUMENT_CHARS, ToolFailure
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import metered

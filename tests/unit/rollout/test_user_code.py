@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.rollout.checks import check
 from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.settings import check
 from asyncrl.rollout.user_code import Plugins
 
 MINE = """

@@ -13,13 +13,13 @@ from asyncrl.config.load import load_experiment
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.plugins.rewards.code_tests import CodeTestsReward
 from asyncrl.plugins.rewards.math_answer import math_answer_reward
+from asyncrl.plugins.rewards.settings import NamedRewardConfig, RewardConfig
 from asyncrl.plugins.rewards.text import exact_match, f1, numeric_match
 from asyncrl.plugins.sandbox import SandboxUnavailable
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.scoring import Rewards, load_rewards
-from asyncrl.rollout.settings import NamedRewardConfig, RewardConfig
 
 MINE = """
 from asyncrl.api import run_in, verdict
@@ -116,7 +116,7 @@ def test_arguments_of_a_marked_reward_are_checked_before_anything_is_run(mine: s
 
 
 def test_an_evaluation_set_has_its_own_settings_and_those_of_eval_where_it_gives_none() -> None:
-    from asyncrl.rollout.settings import evaluation_sets, longest_answer
+    from asyncrl.config.evaluation_sets import evaluation_sets, longest_answer
 
     sets = "eval.sets=[{name: a, path: a.jsonl, n_samples: 4, sampling: {temperature: 0.7, max_new_tokens: 300}},"
     sets += "{name: b, path: b.jsonl, interval: 0}]"

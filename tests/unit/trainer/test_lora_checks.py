@@ -13,11 +13,12 @@ from transformers import GPT2Config, OPTConfig, PretrainedConfig
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
-from asyncrl.inference import settings as inference
+from asyncrl.inference import checks as inference
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.manager import settings as manager
+from asyncrl.manager import checks as manager
+from asyncrl.trainer.checks import check
 from asyncrl.trainer.lora_checks import layer_kinds, problems, publishes_adapters
-from asyncrl.trainer.settings import LoraPublish, check
+from asyncrl.trainer.settings import LoraPublish
 
 KINDS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 

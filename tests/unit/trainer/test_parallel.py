@@ -12,7 +12,8 @@ from torch.distributed.distributed_c10d import _world
 
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.trainer.parallel import PeerFailed, Ranks, World
+from asyncrl.runtime.ranks import PeerFailed, Ranks
+from asyncrl.trainer.parallel import World
 from asyncrl.trainer.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.world import all_have_started, training_world
 

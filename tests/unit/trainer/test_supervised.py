@@ -19,6 +19,7 @@ from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, load_tokenizer
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
+from asyncrl.trainer.supervised.checks import check
 from asyncrl.trainer.supervised.loop import (
     ProgressCallback,
     SFTPhase,
@@ -35,7 +36,6 @@ from asyncrl.trainer.supervised.settings import (
     SFTModelConfig,
     SFTTrainerConfig,
     SupervisedOptimizer,
-    check,
 )
 
 TINY: dict[str, Any] = {

@@ -12,7 +12,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.graph.types import Call, Graph
 from asyncrl.trainer.layout import Layout
-from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks, placement, worker_grid
+from asyncrl.trainer.placement import placement, worker_grid
+from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks
 from asyncrl.trainer.worker_grid import Coordinates, Placement, WorkerGrid
 
 sizes = st.integers(1, 4)

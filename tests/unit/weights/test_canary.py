@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.manager.fleet.canary_check import FLOAT32_TOLERANCE
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.trainer.models import attention_kind, load_causal_lm
 from asyncrl.trainer.packed_attention import attention_blocks
-from asyncrl.trainer.parallel import Ranks
 from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.weights import publishing as weights
 from asyncrl.weights.canary import CANARY_FILE, CANARY_LENGTHS, Canary, canary_tokens, encode_canary, read_canary

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from asyncrl.trainer.parallel import Ranks
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.weights.distributed_checkpoint import SavePlan, StoredTensors, share_out, write_shard
 
 LIMIT_S = 120.0

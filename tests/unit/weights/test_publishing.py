@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
 from asyncrl.plugins.datasets.chat import template_source
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.models import load_causal_lm
-from asyncrl.trainer.parallel import Ranks
 from asyncrl.weights import atomic_dir
 from asyncrl.weights import publishing as weights
 from asyncrl.weights.canary import CANARY_FILE, Canary, read_canary

@@ -12,8 +12,8 @@ from torch import Tensor
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.trainer.messages import SendWeights
-from asyncrl.weights.transports import TRANSPORTS, weight_transport
-from asyncrl.weights.transports.base import TrainerEnd
+from asyncrl.weights.transports import TRANSPORTS
+from asyncrl.weights.transports.base import TrainerEnd, weight_transport
 from asyncrl.weights.transports.from_memory import MemoryTrainerEnd, into_buckets
 
 CPU = torch.device("cpu")
@@ -48,7 +48,8 @@ def test_the_managers_end_of_every_transport_comes_without_torch() -> None:
     code = """
 import sys
 import asyncrl.trainer.client, asyncrl.trainer.settings, asyncrl.trainer.worker_grid
-from asyncrl.weights.transports import TRANSPORTS, weight_transport
+from asyncrl.weights.transports import TRANSPORTS
+from asyncrl.weights.transports.base import weight_transport
 for name in TRANSPORTS:
     weight_transport(name).manager_end(None)
 sys.exit("torch" in sys.modules)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import context_length
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.parallel import Place
 from asyncrl.trainer.proof import Layout, layouts, refuse_longer_than_independent, settle_attention

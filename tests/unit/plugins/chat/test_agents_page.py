@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
+from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.settings import check
 from asyncrl.rollout.user_code import Plugins
 
 from .conftest import TEMPLATES, FakePolicy

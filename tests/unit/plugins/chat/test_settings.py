@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.checks import validate
+from asyncrl.commands.checks import validate
+from asyncrl.config.context import context_length, turns
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.inference.settings import context_length, finds_stop_strings
-from asyncrl.plugins.chat import settings as chat_settings
+from asyncrl.inference.settings import finds_stop_strings
 from asyncrl.rollout.user_code import chat_policy
 
 RETRY = "asyncrl.plugins.agents.retry:RetryAgent"
@@ -51,7 +51,7 @@ def test_the_context_has_room_for_the_turns_of_the_agent() -> None:
     """Given, its own default, or the limit; each further turn is an answer and what comes before it."""
     config = config_with(feedback_tokens=10)
     config.dataset.max_prompt_tokens, config.rollout.sampling.max_new_tokens = 100, 20
-    assert chat_settings.turns(config) == 1
+    assert turns(config) == 1
     assert context_length(config, {}) == 120
     config.agent.path = RETRY
     assert context_length(config, {}) == 150  # max_turns is 2 by default

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.plugins.datasets.chat import ChatError, ChatTemplate, template_source
-from asyncrl.plugins.datasets.prompts import BadPrompt, Overlong, OverlongPrompt, PromptFormat
+from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat
+from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.plugins.datasets.survey import survey
 from asyncrl.plugins.datasets.tokenizers import FastTokenizer, load_tokenizer, special_tokens
 

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from asyncrl.commands.checks import validate
 
 from asyncrl.commands.input_checks import check_data
-from asyncrl.config.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.master.buffer_order import BufferOrder

@@ -19,11 +19,12 @@ from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.game_text import action_of, text_of
 from asyncrl.plugins.envs.gymnasium_env import GymnasiumEnv
 from asyncrl.plugins.envs.gymnasium_vector import VectorGames
+from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import Activity
 from asyncrl.rollout.offload.offloader import Code, Offloader
-from asyncrl.rollout.settings import UserCodeConfig, check
+from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code import Plugins
 
 TOKENIZER = CharTokenizer()

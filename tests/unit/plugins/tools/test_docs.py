@@ -13,7 +13,8 @@ from omegaconf import OmegaConf
 
 from asyncrl.api import Tool, ToolCall, as_tool
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.plugins.tools.settings import ToolConfig, check
+from asyncrl.plugins.tools.checks import check
+from asyncrl.plugins.tools.settings import ToolConfig
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.tools import RunTools
 

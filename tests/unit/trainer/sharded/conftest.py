@@ -19,8 +19,9 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.parallel import World
+from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import TrainingRank
-from asyncrl.trainer.settings import TrainerEngine, placement
+from asyncrl.trainer.settings import TrainerEngine
 from asyncrl.trainer.step_batch import build_step_batch
 from asyncrl.trainer.world import training_world
 

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.host_copies import CopyInterrupted
 from asyncrl.trainer.kept_copies import KeptStepLost
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel import RankHosts, Ranks, World
+from asyncrl.trainer.parallel import RankHosts, World
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.weights.distributed_checkpoint import shard_name
 from asyncrl.weights.manifest import FileEntry

@@ -7,35 +7,35 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
-import asyncrl.inference.settings
-import asyncrl.manager.settings
-import asyncrl.master.settings
-import asyncrl.observe.settings
-import asyncrl.plugins.chat.settings
-import asyncrl.plugins.tools.settings
-import asyncrl.rollout.settings
-import asyncrl.runtime.settings
-import asyncrl.trainer.settings
-import asyncrl.trainer.supervised.settings
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, settings
 from asyncrl.config.setting import ConfigError, not_a_choice
+from asyncrl.inference import checks as inference
+from asyncrl.manager import checks as manager
+from asyncrl.master import checks as master
+from asyncrl.observe import checks as observe
+from asyncrl.plugins.chat import checks as chat
+from asyncrl.plugins.tools import checks as tools
+from asyncrl.rollout import checks as rollout
+from asyncrl.runtime import checks as runtime
+from asyncrl.trainer import checks as trainer
+from asyncrl.trainer.supervised import checks as supervised
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_ROOMS = (
-    asyncrl.master.settings,
-    asyncrl.rollout.settings,
-    asyncrl.plugins.tools.settings,
-    asyncrl.plugins.chat.settings,
-    asyncrl.trainer.settings,
-    asyncrl.inference.settings,
-    asyncrl.manager.settings,
-    asyncrl.observe.settings,
-    asyncrl.runtime.settings,
+_ROOMS: tuple[Callable[[ExperimentConfig], Iterator[str]], ...] = (
+    master.check,
+    rollout.check,
+    tools.check,
+    chat.check,
+    trainer.check,
+    inference.check,
+    manager.check,
+    observe.check,
+    runtime.check,
 )
 
 
@@ -49,17 +49,17 @@ def validate(config: Config) -> None:
     if not messages:
         messages += _names(config)
         if isinstance(config, ExperimentConfig):
-            for room in _ROOMS:
-                messages += room.check(config)
+            for check in _ROOMS:
+                messages += check(config)
         else:
-            messages += asyncrl.trainer.supervised.settings.check(config)
+            messages += supervised.check(config)
     if messages:
         raise ConfigError("\n".join(messages))
 
 
 def warnings(config: ExperimentConfig) -> list[str]:
     """What a valid config does that its reader may not expect, each as `setting=value: what follows`."""
-    return [*asyncrl.rollout.settings.warnings(config), *asyncrl.trainer.settings.warnings(config)]
+    return [*rollout.warnings(config), *trainer.warnings(config)]
 
 
 def _fields(config: Config) -> Iterator[str]:

@@ -1,0 +1,47 @@
+"""Tokens of the longest conversation that the settings allow, which servers and training make room for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.config import signatures
+from asyncrl.config.evaluation_sets import longest_answer
+from asyncrl.config.experiment import ExperimentConfig
+
+
+def turns(config: ExperimentConfig) -> int:
+    """How many answers a conversation has room for: as `rollout.chat.max_turns` or the agent's own `max_turns` say,
+    else 1.
+    """
+    own = agents_turns(config)
+    limit = config.rollout.chat.max_turns
+    return limit or own or 1
+
+
+def needed_context(config: ExperimentConfig) -> int:
+    """Tokens of the longest conversation that prompt, answers and turns allow."""
+    answer = config.rollout.sampling.max_new_tokens
+    between = answer + config.rollout.chat.feedback_tokens
+    return config.dataset.max_prompt_tokens + answer + (turns(config) - 1) * between
+
+
+def agents_turns(config: ExperimentConfig) -> int:
+    """The agent's parameter `max_turns`, given or default; 0 where it has none."""
+    own = signatures.argument(config.agent.path, config.agent.args, "max_turns")
+    return own if isinstance(own, int) and own > 0 else 0
+
+
+def context_length(config: ExperimentConfig, model_config: Mapping[str, Any]) -> int:
+    """Longest prompt + answer that an engine takes: as set or needed, but no more than the model has positions for.
+
+    `model_config` is the content of the model's `config.json`.
+    """
+    wanted = config.generation.context_length or max(needed_context(config), single_answer(config))
+    text_config = model_config.get("text_config", model_config)
+    return min(wanted, int(text_config.get("max_position_embeddings", wanted)))
+
+
+def single_answer(config: ExperimentConfig) -> int:
+    """The longest prompt with the longest answer to it, of training or of an evaluation."""
+    return config.dataset.max_prompt_tokens + longest_answer(config)

@@ -1,0 +1,126 @@
+"""Checks of the GenerationServers' settings."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from asyncrl.config.context import context_length, needed_context, single_answer
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
+from asyncrl.inference import gpu_checks
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.sglang.command import check_args
+from asyncrl.runtime.hardware import LOOPBACK, count_gpus
+from asyncrl.runtime.settings import SystemConfig
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    generation = config.generation
+    least = single_answer(config)
+    needed = max(needed_context(config), least)
+    if 0 < generation.context_length < least:
+        yield (
+            f"generation.context_length={generation.context_length}: shorter than dataset.max_prompt_tokens + "
+            f"rollout.sampling.max_new_tokens = {least}; use 0 or {needed} or more"
+        )
+    yield from _positions(config)
+    if generation.backend == GenerationBackend.embedded and generation.max_running_requests < config.group_size:
+        yield (
+            f"generation.max_running_requests={generation.max_running_requests}: a group of "
+            f"group_size={config.group_size} does not fit; use {config.group_size} or more"
+        )
+    if generation.backend == GenerationBackend.embedded and generation.max_total_tokens < needed:
+        yield (
+            f"generation.max_total_tokens={generation.max_total_tokens}: one sample may take {needed}; use "
+            f"{needed} or more"
+        )
+    if generation.backend == GenerationBackend.sglang:
+        yield from _sglang(config)
+    if generation.backend == GenerationBackend.embedded or not generation.sglang.urls:
+        yield from _gpus(config)
+
+
+def _positions(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message if the longest answer leaves no position of the model to any prompt."""
+    path, answer = config.model.path, config.rollout.sampling.max_new_tokens
+    if path is None:
+        return
+    try:
+        described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        limit = context_length(config, described)
+    except (OSError, ValueError, TypeError, AttributeError):
+        return  # reported by the trainer's checks
+    if answer >= limit:
+        yield (
+            f"rollout.sampling.max_new_tokens={answer}: model.path={path!r} takes {limit} tokens, prompt and answer "
+            f"together; use {max(limit // 2, 1)} or another number below {limit}"
+        )
+
+
+def _gpus(config: ExperimentConfig) -> Iterator[str]:
+    """Servers share too few GPUs in turn, but one server cannot be split over more than there are."""
+    generation = config.generation
+    gpus, wanted = count_gpus(), generation.sglang.tensor_parallel
+    if generation.device == Device.cuda and gpus == 0:
+        yield (
+            "generation.device='cuda': no NVIDIA GPU is visible here (see nvidia-smi and CUDA_VISIBLE_DEVICES); use "
+            "cpu or auto"
+        )
+    elif generation.backend == GenerationBackend.sglang and generation.device != Device.cpu and 0 < gpus < wanted:
+        yield f"generation.sglang.tensor_parallel={wanted}: this machine has {gpus} GPUs; use {gpus} or less"
+    else:
+        yield from gpu_checks.problems(config)
+
+
+def _urls(urls: list[str], system: SystemConfig) -> Iterator[str]:
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            whole = parts.scheme in ("http", "https") and parts.hostname and parts.port
+        except ValueError:  # the port is no number of a port
+            whole = False
+        if not whole:
+            yield f"generation.sglang.urls={url!r}: not the address of a server; give http://host:port"
+        elif system.encrypt and parts.scheme == "http" and parts.hostname not in {system.host, *LOOPBACK}:
+            yield (
+                f"generation.sglang.urls={url!r}: prompts, answers and weight updates would cross the network in the "
+                "clear; use https:// (verified with this machine's authorities and SSL_CERT_FILE), a tunnel to "
+                "127.0.0.1, or system.encrypt=false"
+            )
+    servers = [url.rstrip("/") for url in urls]
+    for url in sorted({url for url in servers if servers.count(url) > 1}):
+        yield f"generation.sglang.urls={url!r}: given {servers.count(url)} times; name each server once"
+
+
+def _sglang(config: ExperimentConfig) -> Iterator[str]:
+    generation = config.generation
+    try:
+        check_args(generation.sglang.args)
+    except ValueError as error:
+        yield str(error)
+    if "SGLANG_RETURN_ORIGINAL_LOGPROB" in generation.sglang.env:
+        yield (
+            "generation.sglang.env.SGLANG_RETURN_ORIGINAL_LOGPROB: asyncrl sets it to 0, for training needs "
+            "log-probabilities at the sampling temperature; leave it out"
+        )
+    if generation.sglang.urls:
+        yield from _urls(generation.sglang.urls, config.system)
+        return
+    python = generation.sglang.python
+    if python and shutil.which(Path(python).expanduser()) is None:
+        yield (
+            f"generation.sglang.python={python!r}: not an executable; give the interpreter of an environment that has "
+            "sglang"
+        )
+    if not python and importlib.util.find_spec("sglang") is None:
+        yield (
+            "generation.backend='sglang': sglang is not installed in this environment; make one for it by launchers/"
+            "install_sglang_gpu.sh (without a GPU: install_sglang_cpu.sh), and name its interpreter in "
+            "generation.sglang.python"
+        )

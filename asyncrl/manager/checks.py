@@ -1,0 +1,20 @@
+"""Checks of the GserverManager's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.weights.transports.base import weight_transport
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    transport, backend = weight_transport(config.manager.weight_transport), config.generation.backend
+    if transport.needs_sglang and backend != GenerationBackend.sglang:
+        yield (
+            f"manager.weight_transport={transport.name!r}: generation.backend={str(backend)!r} takes weights "
+            "from disk only; use weight_transport=disk or backend=sglang"
+        )
+    yield from transport.check(config)

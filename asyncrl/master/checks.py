@@ -1,0 +1,98 @@
+"""Checks of the train loop's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import lcm
+from operator import attrgetter
+
+from asyncrl.config import signatures
+from asyncrl.config.evaluation_sets import evaluation_sets
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.config.suggestions import did_you_mean
+from asyncrl.master.evaluation_statistics import evaluation_metrics
+from asyncrl.master.graph.types import GraphError
+from asyncrl.master.settings import OnStale
+from asyncrl.trainer.placement import placement, worker_grid
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    batch, minibatches = config.train_batch_size, config.trainer.ppo_minibatches
+    if batch % minibatches:
+        below, above = batch - batch % minibatches, batch + minibatches - batch % minibatches
+        near = " or ".join(str(size) for size in (below, above) if size)
+        yield f"train_batch_size={batch}: not divisible by trainer.ppo_minibatches={minibatches}; use {near}"
+    try:
+        ranks, critic = worker_grid(config).data, _critic(config)
+    except ConfigError:
+        return  # which the trainer's checks say
+    yield from _too_many_data_ranks(config, "trainer.parallel", ranks)
+    if critic is not None and critic != ranks:
+        yield from _too_many_data_ranks(config, "algorithm.critic.parallel", critic)
+    held, in_flight = config.trainer.buffer_capacity * ranks, (config.max_head_offpolicyness + 1) * batch
+    if held < in_flight:
+        yield (
+            f"trainer.buffer_capacity={config.trainer.buffer_capacity}: {ranks} rank(s) hold {held} rollouts, fewer "
+            f"than the (max_head_offpolicyness + 1) * train_batch_size = {in_flight} that may be under way; use "
+            f"{-(-in_flight // ranks)} or more"
+        )
+    yield from _keep_best(config)
+    order = config.buffer.order
+    if order.path:
+        yield from signatures.problems("buffer.order", order.path, order.args, positional=1)
+    elif order.args:
+        yield f"buffer.order.args={order.args}: there is no function to take them; give buffer.order.path"
+    if config.group_size < config.algorithm.least_episodes:
+        yield (
+            f"group_size=1: algorithm.advantage.name={config.algorithm.advantage.name!r} compares the episodes of a "
+            "group, and one has nothing to be compared with; use group_size=2 or more, or another advantage"
+        )
+    discount = config.algorithm.advantage.params.get("turn_discount")
+    if discount is not None and config.on_stale == OnStale.mask:
+        yield (
+            f"algorithm.advantage.params.turn_discount={discount}: turns are compared by their number, which is lost "
+            "where on_stale=mask takes a turn's tokens away; use on_stale=drop or wait"
+        )
+
+
+def _critic(config: ExperimentConfig) -> int | None:
+    """The critic's data-parallel ranks; None where there is no critic, or a graph that is not sound."""
+    try:
+        grids = placement(config).grids
+    except GraphError:
+        return None  # which the launcher says itself
+    return grids["critic"].data if "critic" in grids else None
+
+
+def _too_many_data_ranks(config: ExperimentConfig, name: str, ranks: int) -> Iterator[str]:
+    """Whoever trains has a sample of every minibatch on every data-parallel rank."""
+    minibatch = config.train_batch_size // config.trainer.ppo_minibatches
+    if minibatch < ranks:
+        yield (
+            f"{name}={str(attrgetter(name)(config))!r}: a minibatch has {minibatch} rollouts, fewer than the {ranks} "
+            f"data-parallel ranks; use at most d{minibatch}, or a larger train_batch_size"
+        )
+
+
+def _keep_best(config: ExperimentConfig) -> Iterator[str]:
+    metric, checkpoints = config.checkpoint.keep_best, config.checkpoint.interval
+    if metric is None:
+        return
+    measured = {
+        f"eval/{each.name}/{name}": each
+        for each in evaluation_sets(config)
+        for name in evaluation_metrics(each.n_samples)
+    }
+    if metric not in measured:
+        hint = did_you_mean(metric, list(measured)) or ";"
+        yield f"checkpoint.keep_best={metric!r}: no evaluation measures it{hint} use one of {', '.join(measured)}"
+        return
+    each = measured[metric]
+    if not each.interval or not checkpoints or lcm(each.interval, checkpoints) > config.total_train_steps:
+        yield (
+            f"checkpoint.keep_best={metric!r}: no step has both an evaluation ({each.group}.interval={each.interval}) "
+            f"and a checkpoint (checkpoint.interval={checkpoints}) within "
+            f"total_train_steps={config.total_train_steps}; make one interval a multiple of the other"
+        )

@@ -1,0 +1,31 @@
+"""Checks of the settings of metrics and display."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from asyncrl.config.experiment import ExperimentConfig
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    if (config.samples.replay or config.samples.only) and importlib.util.find_spec("pyarrow") is None:
+        yield "samples: pyarrow is not installed, which reads and writes kept samples; install the `data` extra"
+    if config.samples.every and importlib.util.find_spec("pyarrow") is None:
+        yield (
+            f"samples.every={config.samples.every}: pyarrow is not installed; install the `data` extra, or set it to 0"
+        )
+    if (config.samples.replay or config.samples.only) and config.eval.interval:
+        yield (
+            f"eval.interval={config.eval.interval}: what only replays or only keeps rollouts evaluates nothing; leave "
+            "it 0"
+        )
+    if config.samples.replay and config.samples.only:
+        yield "samples.only=true: samples.replay is set too, and generates nothing; leave one of them"
+    project = config.logging.wandb_project
+    if project and importlib.util.find_spec("wandb") is None:
+        yield (
+            f"logging.wandb_project={project!r}: wandb is not installed; install the `tracking` extra, or leave "
+            "it empty"
+        )

@@ -1,0 +1,24 @@
+"""Checks of the chat's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.config.context import agents_turns
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import not_a_choice
+from asyncrl.plugins.chat.parsers import FORMATS
+from asyncrl.plugins.chat.settings import AUTO
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    chat = config.rollout.chat
+    if chat.parser not in (AUTO, *FORMATS):
+        yield not_a_choice("rollout.chat.parser", chat.parser, (AUTO, *FORMATS))
+    own = agents_turns(config)
+    if 0 < chat.max_turns < own:
+        yield (
+            f"rollout.chat.max_turns={chat.max_turns}: agent.args.max_turns={own} is more, and would never be reached; "
+            f"use 0 (no limit) or {own} or more, or fewer turns of the agent"
+        )

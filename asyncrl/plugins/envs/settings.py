@@ -1,0 +1,46 @@
+"""Settings of the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.api.reward import RunIn
+from asyncrl.config.setting import PluginConfig, setting
+
+
+@dataclass
+class EnvConfig(PluginConfig):
+    """The environment."""
+
+    path: str = setting(
+        "asyncrl.plugins.envs.single_turn:SingleTurnEnv",
+        "import path of the class, `package.module:Name`, or `gymnasium:` and the name of a registered environment",
+    )
+    vectorized: bool = setting(
+        False, "gymnasium only: the games of a group are one vector environment, stepped together"
+    )
+    timeout_s: float = setting(
+        300.0, "limit of one call of your environment; beyond it its episode fails", unit="s", minimum=0.01
+    )
+    run_in: RunIn = setting(
+        RunIn.auto,
+        "thread, or process: each episode's environment then has a process of its own, which is killed where it "
+        "hangs or exceeds rollout.user_code.process_memory_mb or process_children; auto: as the class is marked, else "
+        "a thread for `def`, an event loop of your own for `async def`",
+    )
+    processes: int = setting(
+        16,
+        "with run_in=process, environments that a RolloutWorker has at the same time; other episodes wait at `reset`",
+        unit="processes",
+        minimum=1,
+    )
+    process_max_episodes: int = setting(
+        100, "with run_in=process, episodes after which a process is renewed", unit="episodes", minimum=1
+    )
+
+
+GYMNASIUM = "gymnasium:"
+"""What `env.path` begins with for a registered environment; its name follows, or module:name."""
+
+
+GYMNASIUM_ENV = "asyncrl.plugins.envs.gymnasium_env:GymnasiumEnv"

@@ -1,0 +1,43 @@
+"""Checks of the rewards' settings."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from asyncrl.config import signatures
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.plugins.rewards.settings import RewardConfig
+
+_ROW_METRICS = ("mean", "std", "groups_without_variance")
+"""Names of `reward/...` metrics that are not a reward's."""
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with `reward` and `rewards`."""
+    if not config.rewards:
+        yield from _reward("reward", config.reward)
+        return
+    if config.reward != RewardConfig():
+        yield "reward: set together with rewards, which replace it; write it as one of them"
+    names: set[str] = set()
+    for number, part in enumerate(config.rewards):
+        group = f"rewards[{number}]"
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", part.name) or part.name in _ROW_METRICS or part.name in names:
+            yield (
+                f"{group}.name={part.name!r}: names the metric reward/<name>; give each of the rewards another one, of "
+                f"letters, digits, '_', '.' and '-', none of {', '.join(_ROW_METRICS)}"
+            )
+        names.add(part.name)
+        if not math.isfinite(part.weight):
+            yield f"{group}.weight={part.weight}: no factor; give a finite number"
+        if part.timeout_s <= 0:
+            yield f"{group}.timeout_s={part.timeout_s}: no time to return in; use 0.01 s or more"
+        yield from _reward(group, part)
+
+
+def _reward(group: str, reward: RewardConfig) -> Iterator[str]:
+    if reward.failure_reward is not None and not math.isfinite(reward.failure_reward):
+        yield f"{group}.failure_reward={reward.failure_reward}: no reward; give a finite number, or null"
+    yield from signatures.reward_problems(group, reward.path, reward.args)

@@ -1,0 +1,39 @@
+"""Settings of the reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from asyncrl.api.reward import RunIn
+from asyncrl.config.setting import PluginConfig, setting
+
+# OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
+# ruff: noqa: UP045
+
+
+@dataclass
+class RewardConfig(PluginConfig):
+    """The reward, where there is one alone."""
+
+    path: str = setting(
+        "asyncrl.plugins.rewards.arithmetic:arithmetic_reward",
+        "function (data, completion), (episode) or (group), or a class whose instances are called so; docs/rewards.md",
+    )
+    run_in: RunIn = setting(RunIn.auto, "loop, thread or process; auto: as the function is marked, else a thread")
+    timeout_s: float = setting(60.0, "limit of one call", unit="s", minimum=0.01)
+    failure_reward: Optional[float] = setting(
+        None, "what an answer is worth whose reward fails; null: its episode is tried again, then lost"
+    )
+    verdict: Optional[bool] = setting(
+        None, "whether it is 1 for right answers and 0 for wrong ones: then there is accuracy; null: as it is marked"
+    )
+
+
+@dataclass
+class NamedRewardConfig(RewardConfig):
+    """One of several rewards."""
+
+    path: str = setting("", "as reward.path")
+    name: str = setting("", "its metric is reward/<name>, before the weight")
+    weight: float = setting(1.0, "factor of its value in the sum")

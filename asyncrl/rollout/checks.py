@@ -1,0 +1,104 @@
+"""Checks of settings that RolloutWorkers read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.api.reward import RunIn
+from asyncrl.config import plugin_forms
+from asyncrl.config.evaluation_sets import evaluation_sets
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.plugins.chat.stop_strings import check_stop_strings
+from asyncrl.plugins.datasets import checks as datasets
+from asyncrl.plugins.datasets.checks import field_problems, held_out_problems, source_problems
+from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.envs import checks as envs
+from asyncrl.plugins.rewards import checks as rewards
+from asyncrl.rollout.settings import EvalConfig
+
+
+def warnings(config: ExperimentConfig) -> Iterator[str]:
+    """What these settings do that their reader may not expect, each as `setting=value: what follows`."""
+    data = config.dataset
+    trained = {_place(path) for path in ([source.path for source in data.sources] or [data.path])}
+    for each in evaluation_sets(config):
+        same = each.path is not None and is_data_path(each.path) and _place(each.path) in trained
+        if each.interval and same and not each.args.get("held_out_share") and not each.args.get("files"):
+            yield (
+                f"{each.group}.path={each.path!r}: it is the training file; what {each.name!r} measures is how well "
+                "the prompts that are trained on are answered"
+            )
+
+
+def _place(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+def check(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    sampling = config.rollout.sampling
+    if sampling.temperature == 0:
+        yield (
+            "rollout.sampling.temperature=0.0: greedy samples of a group are all the same and carry no signal; use 1.0"
+        )
+    try:
+        check_stop_strings(sampling.stop)
+    except ValueError as error:
+        yield f"rollout.sampling.stop={list(sampling.stop)}: {error}"
+    data, evaluation = config.dataset, config.eval
+    yield from datasets.check(data)
+    yield from _evaluation(config)
+    if evaluation.sets:
+        pass
+    elif evaluation.path is not None:
+        yield from source_problems("eval", evaluation.path, evaluation.args)
+    elif evaluation.interval and data.sources:
+        yield (
+            "eval.path=null: of dataset.sources nothing is held out; give evaluation a set of its own, or switch it "
+            "off (eval.interval=0)"
+        )
+    elif evaluation.interval:
+        yield from held_out_problems(data, evaluation)
+    yield from plugin_forms.agent_problems("agent", config.agent.path, config.agent.args)
+    if config.agent.run_in == RunIn.loop:
+        yield "agent.run_in=loop: an agent of yours is never called on the worker's own event loop; use auto"
+    yield from envs.check(config.env)
+    yield from rewards.check(config)
+
+
+def _evaluation(config: ExperimentConfig) -> Iterator[str]:
+    """What is wrong with the evaluation sets, but for where the rows of the one of `eval.path=null` come from."""
+    evaluation, default = config.eval, EvalConfig()
+    if evaluation.sets:
+        for name in ("name", "path", "args", "fields"):
+            if (value := getattr(evaluation, name)) != getattr(default, name):
+                yield f"eval.{name}={value!r}: set together with eval.sets, each of which has its own; write it there"
+    names: set[str] = set()
+    for each in evaluation_sets(config):
+        group = each.group
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", each.name) or each.name in names:
+            yield (
+                f"{group}.name={each.name!r}: names the metrics eval/<name>/...; give each set another one, of "
+                "letters, digits, '_', '.' and '-'"
+            )
+        names.add(each.name)
+        if evaluation.sets:
+            yield from source_problems(group, each.path or "", each.args)
+            yield from field_problems(group, each.path or "", each.fields)
+        counts = {"interval": each.interval, "size": each.size, "n_samples": each.n_samples}
+        counts["sampling.max_new_tokens"] = each.max_new_tokens
+        for name, count in counts.items():
+            if count < (least := int(name != "interval")):
+                yield f"{group}.{name}={count}: below the least allowed value; use {least} or more"
+        if not 0 < each.top_p <= 1:
+            yield f"{group}.sampling.top_p={each.top_p}: no nucleus; give a number above 0, up to 1"
+        if not (math.isfinite(each.temperature) and each.temperature >= 0):
+            yield f"{group}.sampling.temperature={each.temperature}: no temperature; give 0 or more"
+        if each.temperature == 0 and each.n_samples > 1:
+            yield (
+                f"{group}.n_samples={each.n_samples}: greedy answers to a prompt are all the same; give a temperature "
+                f"above 0 ({group}.sampling.temperature=1.0), or n_samples=1"
+            )

@@ -1,0 +1,21 @@
+"""Hosts with a staging server."""
+
+from __future__ import annotations
+
+from asyncrl.comm.names import GENERATION_SERVER, ROLLOUT_WORKER
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.settings import HostConfig
+
+_STAGED = frozenset({GENERATION_SERVER, ROLLOUT_WORKER})
+"""Those that may be on hosts that share no folder."""
+
+
+def staging_hosts(config: ExperimentConfig) -> list[HostConfig]:
+    """The hosts with a staging server, the launcher's own first: none where all see one folder."""
+    hosts = [] if config.system.shared else config.system.hosts
+    return sorted((host for host in hosts if not host.name or not _STAGED.isdisjoint(host.runs)), key=lambda h: h.name)
+
+
+def brings_inputs(config: ExperimentConfig) -> bool:
+    """Whether RolloutWorkers read from what staging servers bring: some run on hosts that share no folder."""
+    return any(host.name and ROLLOUT_WORKER in host.runs for host in staging_hosts(config))

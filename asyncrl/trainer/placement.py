@@ -1,0 +1,88 @@
+"""Workers of each role, as the settings lay them out. Torch-free."""
+
+from __future__ import annotations
+
+from asyncrl.comm.names import ACTOR
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.graph.types import Graph
+from asyncrl.trainer.layout import Layout
+from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks, TrainerEngine
+from asyncrl.trainer.worker_grid import Placement as Placement
+from asyncrl.trainer.worker_grid import WorkerGrid
+
+
+def worker_grid(config: ExperimentConfig) -> WorkerGrid:
+    """How the actor's ranks are laid out; its workers are the first ones.
+
+    Raises:
+        ConfigError: `trainer.parallel` is not a layout.
+    """
+    return WorkerGrid.of(layout_of("trainer.parallel", config.trainer.parallel))
+
+
+def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement:
+    """Every role of the graph (default: the config's) and its workers; those with ranks of their own come last.
+
+    Raises:
+        ConfigError: a layout is none, or one on the actor's ranks has more than there are.
+        GraphError: the graph is not sound.
+    """
+    actor = worker_grid(config)
+    grids, workers = {ACTOR: actor}, actor.workers
+    for role in dict.fromkeys((graph or load_graph(config)).roles()):
+        if role == ACTOR:
+            continue
+        name, wanted = role_placement(config, role)
+        layout = actor.layout if wanted.parallel is None else layout_of(f"{name}.parallel", wanted.parallel)
+        if wanted.ranks == RoleRanks.own:
+            grids[role] = WorkerGrid.of(layout, workers)
+            workers += layout.ranks
+        elif layout.ranks <= actor.workers:
+            grids[role] = WorkerGrid.of(layout)
+        else:
+            raise ConfigError(
+                f"{name}.parallel={wanted.parallel!r}: {layout.ranks} ranks, more than the actor's {actor.workers} "
+                f"(trainer.parallel={config.trainer.parallel!r}), on which it is to be; use a layout of at most "
+                f"{actor.workers} ranks, or {name}.ranks=own"
+            )
+    return Placement(grids)
+
+
+def engine_of(config: ExperimentConfig) -> TrainerEngine:
+    """`trainer.engine`, never `auto`."""
+    if config.trainer.engine != TrainerEngine.auto:
+        return config.trainer.engine
+    return TrainerEngine.flat if placement(config).workers == 1 else TrainerEngine.sharded
+
+
+def layout_of(name: str, value: str) -> Layout:
+    """The layout that the setting `name` gives.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return Layout.parse(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}={value!r}: {error}") from error
+
+
+def role_placement(config: ExperimentConfig, role: str) -> tuple[str, RolePlacementConfig]:
+    """The settings that place `role`, which is not the actor, and the name of their group."""
+    algorithm = config.algorithm
+    if role == "critic":
+        return "algorithm.critic", algorithm.critic
+    if role == "ref":
+        return "algorithm.reference", algorithm.reference
+    return f"algorithm.reward_models.{role}", algorithm.reward_models.get(role, RolePlacementConfig())
+
+
+def model_of(config: ExperimentConfig, graph: Graph, role: str) -> str | None:
+    """The folder of the model of `role`; None where the run makes it first, or no call of a reward model names it."""
+    own = {"actor": None, "critic": config.algorithm.critic.path, "ref": config.algorithm.reference.path}
+    if role in own:
+        return own[role] or config.model.path
+    paths = [str(call.args["path"]) for call in graph.calls if call.role == role and "path" in call.args]
+    return paths[0] if paths else None
