@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asyncrl.commands.checks import validate, warnings
 
+from asyncrl.commands.checks import validate, warnings
 from asyncrl.commands.input_checks import check_data
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment

@@ -10,8 +10,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from asyncrl.commands.checks import validate
 
+from asyncrl.commands.checks import validate
 from asyncrl.commands.hub import is_hub_name
 from asyncrl.config.describe import experiment_help, list_experiments
 from asyncrl.config.experiment import ExperimentConfig

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from asyncrl.commands.checks import validate
 
+from asyncrl.commands.checks import validate
 from asyncrl.commands.input_checks import check_data
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
