@@ -68,13 +68,19 @@ class Finished(_Line, frozen=True, tag="finished"):
     at: float
 
 
-class Dropped(_Line, frozen=True, tag="dropped"):
-    """The rollout will not be trained."""
+class Dropped(_Line, frozen=True, tag="dropped", omit_defaults=True):
+    """The rollout will not be trained.
+
+    Of a prompt that is returned: `attempt` and `failures` of its next try, that is, how many of its tries raised. No
+    `attempt` in ledgers of earlier versions of asyncrl.
+    """
 
     rollout: str
     reason: str
     prompt: PromptGoes
     at: float
+    attempt: int | None = None
+    failures: int = 0
 
 
 class Abandoned(_Line, frozen=True, tag="abandoned"):

@@ -24,6 +24,7 @@ from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager import messages as m
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.runtime.stopping import CLOSE_LIMIT_S
 
 CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""
@@ -36,7 +37,6 @@ MAKES_ROOM_WITHIN_S = 0.01
 """How long a rollout that was dropped waits for one."""
 ROUTE_LIFE_S = 0.2
 """How long the server that came with an admission may be used unasked: an agent that begins at once needs less."""
-CLOSE_LIMIT_S = 1.0
 """How long `close` waits for what is still to be told; a manager that is gone must not hold up its clients' end."""
 _BACKOFF = Backoff(0.05, 2.0)
 

@@ -330,11 +330,12 @@ class RolloutBooks:
         if not finished.return_prompt:
             self._drop_for_good(ticket, reason)
             return
+        attempt = ticket.attempt + finished.as_next_attempt
         if finished.as_next_attempt:
-            returned = self._give_back(ticket, ticket.attempt + 1)
+            returned = self._give_back(ticket, attempt)
         else:  # whoever failed counts its tries
-            returned = self._give_back_to(ticket.owner, ticket, ticket.attempt)
-        self.events.dropped(ticket.rollout_id, reason, PromptGoes.returned if returned else PromptGoes.used)
+            returned = self._give_back_to(ticket.owner, ticket, attempt)
+        self.events.dropped(ticket.rollout_id, reason, PromptGoes.returned if returned else PromptGoes.used, attempt)
 
     def _drop_for_good(self, ticket: Ticket, reason: str) -> None:
         """The rollout was dropped, and its prompt with it, unless the master finds that another was trained."""
@@ -369,7 +370,7 @@ class RolloutBooks:
             returned = self._give_back(left, left.attempt)
         if ticket is not None:
             goes = PromptGoes.returned if returned else PromptGoes.used
-            self.events.dropped(dropped.rollout_id, dropped.reason, goes)
+            self.events.dropped(dropped.rollout_id, dropped.reason, goes, ticket.attempt)
 
     def _may_be_trained(self, rollout_id: str) -> bool:
         """True if the trainer will train the rollout or tell of its drop, and that drop is not known yet."""
@@ -389,7 +390,7 @@ class RolloutBooks:
         running = self.gate.running_of(worker)
         for rollout_id in running:
             if (ticket := self.gate.give_up(rollout_id)) is not None:
-                self.events.dropped(rollout_id, WORKER_LOST, PromptGoes.returned)
+                self.events.dropped(rollout_id, WORKER_LOST, PromptGoes.returned, ticket.attempt)
                 self._give_back(ticket, ticket.attempt)
         return running
 

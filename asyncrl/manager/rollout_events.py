@@ -49,9 +49,10 @@ class RolloutEvents:
         """The trainer has the rollout, also if it was given up before."""
         self._add(Finished(rollout_id, tokens, self._at()))
 
-    def dropped(self, rollout_id: str, reason: str, prompt: PromptGoes) -> None:
-        """The rollout left the count for `reason`."""
-        self._add(Dropped(rollout_id, reason, prompt, self._at()))
+    def dropped(self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None) -> None:
+        """The rollout left the count for `reason`; a prompt that is returned is tried again as its `attempt`."""
+        again = attempt if prompt is PromptGoes.returned else None
+        self._add(Dropped(rollout_id, reason, prompt, self._at(), again))
 
     def abandoned(self, rollout_id: str) -> None:
         """The run ends before the rollout does."""

@@ -1,10 +1,10 @@
 """The run's ledger, on disk: what became of every rollout (`asyncrl.comm.ledger_lines`, `docs/ledger.md`).
 
-Lines gather in memory and are written where a step is complete, before a checkpoint begins (which names the line that
-it goes on from) and at the end. A thread syncs those of a step while the next one begins; a checkpoint waits for that,
-so the disk never has one whose past the ledger lacks. A file is followed by the next one once it has `FILE_BYTES`,
-always after a seal. A line that a kill cut off is cut away when the next launch begins; whole lines stay, also those of
-steps that no checkpoint remembers: `begin` says so.
+Lines are handed to the kernel as they come, so they outlive the process. They are synced where a step is complete,
+before a checkpoint begins (which names the line that it goes on from) and at the end. A thread syncs those of a step
+while the next one begins; a checkpoint waits for that, so the disk never has one whose past the ledger lacks. A file is
+followed by the next one once it has `FILE_BYTES`, always after a seal. A line that a kill cut off is cut away when the
+next launch begins; whole lines stay, also those of steps that no checkpoint remembers: `begin` says so.
 
 A disk that takes nothing for a while is waited for (`asyncrl.comm.patient_writing`). What it took and could not sync is
 written again at its place: after a failed sync the kernel may have forgotten it, and would call the next one a success.
@@ -16,10 +16,11 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.buffer import TrainBatch
+from asyncrl.master.recorded import Recorded
 from asyncrl.runtime.run_dir import LEDGER_DIR
 
 FILE_BYTES = 16 << 20
@@ -53,6 +55,8 @@ _OF_A_ROLLOUT = tuple(
 )
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Line).decode
+_decode_begin = msgspec.json.Decoder(Begin).decode
 
 
 @dataclass(slots=True)
@@ -128,6 +132,9 @@ class Ledger:
         self._lines = 0
         self._unsealed = hashlib.sha256()
         self._unwritten = bytearray()
+        self._unsynced = bytearray()
+        self.recorded = Recorded()
+        """What all lines add up to, but for those that a later launch forgot."""
         self._file: _File | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._syncing: Future[None] | None = None
@@ -150,8 +157,9 @@ class Ledger:
         `books`: what the gate begins with.
         """
         patiently_blocking(lambda: self._folder.mkdir(parents=True, exist_ok=True), f"{self._folder}", _log)
-        self._take_up()
-        known = state is not None and state["line"] <= self._lines
+        known = self._take_up(0 if state is None else state["line"]) and state is not None
+        if not known:
+            self.recorded = Recorded()
         if version and not known:
             _log.warning("the ledger does not reach to the checkpoint of version %d; what was before is lost", version)
         self._file = _File.open(self._path)
@@ -175,7 +183,10 @@ class Ledger:
         Nothing but a step that is not whole is cut away: a checkpoint may name any of the lines.
         """
         told = self._told_after(lines)
-        self._take_up()
+        if not self._take_up():
+            raise ValueError(
+                f"the ledger in {self._folder} is damaged; start the run again, it continues from its newest checkpoint"
+            )
         self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
         self._file = _File.open(self._path)
         return told
@@ -186,9 +197,10 @@ class Ledger:
         return self._lines
 
     def take(self, lines: Iterable[RolloutLine]) -> None:
-        """Take in what the manager tells of rollouts."""
+        """Take in what the manager tells of rollouts. A MasterWorker that takes over has these lines from now on."""
         for line in lines:
             self._add(line)
+        self._hand_over()
 
     def step(self, batch: TrainBatch, books: GateBooks | None) -> None:
         """The step that trained `batch` is complete; `books` have it in them, None where nobody could be asked."""
@@ -235,11 +247,18 @@ class Ledger:
     def _write(self) -> None:
         """Hand all lines so far to the kernel, and have them synced."""
         self._synced()
+        self._hand_over()
+        if self._file is not None and self._unsynced:
+            data = bytes(self._unsynced)
+            self._unsynced.clear()
+            self._syncing = self._thread.submit(self._file.sync, data, self._file.size - len(data))
+
+    def _hand_over(self) -> None:
+        """Hand all lines so far to the kernel."""
         if self._file is not None and self._unwritten:
-            data, place = bytes(self._unwritten), self._file.size
-            self._file.append(data)
+            self._file.append(bytes(self._unwritten))
+            self._unsynced += self._unwritten
             self._unwritten.clear()
-            self._syncing = self._thread.submit(self._file.sync, data, place)
 
     def _synced(self) -> None:
         """Wait until what was written is on the disk."""
@@ -254,13 +273,12 @@ class Ledger:
     def _at(self) -> float:
         return round(self._now(), 3)
 
-    def _add(self, line: Line) -> None:
-        self._append(_encode(line) + b"\n")
-
-    def _append(self, line: bytes) -> None:
+    def _add(self, line: RolloutLine | Trained) -> None:
+        encoded = _encode(line) + b"\n"
         self._lines += 1
-        self._unsealed.update(line)
-        self._unwritten += line
+        self._unsealed.update(encoded)
+        self._unwritten += encoded
+        self.recorded.take(line)
 
     def _seal(self, line: SealedLine) -> None:
         """Write `line`, whose seal is still empty, and begin what the next one seals."""
@@ -268,6 +286,7 @@ class Ledger:
         self._unsealed.update(open_line)
         seal = self._unsealed.hexdigest().encode()
         self._lines += 1
+        self.recorded.take(line)
         self._unwritten += open_line + seal + SEAL_END
         self._unsealed = hashlib.sha256(seal)
         if self._file is not None and self._file.size + len(self._unwritten) >= self._file_bytes:
@@ -294,23 +313,73 @@ class Ledger:
                 patiently_blocking(partial(os.truncate, file, whole), f"{file}", _log)
         return ToldSince(rollouts, step)
 
-    def _take_up(self) -> None:
-        """Go on after what is there: repair its end, count its lines, hash what no seal covers."""
+    def _take_up(self, to: int | None = None) -> bool:
+        """Go on after what is there: repair its end, count its lines, hash what no seal covers, add up what counts.
+
+        Args:
+            to: lines that count for this launch; None: all, as it goes on with them.
+
+        Returns:
+            False if the ledger does not reach so far, or cannot be read.
+        """
         files = sorted(self._folder.glob("*.jsonl"))
         if not files:
-            return
+            return not to
         _cut_torn_line(files[-1])
         self._number = int(files[-1].stem)
-        for file in files:
-            with file.open("rb") as lines:
-                for line in lines:
-                    self._lines += 1
-                    if not line.endswith(SEAL_END) or b'"seal":"' not in line[-SEAL_BYTES - 12 :]:
-                        self._unsealed.update(line)
-                        continue
-                    if line.startswith(b'{"kind":"begin"'):
-                        self.lineage += 1
-                    self._unsealed = hashlib.sha256(line[-SEAL_BYTES - len(SEAL_END) : -len(SEAL_END)])
+        begins: list[tuple[int, int]] = []
+        for line in _lines_of(files):
+            self._lines += 1
+            if not line.endswith(SEAL_END) or b'"seal":"' not in line[-SEAL_BYTES - 12 :]:
+                self._unsealed.update(line)
+                continue
+            if line.startswith(b'{"kind":"begin"'):
+                self.lineage += 1
+                begins.append((self._lines, _after(line)))
+            self._unsealed = hashlib.sha256(line[-SEAL_BYTES - len(SEAL_END) : -len(SEAL_END)])
+        end = self._lines if to is None else to
+        return end <= self._lines and self._add_up(files, _surviving(begins, end))
+
+    def _add_up(self, files: Sequence[Path], ranges: Sequence[range]) -> bool:
+        """Take the lines in `ranges` of numbers into `recorded`; False if one cannot be read."""
+        lines, number = _lines_of(files), 0
+        for surviving in ranges:
+            for line in islice(lines, surviving.start - 1 - number, surviving.stop - 1 - number):
+                try:
+                    self.recorded.take(_decode(line))
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    _log.warning("a line of the ledger in %s is damaged: %s", self._folder, error)
+                    return False
+            number = surviving.stop - 1
+        return True
+
+
+def _lines_of(files: Sequence[Path]) -> Iterator[bytes]:
+    for file in files:
+        with file.open("rb") as lines:
+            yield from lines
+
+
+def _after(begin: bytes) -> int:
+    """The line that a launch goes on from; 0 if that cannot be read: then nothing before it counts."""
+    try:
+        return _decode_begin(begin).after
+    except msgspec.MsgspecError:
+        return 0
+
+
+def _surviving(begins: Sequence[tuple[int, int]], end: int) -> list[range]:
+    """Return the numbers of the lines up to `end` that no later launch forgot, ascending.
+
+    Args:
+        begins: of each launch, the number of its first line and of the line that it goes on from.
+    """
+    ranges: list[range] = []
+    for number, after in reversed(begins):
+        if number <= end:
+            ranges.append(range(number, end + 1))
+            end = after
+    return ranges[::-1]
 
 
 def _cut_torn_line(file: Path) -> None:

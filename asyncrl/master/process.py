@@ -23,6 +23,8 @@ from asyncrl.trainer.placement import placement
 class MasterWorker(AsyncWorker):
     """Finds the other processes, then runs the loop (`TrainLoop`) to its end."""
 
+    stop_limit_s = None
+
     def configure(self) -> None:
         self._graph = load_graph(self.config)
         self._placement = placement(self.config, self._graph)

@@ -35,6 +35,8 @@ LONGEST_WAIT_S = 2.0
 class Recorder(AsyncWorker):
     """See the module's docstring."""
 
+    stop_limit_s = None
+
     async def main(self) -> None:
         """Keep rollouts until there are enough, or a stop is requested."""
         self._folder = self.run_dir / SAMPLES_DIR

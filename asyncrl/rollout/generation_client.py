@@ -73,6 +73,7 @@ from asyncrl.manager.messages import Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.plugins.chat.stop_strings import Decode, check_stop_strings
 from asyncrl.rollout.drafts import Draft, Work
+from asyncrl.runtime.stopping import CLOSE_LIMIT_S
 
 SCHEDULE_HOLD_S = 5.0
 """How long one call waits at the manager for a server before it is made again."""
@@ -159,7 +160,7 @@ class RolloutClient:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
         if self._background:
-            await asyncio.wait(self._background, timeout=_ABORT_LIMIT_S)
+            await asyncio.wait(self._background, timeout=CLOSE_LIMIT_S)
         await self._http.close()
 
     async def generate(

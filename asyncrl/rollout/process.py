@@ -32,6 +32,7 @@ from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE
 from asyncrl.runtime.staging_hosts import brings_inputs
+from asyncrl.runtime.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.weights.staging.client import StagingClient
@@ -41,8 +42,6 @@ MEMBERSHIP_INTERVAL_S = 1.0
 """How often it is looked whether there are other training ranks."""
 _SHOWN_MODULES = 5
 _BACKOFF = Backoff(0.2, 5.0)
-CLOSE_LIMIT_S = 1.0
-"""So long the last trajectories may take to be acknowledged after a stop request."""
 
 
 class RolloutWorker(AsyncWorker):

@@ -25,6 +25,7 @@ from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, current_meter, timed
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
+from asyncrl.runtime.stopping import CLOSE_LIMIT_S
 
 
 class RunTools:
@@ -86,7 +87,7 @@ class RunTools:
             raise ConfigError(f"mcp[{number}].prefix={config.prefix!r}: {error}") from error
 
     async def _close(self) -> None:
-        await asyncio.gather(*(server.close() for server in self._servers))
+        await asyncio.gather(*(server.close(CLOSE_LIMIT_S) for server in self._servers))
 
 
 def check_format(config: ExperimentConfig, template_source: str | None) -> None:

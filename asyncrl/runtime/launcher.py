@@ -367,7 +367,8 @@ class Launcher:
             for worker in workers:
                 worker.terminate()
             for worker in await wait_for(workers, STOP_LIMIT_S):
-                self._display.note(f"{worker.plan.name} did not stop within {STOP_LIMIT_S:.0f} s; killed")
+                limit = f"{STOP_LIMIT_S:.0f} s"
+                self._display.note(f"{worker.plan.name} did not stop within {limit}; killed; see {worker.log}")
                 worker.kill()
         await wait_for(self._workers, STOP_LIMIT_S)
 

@@ -46,6 +46,7 @@ from asyncrl.runtime.process_tree import LAUNCH_VARIABLE
 from asyncrl.runtime.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.runtime.settings import etcd_access
 from asyncrl.runtime.starting import Effort, StartLimit, StartWait
+from asyncrl.runtime.stopping import LEAVE_LIMIT_S, explain_delay
 from asyncrl.runtime.waiting import await_name
 
 _LOOKS_PER_LEASE = 3
@@ -98,6 +99,11 @@ class Worker(ABC):
     always_reports: ClassVar[bool] = False
     """Whether the status counts the process's progress also once it is ready: others wait for what it does then."""
 
+    stop_limit_s: ClassVar[float | None] = LEAVE_LIMIT_S
+    """Seconds to stop; then the log says where the process is. None: it finishes its work first."""
+
+    _loop: asyncio.AbstractEventLoop | None = None
+
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         self.kind = spec.kind
@@ -122,6 +128,7 @@ class Worker(ABC):
         self._progress, self._others_progressed = 0, False
         self._telling = threading.RLock()
         self._started = threading.Event()
+        self._stopped = threading.Event()
 
     @property
     def name(self) -> str:
@@ -158,6 +165,7 @@ class Worker(ABC):
             self._started.set()
             self.close()
             self.resolver.close()
+            self._stopped.set()
 
     def _tell_end(self, state: names.State, reason: str = "") -> None:
         """Publish the last state. The end does not wait for that: a launcher whose process does not end kills it."""
@@ -169,6 +177,8 @@ class Worker(ABC):
 
     def request_stop(self) -> None:
         """Ask `run` to end soon. May be called from a signal handler."""
+        if self.stop_limit_s is not None and not self.stop_requested.is_set():
+            explain_delay(self._stopped, self.stop_limit_s, self._loop)
         self.stop_requested.set()
         self.resolver.hurry()
 
@@ -257,8 +267,6 @@ class AsyncWorker(Worker):
 
     stop: asyncio.Event
     """Set when a stop is requested; bound to the loop before `main` starts."""
-
-    _loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -141,7 +141,7 @@ class Inbox:
         """The trajectories of those `rollout_ids` that are held.
 
         Raises:
-            OSError, CodecError: one that was spilled cannot be read again.
+            OSError, KeptTrajectoryDamaged: one that was spilled cannot be read again.
         """
         with self._room:
             found = {key: self._held[key] for key in rollout_ids if key in self._held}

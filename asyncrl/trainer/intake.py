@@ -17,7 +17,7 @@ from pathlib import Path
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.trainer.inbox import Inbox, InboxFull
-from asyncrl.trainer.kept_inbox import KeptInbox
+from asyncrl.trainer.kept_inbox import KeptInbox, KeptTrajectoryDamaged
 from asyncrl.trainer.messages import PollBuffer, PolledBuffer
 from asyncrl.trainer.settings import TrainerConfig
 
@@ -69,6 +69,9 @@ class Intake:
 
         Args:
             receives: whether trajectories come to this rank at all.
+
+        Raises:
+            KeptTrajectoryDamaged: what was left is not what was kept; all go back to the newest checkpoint.
         """
         try:
             self._last_step.join()
@@ -78,8 +81,12 @@ class Intake:
         except OSError as error:
             self._cannot_keep(error)
             return
-        for trajectory in kept.read():
-            self.inbox.restore(trajectory)
+        try:
+            for trajectory in kept.read():
+                self.inbox.restore(trajectory)
+        except KeptTrajectoryDamaged:
+            self._last_step.tear()
+            raise
         self._kept = kept
 
     def remove_spilled(self) -> None:

@@ -1,9 +1,11 @@
 """The inbox's trajectories as files: so that they outlive their process (`asyncrl.runtime.last_step`), or since they do
 not fit into memory (`trainer.buffer_memory`).
 
-A trajectory is written before it is acknowledged: what a death cuts off was not, and its sender sends it again. It is
-removed once it is discarded, or once the state of the step that trained it is kept; until then a successor may have to
-train it again.
+A trajectory is written before it is acknowledged. A file that is shorter than its header says was cut off by a death:
+it was not acknowledged, and its sender sends it again. A file of full length whose checksum differs was damaged,
+perhaps after the acknowledgement, so it is refused instead of trained or left out (`KeptTrajectoryDamaged`).
+A file is removed once its trajectory is discarded, or once the state of the step that trained it is kept; until then a
+successor may have to train it again.
 """
 
 from __future__ import annotations
@@ -17,13 +19,26 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+import xxhash
+
 from asyncrl.api.trajectory import Trajectory
-from asyncrl.comm.codec import CodecError
+from asyncrl.comm.codec import Frame
 from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 
-_LENGTH = struct.Struct("<Q")
+_SIZES, _DIGEST = struct.Struct("<QQ"), 8
+"""A file has the sizes of the codec's header and payload, XXH3 (64 bits) of these sizes, XXH3 of header and payload,
+and these two. So a wrong size is not taken for a file that was cut off."""
+_HEAD = _SIZES.size + 2 * _DIGEST
 _log = logging.getLogger(__name__)
+
+
+class KeptTrajectoryDamaged(ValueError):
+    """A kept file is whole, and not what was written."""
+
+
+class _CutOff(Exception):
+    """A kept file ends before its trajectory does."""
 
 
 class KeptInbox:
@@ -42,13 +57,17 @@ class KeptInbox:
         self._lock = threading.Lock()
 
     def read(self) -> Iterator[Trajectory]:
-        """What a predecessor kept, in the order of arrival. A file that its death cut off is removed."""
+        """What a predecessor kept, in the order of arrival. A file that its death cut off is removed.
+
+        Raises:
+            KeptTrajectoryDamaged: a file was changed.
+        """
         for file in sorted(self._folder.iterdir(), key=lambda file: int(file.name)):
             self._arrived = max(self._arrived, int(file.name))
             try:
-                trajectory = _decode(file.read_bytes())
-            except CodecError as error:
-                _log.info("%s was not written to its end (%s); its sender sends it again", file, error)
+                trajectory = _read(file)
+            except _CutOff:
+                _log.info("%s was not written to its end; its sender sends it again", file)
                 file.unlink()
                 continue
             self._files[trajectory.rollout_id] = file
@@ -59,11 +78,15 @@ class KeptInbox:
 
         Raises:
             KeyError: it is not.
-            OSError, CodecError: its file cannot be read, or was changed.
+            OSError: its file cannot be read.
+            KeptTrajectoryDamaged: its file was changed.
         """
         with self._lock:
             file = self._files[rollout_id]
-        return _decode(file.read_bytes())
+        try:
+            return _read(file)
+        except _CutOff:
+            raise KeptTrajectoryDamaged(f"{file} was cut off after it was written") from None
 
     def write(self, trajectory: Trajectory) -> None:
         """Keep `trajectory`; nothing where it is kept already.
@@ -85,7 +108,7 @@ class KeptInbox:
         header, payload = encode_trajectories([trajectory])
         try:
             with file.open("wb", buffering=0) as opened:
-                data = b"".join((_LENGTH.pack(len(header)), header, payload))
+                data = _encode(header, payload)
                 if opened.write(data) != len(data):
                     raise OSError(errno.ENOSPC, f"no room for {len(data)} bytes", str(file))
                 if self._durable:
@@ -105,14 +128,32 @@ class KeptInbox:
                 file.unlink(missing_ok=True)
 
 
-def _decode(data: bytes) -> Trajectory:
-    """The trajectory in a file's `data`.
+def _encode(header: Frame, payload: Frame) -> bytes:
+    sizes, content = _SIZES.pack(memoryview(header).nbytes, memoryview(payload).nbytes), b"".join((header, payload))
+    return b"".join((sizes, xxhash.xxh3_64_digest(sizes), xxhash.xxh3_64_digest(content), content))
+
+
+def _read(file: Path) -> Trajectory:
+    """The trajectory in `file`.
 
     Raises:
-        CodecError: it is not whole.
+        _CutOff: it ends too early.
+        KeptTrajectoryDamaged: it is whole, and was changed.
     """
-    if len(data) < _LENGTH.size:
-        raise CodecError("its length is missing")
-    middle = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    (trajectory,) = decode_trajectories([data[_LENGTH.size : middle], data[middle:]])
+    data = memoryview(file.read_bytes())
+    if len(data) < _HEAD:
+        raise _CutOff
+    sizes, of_sizes, of_content = (
+        data[: _SIZES.size],
+        data[_SIZES.size : _HEAD - _DIGEST],
+        data[_HEAD - _DIGEST : _HEAD],
+    )
+    content = data[_HEAD:]
+    header, payload = _SIZES.unpack(sizes)
+    sizes_fit = xxhash.xxh3_64_digest(sizes) == of_sizes
+    if sizes_fit and len(content) < header + payload:
+        raise _CutOff
+    if not sizes_fit or len(content) > header + payload or xxhash.xxh3_64_digest(content) != of_content:
+        raise KeptTrajectoryDamaged(f"{file} was changed after it was written: its checksum does not fit its content")
+    (trajectory,) = decode_trajectories([content[:header], content[header:]])
     return trajectory

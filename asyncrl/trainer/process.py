@@ -35,6 +35,7 @@ from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.run_dir import SAMPLES_DIR, SPILLED_DIR
 from asyncrl.runtime.starting import LONGEST_STARTS
+from asyncrl.runtime.stopping import heard_at_once
 from asyncrl.runtime.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.arrivals import ArrivalCheck
@@ -76,7 +77,6 @@ from asyncrl.trainer.proof import Layout
 from asyncrl.trainer.redistribute import hand_down, redistribute
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.stopping import heard_at_once
 from asyncrl.trainer.versions import Versions
 from asyncrl.trainer.worker_grid import WorkerGrid
 from asyncrl.trainer.world import all_have_started, training_world

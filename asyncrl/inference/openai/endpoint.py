@@ -12,6 +12,7 @@ has tried again already.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import sys
 from collections import Counter
@@ -28,6 +29,7 @@ from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import HEADERS, ApiError
 from asyncrl.inference.openai.session import RecordingClient, Session, session_is_over
 from asyncrl.inference.openai.token_calls import PromptIds
+from asyncrl.runtime.stopping import CLOSE_LIMIT_S
 
 MODEL: Final = "policy"
 """The only model. Some frameworks choose an API by the model's name: this one says nothing to them."""
@@ -86,7 +88,9 @@ class Endpoint:
         for session in list(self._sessions.values()):
             session.close()
         if self._runner is not None:
-            await self._runner.cleanup()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_LIMIT_S):
+                    await self._runner.cleanup()
             self._runner = None
 
     async def _start(self) -> None:

@@ -24,7 +24,6 @@ from asyncrl.api import Tool, ToolResult, ToolSchema
 from asyncrl.comm.awake import AwakeTimeout
 from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig
 
-CLOSE_LIMIT_S = 10.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a start that follows one which failed; doubled each time."""
 
@@ -97,15 +96,17 @@ class McpServer:
         text = "\n".join(_text_of(item) for item in result.content)
         return ToolResult(f"Error: {text}" if result.is_error else text, is_error=bool(result.is_error))
 
-    async def close(self) -> None:
-        """End the connection, and the program that was started for it."""
+    async def close(self, limit_s: float) -> None:
+        """End the connection, and the program that was started for it.
+
+        A program that takes longer than `limit_s` seconds is left to its end: it ends with this process at the latest.
+        """
         self._closing = True
         self._broken.set()
-        done, _ = await asyncio.wait({self._owner}, timeout=CLOSE_LIMIT_S)
+        done, _ = await asyncio.wait({self._owner}, timeout=limit_s)
         if not done:
-            _log.warning("mcp server %s did not close within %g s; given up", self.config.name, CLOSE_LIMIT_S)
+            _log.warning("mcp server %s did not close within %g s", self.config.name, limit_s)
             self._owner.cancel()
-        await asyncio.gather(self._owner, return_exceptions=True)
 
     async def _open(self, limit_s: float) -> Any:
         """The client, once there is one."""

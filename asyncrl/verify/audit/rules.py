@@ -47,6 +47,7 @@ class _Rollout:
     order: int
     version: int
     place: str
+    attempt: int = 0
     fate: str = _RUNNING
     reason: str = ""
     step: int = -1
@@ -182,7 +183,7 @@ class Replay:
         if before is not None:
             self._unseen -= 1
             return
-        known = _Rollout(line.prompt, line.order, line.version, self._place, fate="")
+        known = _Rollout(line.prompt, line.order, line.version, self._place, line.attempt, fate="")
         self._rollouts[line.rollout] = known
         self._set_fate(known, _RUNNING)
 
@@ -213,6 +214,13 @@ class Replay:
         if line.prompt not in allowed.get(line.reason, tuple(PromptGoes)) or not line.reason:
             self._report(
                 f"rollout {line.rollout} was dropped for {line.reason!r} and its prompt {line.prompt}: no such drop"
+            )
+        if line.attempt is not None and (
+            line.prompt is not PromptGoes.returned or not 0 <= line.attempt - known.attempt <= 1
+        ):
+            self._report(
+                f"rollout {line.rollout} was attempt {known.attempt}, and its prompt ({line.prompt}) is to be "
+                f"tried again as attempt {line.attempt}"
             )
         self._set_fate(known, "dropped", line.reason)
         if line.prompt is PromptGoes.given_up:

@@ -37,7 +37,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.comm.ledger_lines import RunSettings
+from asyncrl.comm.ledger_lines import LedgerBooks, RunSettings
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_books import Noted
 from asyncrl.manager.service import ManagerService
@@ -209,6 +209,7 @@ class Schedule(RuleBasedStateMachine):
             self.ledger.close()
         self.ledger = self.new_ledger()
         self.ledger.begin(self.trainer.version, None if state is None else state["ledger"], self.trainer.books)
+        self.check_recorded()
         self.disk = list(self.trainer.buffer.used)
         self.served = self.trainer.version
         self.service = self.new_manager()
@@ -557,6 +558,15 @@ class Schedule(RuleBasedStateMachine):
         content = {"version": trainer.version, "buffer": trainer.buffer.state(), "dropped": dict(trainer.books.dropped)}
         return msgspec.json.decode(msgspec.json.encode(content))
 
+    def check_recorded(self) -> None:
+        """The ledger's lines add up to the books that came with the last of them, and to what the buffer knows."""
+        recorded = self.ledger.recorded
+        told = msgspec.structs.asdict(self.trainer.books)
+        assert {name: told[name] for name in LedgerBooks.__struct_fields__} == msgspec.structs.asdict(recorded.books())
+        assert set(recorded.used) == set(self.trainer.buffer.used)
+        assert not recorded.open or all(map(self.service.gate.is_live, recorded.open))
+        assert not recorded.retries.keys() & set(recorded.used)
+
     def forget(self, names: list[str]) -> None:
         for name in names:
             for head in range(HEADS):
@@ -583,6 +593,7 @@ class Schedule(RuleBasedStateMachine):
         if trainer.untold is not None:
             self.ledger.step(trainer.untold, trainer.books)
             trainer.untold = None
+        self.check_recorded()
         if dies:
             self.the_trainer_dies()
             return

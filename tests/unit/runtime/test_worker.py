@@ -164,3 +164,50 @@ def test_what_was_given_up_and_announces_something_ends_there_and_writes_nothing
             given_up.kill()
         assert (given_up.returncode, told) == (EXIT_LOST, ""), why
         assert "model_version/actor" not in resolver.get_subtree()
+
+
+DOES_NOT_STOP = """
+import asyncio, logging, os, signal, sys, time
+from pathlib import Path
+from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
+
+logging.basicConfig(level=logging.INFO)
+
+async def answer_a_stranger():
+    await asyncio.Event().wait()
+
+class Slow(AsyncWorker):
+    stop_limit_s = float(sys.argv[2])
+
+    def set_status(self, state, reason=""):
+        print(state, flush=True)
+
+    async def main(self):
+        waiting = asyncio.create_task(answer_a_stranger())
+        os.kill(os.getpid(), signal.SIGTERM)
+        await self.stop.wait()
+        if sys.argv[3] == "late":
+            await asyncio.to_thread(time.sleep, 60)
+
+sys.exit(Slow(WorkerSpec("slow", 0, Path(sys.argv[1]))).start())
+"""
+
+
+def test_a_process_that_does_not_stop_in_time_says_in_its_log_what_it_waits_for(tmp_path: Path) -> None:
+    config = ExperimentConfig()
+    config.system.encrypt = False
+    write_run_config(config, tmp_path)
+    command = [sys.executable, "-c", DOES_NOT_STOP, str(tmp_path)]
+    with subprocess.Popen([*command, "0.05", "late"], stderr=subprocess.PIPE, text=True) as late:
+        assert late.stderr is not None
+        told = [next(late.stderr)]
+        while "most recent call first" not in told[-1]:
+            told.append(next(late.stderr))
+        late.kill()
+    log = "".join(told)
+    assert "asked to stop 0.05 s ago, this process waits for:" in log
+    assert "answer_a_stranger" in log
+    assert "to_thread" in log
+    in_time = subprocess.run([*command, "600", "soon"], capture_output=True, text=True, timeout=300, check=False)
+    assert in_time.returncode == 0, in_time.stderr
+    assert "asked to stop" not in in_time.stderr

@@ -12,6 +12,7 @@ from asyncrl.api.trajectory import Trajectory
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.trainer.inbox import InboxFull
 from asyncrl.trainer.intake import Intake
+from asyncrl.trainer.kept_inbox import KeptTrajectoryDamaged
 from asyncrl.trainer.messages import PollBuffer
 from asyncrl.trainer.settings import TrainerConfig
 
@@ -58,6 +59,21 @@ def test_the_next_process_begins_with_what_is_not_discarded_and_not_of_a_step_th
     assert held(intake(last_step, tmp_path), names) == names[1:], "its step may have to be trained again"
     first.left(names[2:3])
     assert held(intake(last_step, tmp_path), names) == names[2:]
+
+
+def test_the_next_process_goes_back_to_a_checkpoint_where_what_was_kept_is_damaged(
+    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories
+) -> None:
+    (trajectory,) = make_trajectories(groups=1)
+    intake(last_step, tmp_path).receive(trajectory)
+    assert not last_step.torn
+    file = last_step.inbox(0) / "1"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(KeptTrajectoryDamaged):
+        intake(last_step, tmp_path)
+    assert last_step.torn
 
 
 def test_what_finds_no_room_is_not_kept(

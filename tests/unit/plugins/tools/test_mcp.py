@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from asyncrl.plugins.tools.settings import McpServerConfig
 from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.tools import RunTools
+from asyncrl.runtime.launcher import STOP_LIMIT_S
+from asyncrl.runtime.stopping import CLOSE_LIMIT_S, LEAVE_LIMIT_S
 
 pytest.importorskip("mcp")
 
@@ -193,3 +196,29 @@ async def test_two_tools_of_one_name_are_refused(offloader, server):
     with pytest.raises(ConfigError, match=r"mcp\[1\].prefix=''.*both called 'add'"):
         async with RunTools((), configs, offloader):
             pass
+
+
+STUBBORN = """
+import signal, sys, threading
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+threading.Thread(target=threading.Event().wait).start()  # stdin's end is no end of it
+"""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_a_server_that_does_not_end_delays_the_worker_no_longer_than_a_connection_may(offloader, server, caplog):
+    stubborn = Path(server).with_name("stubborn.py")
+    stubborn.write_text(STUBBORN + SERVER)
+    async with RunTools((), [_over_stdio(str(stubborn), tools=["add"])], offloader) as tools:
+        assert await _call(tools, "add", {"a": 1}) == "2"
+        program = next(each for each in psutil.Process().children(recursive=True) if str(stubborn) in each.cmdline())
+    assert f"did not close within {CLOSE_LIMIT_S:g} s" in caplog.text
+    assert program.is_running()
+    program.kill()
+    del tools
+    await asyncio.sleep(0)
+    gc.collect()  # the package leaves the pipes of a program that outlives its connection to the collector
+
+
+def test_all_that_a_rollout_worker_closes_fits_into_the_time_that_a_process_has_to_stop():
+    assert 5 * CLOSE_LIMIT_S < LEAVE_LIMIT_S < STOP_LIMIT_S

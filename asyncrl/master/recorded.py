@@ -1,0 +1,156 @@
+"""The state that the ledger's lines add up to: live rollouts, ended ones, used prompts, counters, prompts to try again.
+
+A pure fold, line by line. The ledger keeps one of all that it has (`asyncrl.master.ledger`), and a MasterWorker that
+takes over reads it back from the files. At every line with books it equals them.
+
+A GserverManager that is started again needs this state of what it told before. Lines that are still in memory die with
+the MasterWorker, so the ledger hands all lines to the kernel before the MasterWorker reports anything that follows
+from them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.comm.ledger_lines import (
+    Abandoned,
+    Admitted,
+    Begin,
+    Dropped,
+    Finished,
+    LedgerBooks,
+    Line,
+    PromptGoes,
+    Trained,
+)
+from asyncrl.comm.remembered import Remembered, ids_remembered
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+
+TRAINED, ABANDONED = "trained", "abandoned"
+
+
+class Retry(NamedTuple):
+    """The next try of a prompt that waits: its attempt, and how many tries of the prompt have failed."""
+
+    order: int
+    attempt: int
+    failures: int
+
+
+class Ended(NamedTuple):
+    """A rollout that left the count.
+
+    Attributes:
+        outcome: the reason of its drop, `TRAINED` or `ABANDONED`.
+        lost: its admission, if its worker died and the trainer may receive the rollout all the same.
+    """
+
+    outcome: str
+    lost: Admitted | None = None
+
+
+class Recorded:
+    """The fold. `take` the lines in order, those that a later launch forgot left out.
+
+    Attributes:
+        open: admissions of the rollouts without an end, by rollout.
+        finished: those of them that the trainer has.
+        ended: the rollouts of this launch that ended last, by rollout; as many as the gate remembers.
+        used: prompts that are trained or dropped for good.
+        dropped: counts by reason.
+        retries: by prompt, for prompts that wait and whose next try is not their first.
+    """
+
+    def __init__(self) -> None:
+        self.open: dict[str, Admitted] = {}
+        self.finished: set[str] = set()
+        self.ended: Remembered[Ended] = Remembered(0)
+        self.used = UsedPrompts()
+        self.dropped: Counter[str] = Counter()
+        self.retries: dict[str, Retry] = {}
+        self._trained = self._abandoned = 0
+
+    def take(self, line: Line) -> None:
+        """Add one line."""
+        match line:
+            case Begin():
+                self._begin(line)
+            case Admitted():
+                if line.rollout not in self.ended:  # else it was trained while the gate could not be asked
+                    self.open[line.rollout] = line
+                    self.retries.pop(line.prompt, None)
+            case Finished():
+                self._finish(line.rollout)
+            case Dropped():
+                self._drop(line)
+            case Abandoned() if self._close(line.rollout, ABANDONED):
+                self._abandoned += 1
+            case Trained():
+                self._train(line)
+
+    def books(self) -> LedgerBooks:
+        """Return the counters, as the gate has them."""
+        dropped, live = dict(+self.dropped), len(self.open)
+        submitted = self._trained + sum(dropped.values()) + self._abandoned + live
+        finished = len(self.finished)
+        return LedgerBooks(submitted, self._trained, dropped, self._abandoned, live - finished, finished)
+
+    def _begin(self, line: Begin) -> None:
+        """All processes are new: what was open is played again, and nobody can say anything of it any more."""
+        settings = line.settings
+        self.open, self.finished = {}, set()
+        self.ended = Remembered(ids_remembered(settings.train_batch_size, settings.max_head_offpolicyness))
+        self._abandoned = 0
+        self._trained = line.version * settings.train_batch_size  # as the gate counts, whatever B was before
+        if line.carried is not None:
+            self.dropped = Counter(line.carried.dropped)
+
+    def _finish(self, rollout: str) -> None:
+        ended = self.ended.get(rollout)
+        if ended is not None and ended.lost is not None:
+            self._undo(rollout)
+            self.open[rollout] = ended.lost
+            self.retries.pop(ended.lost.prompt, None)
+        if rollout in self.open:
+            self.finished.add(rollout)
+
+    def _drop(self, line: Dropped) -> None:
+        admitted = self._close(line.rollout, line.reason)
+        if admitted is None:
+            return
+        self.dropped[line.reason] += 1
+        if line.prompt is PromptGoes.given_up:
+            self._use(admitted.prompt)
+        elif line.prompt is PromptGoes.returned and (line.attempt or line.failures):
+            self.retries[admitted.prompt] = Retry(admitted.order, line.attempt or 0, line.failures)
+
+    def _train(self, line: Trained) -> None:
+        """A step wins over whatever was told of the rollout."""
+        if self._close(line.rollout, TRAINED) is None:
+            self._undo(line.rollout)
+            self.ended.put(line.rollout, Ended(TRAINED))
+        self._trained += 1
+        self._use(line.prompt)
+
+    def _close(self, rollout: str, outcome: str) -> Admitted | None:
+        """End an open rollout; return its admission, None if it is not open."""
+        admitted = self.open.pop(rollout, None)
+        if admitted is not None:
+            self.finished.discard(rollout)
+            self.ended.put(rollout, Ended(outcome, admitted if outcome == DropReason.worker_died else None))
+        return admitted
+
+    def _undo(self, rollout: str) -> None:
+        ended = self.ended.pop(rollout)
+        if ended is None:
+            return
+        if ended.outcome == ABANDONED:
+            self._abandoned -= 1
+        else:
+            self.dropped[ended.outcome] -= 1
+
+    def _use(self, prompt: str) -> None:
+        self.used.add(prompt)
+        self.retries.pop(prompt, None)

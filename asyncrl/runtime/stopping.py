@@ -1,0 +1,99 @@
+"""Stopping in time, and naming what a process waits for that does not.
+
+Every process but the leader of a run, which saves a checkpoint first, has `LEAVE_LIMIT_S` to stop. After that
+`explain_delay` writes into its log where each thread and coroutine is, just before the launcher kills the process.
+
+A training rank has more to do. Python runs the handler of a signal in the main thread, between two of its instructions:
+not while that waits in native code, for a peer in a collective or for a GPU. The kernel's own handler does run, and
+writes the signal's number into a pipe (`signal.set_wakeup_fd`), which a thread of `heard_at_once` reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from asyncrl.runtime.exit_codes import EXIT_OK
+
+LEAVE_LIMIT_S = 2.5
+"""Just below what the launcher waits before it kills a process, which could not say any more where it was."""
+CLOSE_LIMIT_S = 0.4
+"""Longest that one connection may take to close. A RolloutWorker closes five, one after the other: trajectories,
+servers, tools, endpoint, manager. Their sum is below `LEAVE_LIMIT_S`, so it stops in time if no other end responds."""
+_MOST_COROUTINES = 20
+_log = logging.getLogger(__name__)
+
+
+def explain_delay(stopped: threading.Event, limit_s: float, loop: asyncio.AbstractEventLoop | None) -> None:
+    """Begin a thread that logs all stacks if the process has not stopped within `limit_s` seconds.
+
+    Args:
+        stopped: set when the process has nothing left to wait for.
+        limit_s: seconds from now.
+        loop: the coroutines of this event loop are shown too, `_MOST_COROUTINES` of them.
+    """
+
+    def watch() -> None:
+        if stopped.wait(limit_s):
+            return
+        _log.warning("asked to stop %g s ago, this process waits for:\n%s", limit_s, _coroutines(loop))
+        faulthandler.dump_traceback()
+
+    threading.Thread(target=watch, name="stop-watch", daemon=True).start()
+
+
+def _coroutines(loop: asyncio.AbstractEventLoop | None) -> str:
+    tasks = [] if loop is None else list(asyncio.all_tasks(loop))
+    lines = [f"    {task.get_name()}: {_path(task)}" for task in tasks[:_MOST_COROUTINES]]
+    if left := tasks[_MOST_COROUTINES:]:
+        lines.append(f"    and {len(left)} coroutines more")
+    return "\n".join(lines or ["    no coroutine"])
+
+
+def _path(task: asyncio.Task[Any]) -> str:
+    """The functions that a task is in, the outermost first, each with its file and line."""
+    inner: object = task.get_coro()
+    found = []
+    while inspect.iscoroutine(inner):
+        if (frame := inner.cr_frame) is not None:
+            code = frame.f_code
+            found.append(f"{code.co_qualname} ({code.co_filename}:{frame.f_lineno})")
+        inner = inner.cr_await
+    return " > ".join(found)
+
+
+@contextmanager
+def heard_at_once(act: Callable[[], None], limit_s: float = LEAVE_LIMIT_S) -> Iterator[None]:
+    """Within it `act` is called, by a thread of its own, when SIGTERM comes first, beside the handler that it has.
+
+    Where it is not left within `limit_s` seconds after that, the process ends in the middle of what it does, with the
+    stacks of all threads in its log. Enter it in the main thread, once; SIGTERM needs a handler in Python by the time
+    it comes.
+    """
+    heard, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    left = threading.Event()
+
+    def listen() -> None:
+        while signal.SIGTERM not in os.read(heard, 64):
+            pass
+        act()
+        if not left.wait(limit_s):
+            _log.warning("asked to stop, this process ends now, %g s later, in the middle of what follows", limit_s)
+            faulthandler.dump_traceback()
+            os._exit(EXIT_OK)
+
+    threading.Thread(target=listen, name="stop-listener", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
