@@ -26,9 +26,7 @@ from typing import Any
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.layout import Layout
 from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
-from asyncrl.trainer.sizing.count import count
-from asyncrl.trainer.sizing.memory import Need, Workload, need
-from asyncrl.trainer.sizing.model import SizedModel
+from asyncrl.trainer.sizing import Need, SizedModel, Workload, count, need
 from asyncrl.trainer.worker_grid import WorkerGrid
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "sizing.md"

@@ -27,8 +27,7 @@ from asyncrl.runtime.hardware import gpu_details, host_memory
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.trainer.placement import engine_of, model_of, placement
 from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode
-from asyncrl.trainer.sizing.memory import Need, Workload, need, total
-from asyncrl.trainer.sizing.model import SizedModel
+from asyncrl.trainer.sizing import Need, SizedModel, Workload, count, need, total
 from asyncrl.trainer.supervised.base_model import described
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.trainer.types import with_types
@@ -169,8 +168,6 @@ def _too_much(who: str, where: str, needed: int, checkpointed: int, fixed: int, 
 
 def _models(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> dict[str, SizedModel]:
     """The model of each role, counted."""
-    from asyncrl.trainer.sizing.count import count  # imports torch, which nothing else of the launcher does
-
     counted: dict[tuple[str | None, bool], SizedModel] = {}
     models = {}
     for role in placed.roles:

@@ -27,7 +27,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime import hardware
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.settings import ReferenceMode, RoleRanks
-from asyncrl.trainer.sizing.memory import Need
+from asyncrl.trainer.sizing import Need
 
 ROOT = Path(__file__).resolve().parents[3]
 

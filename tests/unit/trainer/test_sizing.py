@@ -20,15 +20,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer.engines import adamw
 from asyncrl.trainer.layout import Layout
 from asyncrl.trainer.models import Critic
 from asyncrl.trainer.packed_attention import PACKED, attention_blocks
-from asyncrl.trainer.scoring import MAX_LOGITS_BYTES
 from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
-from asyncrl.trainer.sizing import memory
-from asyncrl.trainer.sizing.count import count, sized
-from asyncrl.trainer.sizing.memory import MOMENT_PIECES_BYTES, Need, Workload, layer_bytes_per_token, need, total
+from asyncrl.trainer.sizing import (
+    Need,
+    Workload,
+    count,
+    layer_bytes_per_token,
+    need,
+    sized,
+    total,
+)
 from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
 
 BASE = {
@@ -194,10 +198,6 @@ def test_activations_are_what_autograd_keeps_of_a_layer(name: str, dtype: str) -
     assert computed == pytest.approx(per_token, rel=0.03)
 
 
-def test_the_chunk_of_logits_is_the_trainers() -> None:
-    assert memory.CHUNK_LOGITS_BYTES == MAX_LOGITS_BYTES
-
-
 def test_what_the_flat_engine_keeps() -> None:
     model = count(described("qwen2-tied"))
     place, values = Coordinates(0, 0, 0), model.numel
@@ -259,7 +259,6 @@ def test_moments_in_host_memory_are_on_the_device_in_pieces_only() -> None:
     there = need(LLAMA, Layout(2), Coordinates(0, 0, 0), replace(workload(), moments_on_host=True), trained=True)
     assert (there.moments, there.host) == (0, here.moments)
     assert there.total == here.total - here.moments
-    assert 2 * 4 * adamw.PIECE == MOMENT_PIECES_BYTES
 
 
 def test_of_off_loaded_roles_one_is_on_the_device_and_all_are_on_the_host() -> None:

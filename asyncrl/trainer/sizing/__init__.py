@@ -1,1 +1,0 @@
-"""What a layout needs of each rank, before anything starts: counted parameters, and a model of memory."""
