@@ -112,6 +112,8 @@ class Launcher:
             self._display.note(warning)
         allow_all_files()
         self._trial.prepare()
+        if self._run_of is Run.train:
+            self._tail.read()  # of earlier launches, which have shown it
 
     def release(self) -> None:
         """Give the trial back; nothing where it is not held."""
