@@ -58,7 +58,7 @@ def validate(config: Config) -> None:
 
 
 def warnings(config: ExperimentConfig) -> list[str]:
-    """What a valid config does that its reader may not expect, each as `setting=value: what follows`."""
+    """Return a message for each valid setting with a consequence that may surprise: `setting=value: what follows`."""
     return [*rollout.warnings(config), *trainer.warnings(config)]
 
 
