@@ -1,4 +1,7 @@
-"""Losses, advantage estimators, KL terms, filters: pure functions, one short file each, registered by name.
+"""Losses, advantage estimators, KL terms, filters: pure functions, registered by name.
+
+Each policy loss and each advantage estimator has its own file; a family that is compared side by side (KL terms,
+aggregations, corrections, filters, shaping, value losses) is one file.
 
 Nothing here imports the rest of asyncrl. `spec`, `registry`, `filters` and `shaping` do not import torch, so that the
 launcher can check a configuration and RolloutWorkers can filter groups without it.

@@ -19,13 +19,13 @@ proximal one, the correction supplying prox / behave; `decoupled_ppo` always ref
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput, KLInputs, PolicyLossInputs
 from asyncrl.algorithms.packing import as_float, log_ratio
-from asyncrl.algorithms.proximal import approximate_prox_logprobs
 from asyncrl.algorithms.spec import ObjectiveSpec, ProximalMode, Resolve
 from asyncrl.algorithms.stats import Stats, count_stat, max_stat, mean_stat
 
@@ -174,3 +174,51 @@ def _policy_stats(inputs: PolicyLossInputs, correction: CorrectionOutput) -> Sta
     for reason, count in correction.masked.items():
         stats[f"masked/{reason}"] = count_stat(count)
     return stats
+
+
+def approximate_prox_logprobs(
+    logprobs_T: Tensor, behave_logprobs_T: Tensor, versions_T: Tensor, current_version: int
+) -> Tensor:
+    """Approximate log pi_prox per token without a forward pass, detached.
+
+    A token is generated at version b and trained while the trainer, at version v, moves towards v + 1. Its
+    log-probability at b was recorded, the current one comes from the loss's own forward pass. If the policy moved at a
+    constant rate in log space, version v lies at the fraction alpha (AReaL's log-linear approximation):
+
+        alpha = (v - b) / (v + 1 - b),    log pi_prox = log pi_behave + alpha (log pi - log pi_behave)
+
+    A fresh token (b = v) has alpha = 0, which is exact: its behaviour policy is the proximal one.
+
+    Args:
+        versions_T: int64; -1 where the policy did not generate the token, which keeps its behaviour log-probability.
+        current_version: the version that the trainer holds at the step's start, v.
+    """
+    behave_T = as_float(behave_logprobs_T)
+    age_T = (current_version - versions_T).clamp(min=0).to(behave_T.dtype)
+    mixed_T = torch.lerp(behave_T, as_float(logprobs_T).detach().to(behave_T.dtype), age_T / (age_T + 1.0))
+    return torch.where(versions_T >= 0, mixed_T, behave_T)
+
+
+def weight_variance(weight_mean: float, weight_square_mean: float) -> float:
+    """Variance of w / mean(w); 1 / (1 + variance) is Kish's effective sample size over n."""
+    return max(weight_square_mean / weight_mean**2 - 1.0, 0.0) if weight_mean > 0.0 else 0.0
+
+
+def should_stop(stats: Mapping[str, float], *, max_kl: float = 0.0, max_weight_variance: float = 0.0) -> str | None:
+    """Return the reason to skip this minibatch and those that follow in the step, or None to continue.
+
+    Call it before a minibatch's optimizer step.
+
+    Args:
+        stats: statistics of the minibatch's objective, reduced over ranks, so that all ranks
+            decide alike (`stats.values`).
+        max_kl: bound on `ppo/approx_kl` in nats per token; 0 for no bound.
+        max_weight_variance: bound on the relative variance of the importance weights pi / pi_behave; 0 for no bound.
+    """
+    kl = stats["ppo/approx_kl"]
+    if max_kl and not kl <= max_kl:
+        return f"ppo/approx_kl {kl:.4g} is above {max_kl:.4g}"
+    variance = weight_variance(stats["ppo/importance_mean"], stats["ppo/importance_square_mean"])
+    if max_weight_variance and not variance <= max_weight_variance:
+        return f"variance of the importance weights {variance:.4g} is above {max_weight_variance:.4g}"
+    return None

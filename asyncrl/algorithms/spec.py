@@ -17,7 +17,7 @@ class ProximalMode(StrEnum):
     recompute = auto()
     """The trainer's forward pass at the step's start."""
     approximate = auto()
-    """`proximal.approximate_prox_logprobs`, no forward pass."""
+    """`objective.approximate_prox_logprobs`, no forward pass."""
     behave = auto()
     """The behaviour policy stands for the proximal one, which makes every correction's weight 1."""
 
@@ -30,7 +30,7 @@ class KLPlace(StrEnum):
 
 
 class ValueNormalisation(StrEnum):
-    """Normalisation of the critic's targets; see `value_norm`."""
+    """Normalisation of the critic's targets; see `critic.ValueNorm`."""
 
     none = auto()
     running = auto()

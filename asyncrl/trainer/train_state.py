@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from asyncrl.algorithms.kl_control import KLController
+from asyncrl.algorithms.critic import ValueNorm, ValueObjective
+from asyncrl.algorithms.kl import KLController
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
-from asyncrl.algorithms.value_norm import ValueNorm
-from asyncrl.algorithms.value_objective import ValueObjective
 from asyncrl.config.catalog import resolve
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.trainer.settings import AlgorithmConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.algorithms.generalised import (
+from asyncrl.algorithms.advantages.generalised import (
     check_discounts,
     generalised_advantages,
     required_values,
@@ -12,15 +12,15 @@ from asyncrl.algorithms.generalised import (
     token_rewards,
 )
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
+from asyncrl.algorithms.packing import whiten as whiten_tokens
 from asyncrl.algorithms.registry import advantage
-from asyncrl.algorithms.whitening import whiten as whiten_tokens
 
 
 @advantage("gae")
 def gae(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> AdvantageOutput:
     """Generalised advantages with a critic; each policy token is an action, environment tokens are passed over.
 
-    Equations in `asyncrl.algorithms.generalised`. Truncated sequences bootstrap. `whiten` normalises the advantages
+    Equations in `advantages.generalised`. Truncated sequences bootstrap. `whiten` normalises the advantages
     over the global batch (not the returns). A sequence without policy tokens has no action to credit.
 
     Raises:

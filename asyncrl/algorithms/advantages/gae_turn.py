@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.algorithms.generalised import (
+from asyncrl.algorithms.advantages.generalised import (
     check_discounts,
     generalised_advantages,
     required_values,
@@ -13,15 +13,15 @@ from asyncrl.algorithms.generalised import (
 )
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.packing import segment_sum, turn_starts
+from asyncrl.algorithms.packing import whiten as whiten_tokens
 from asyncrl.algorithms.registry import advantage
-from asyncrl.algorithms.whitening import whiten as whiten_tokens
 
 
 @advantage("gae_turn")
 def gae_turn(inputs: AdvantageInputs, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> AdvantageOutput:
     """Generalised advantages with a critic; each turn (unbroken run of policy tokens) is one action.
 
-    Equations in `asyncrl.algorithms.generalised`. A turn's value is that of its first token, its reward the sum of its
+    Equations in `advantages.generalised`. A turn's value is that of its first token, its reward the sum of its
     token rewards, its advantage goes to all its tokens. The critic is trained on the turns' first tokens alone.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.algorithms.groups import compared
+from asyncrl.algorithms.advantages.groups import compared
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.registry import advantage
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.algorithms.groups import compared
+from asyncrl.algorithms.advantages.groups import compared
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.registry import advantage
 
@@ -20,7 +20,7 @@ def grpo(
     DeepSeekMath (arXiv:2402.03300) section 4.1.2; the sample standard deviation (n - 1), which `divide_by_std` turns
     off. A group of one episode, or one of equal rewards, has advantage 0: there is nothing to compare with. Mean and
     deviation weigh each episode once, so |A_i| <= sqrt(n (E - 1)) in a group of E episodes, of which that of sample i
-    has n samples; `turn_discount` compares turns (`asyncrl.algorithms.groups`).
+    has n samples; `turn_discount` compares turns (`advantages.groups`).
 
     Raises:
         ValueError: std_eps is not positive, or the discount is outside [0, 1].

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.algorithms.groups import compared
+from asyncrl.algorithms.advantages.groups import compared
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.registry import advantage
 

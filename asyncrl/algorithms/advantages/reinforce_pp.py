@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from asyncrl.algorithms.generalised import check_discounts, token_rewards
+from asyncrl.algorithms.advantages.generalised import check_discounts, token_rewards
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.algorithms.packing import discounted_suffix_sum
+from asyncrl.algorithms.packing import discounted_suffix_sum, whiten
 from asyncrl.algorithms.registry import advantage
-from asyncrl.algorithms.whitening import whiten
 
 
 @advantage("reinforce_pp")

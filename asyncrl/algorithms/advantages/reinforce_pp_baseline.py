@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from asyncrl.algorithms.groups import compared
+from asyncrl.algorithms.advantages.groups import compared
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
+from asyncrl.algorithms.packing import whiten
 from asyncrl.algorithms.registry import advantage
-from asyncrl.algorithms.whitening import whiten
 
 
 @advantage("reinforce_pp_baseline")
@@ -13,7 +13,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, *, turn_discount: float | Non
     """r_i - mean(group), whitened over all tokens of the global batch instead of within the group.
 
     Hu 2025 (arXiv:2501.03262), the variant with a group baseline. A group of one episode enters the whitening as
-    0. The mean is over episodes; `turn_discount` compares turns (`asyncrl.algorithms.groups`).
+    0. The mean is over episodes; `turn_discount` compares turns (`advantages.groups`).
 
     Raises:
         ValueError: the discount is outside [0, 1].

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.algorithms.groups import over_tokens, sequence_rewards
+from asyncrl.algorithms.advantages.groups import over_tokens, sequence_rewards
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.registry import advantage
 

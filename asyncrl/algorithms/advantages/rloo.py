@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.algorithms.groups import compared
+from asyncrl.algorithms.advantages.groups import compared
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.registry import advantage
 
@@ -13,7 +13,7 @@ def rloo(inputs: AdvantageInputs, *, turn_discount: float | None = None) -> Adva
 
     Kool et al. 2019; Ahmadian et al. 2024 (arXiv:2402.14740). A group of one episode has no others: its baseline is
     0 and A_i = r_i, plain REINFORCE, which is still unbiased. The others are the group's other episodes;
-    `turn_discount` compares turns (`asyncrl.algorithms.groups`).
+    `turn_discount` compares turns (`advantages.groups`).
 
     Raises:
         ValueError: the discount is outside [0, 1].

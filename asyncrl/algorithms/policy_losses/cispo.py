@@ -6,9 +6,9 @@ import torch
 
 from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from asyncrl.algorithms.packing import as_float, log_ratio
+from asyncrl.algorithms.policy_losses.surrogate import check_clip
 from asyncrl.algorithms.registry import policy_loss
 from asyncrl.algorithms.stats import mean_stat
-from asyncrl.algorithms.surrogate import check_clip
 
 
 @policy_loss("cispo")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
+from asyncrl.algorithms.policy_losses.surrogate import clipped_surrogate
 from asyncrl.algorithms.registry import policy_loss
-from asyncrl.algorithms.surrogate import clipped_surrogate
 
 
 @policy_loss("decoupled_ppo")

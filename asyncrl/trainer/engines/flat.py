@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.algorithms.reference_policy import ema_update_
+from asyncrl.algorithms.kl import ema_update_
 from asyncrl.algorithms.stats import Stats
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig

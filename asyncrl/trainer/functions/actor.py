@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.early_stop import should_stop
 from asyncrl.algorithms.inputs import PolicyLossInputs
+from asyncrl.algorithms.objective import should_stop
 from asyncrl.algorithms.stats import Stat, Stats, count_stat, merge_stats
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.engines.base import PolicyOutputs, StepOutcome

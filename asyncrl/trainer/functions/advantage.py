@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.critic_alignment import align_values
+from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
-from asyncrl.algorithms.kl_in_reward import kl_token_rewards
+from asyncrl.algorithms.kl import kl_token_rewards
 from asyncrl.algorithms.spec import KLPlace
 from asyncrl.algorithms.stats import Stats, mean_stat
 from asyncrl.config.catalog import resolve

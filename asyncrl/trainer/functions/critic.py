@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.critic_alignment import align_values
+from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
 from asyncrl.algorithms.stats import Stats, merge_stats
 from asyncrl.trainer.calls import CallContext, StatValues, model_function

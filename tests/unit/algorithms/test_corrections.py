@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
-from asyncrl.algorithms.proximal import approximate_prox_logprobs
+from asyncrl.algorithms.objective import approximate_prox_logprobs
 from asyncrl.config.catalog import known, resolve
 
 

@@ -8,11 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.critic_alignment import align_values
+from asyncrl.algorithms.critic import ValueNorm, ValueObjective, align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
 from asyncrl.algorithms.spec import Choice, ValueNormalisation
-from asyncrl.algorithms.value_norm import ValueNorm
-from asyncrl.algorithms.value_objective import ValueObjective
 from asyncrl.config.catalog import known, resolve
 
 

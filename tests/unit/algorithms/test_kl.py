@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.algorithms.early_stop import should_stop, weight_variance
 from asyncrl.algorithms.inputs import KLInputs
-from asyncrl.algorithms.kl_control import KLController
-from asyncrl.algorithms.kl_in_reward import kl_token_rewards
-from asyncrl.algorithms.reference_policy import ema_update_
+from asyncrl.algorithms.kl import KLController, ema_update_, kl_token_rewards
+from asyncrl.algorithms.objective import should_stop, weight_variance
 from asyncrl.config.catalog import known, resolve
 
 SAMPLED = {

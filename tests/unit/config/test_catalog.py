@@ -67,7 +67,7 @@ def test_what_the_source_says_is_what_the_function_takes(kind):
 def test_checking_and_filtering_do_not_import_torch():
     program = (
         "import sys;"
-        "from asyncrl.algorithms import spec, registry, group_view, kl_control, early_stop;"
+        "from asyncrl.algorithms import spec, registry, group_view, filters, shaping;"
         "from asyncrl.config import catalog;"
         "[catalog.known(k) for k in (*registry.KINDS, 'model_function')];"
         "[catalog.resolve('filter', n) for n in catalog.known('filter')];"

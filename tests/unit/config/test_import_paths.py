@@ -69,7 +69,7 @@ def my_loss(inputs, *, scale: float = 1.0):
 
 
 def my_correction(inputs, *, cap: float = 2.0):
-    from asyncrl.algorithms.corrections.token_truncate import token_truncate
+    from asyncrl.algorithms.corrections import token_truncate
     return token_truncate(inputs)
 
 
@@ -79,17 +79,17 @@ def my_advantage(inputs, *, scale: float = 1.0):
 
 
 def my_kl(inputs, *, scale: float = 1.0):
-    from asyncrl.algorithms.kl.k2 import k2
+    from asyncrl.algorithms.kl import k2
     return k2(inputs)
 
 
 def my_aggregation(mask_T, seq_ids_T, num_seqs, *, scale: float = 1.0):
-    from asyncrl.algorithms.aggregations.token_mean import token_mean
+    from asyncrl.algorithms.aggregations import token_mean
     return token_mean(mask_T, seq_ids_T, num_seqs)
 
 
 def my_value_loss(inputs, *, scale: float = 1.0):
-    from asyncrl.algorithms.value_losses.squared import squared
+    from asyncrl.algorithms.value_losses import squared
     return squared(inputs)
 """
 FORMS = ("my_things:{}", "{folder}/my_things.py:{}")

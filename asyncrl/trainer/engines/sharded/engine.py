@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from asyncrl.algorithms.reference_policy import ema_update_
+from asyncrl.algorithms.kl import ema_update_
 from asyncrl.algorithms.stats import Stats, merge_stats
 from asyncrl.trainer.engines.base import (
     PolicyEngine,

@@ -1,4 +1,4 @@
-"""A soft penalty on answers that come near the length limit."""
+"""Reward shaping: `(GroupView, *, params) -> rewards_S`. numpy only: RolloutWorkers run them."""
 
 from __future__ import annotations
 

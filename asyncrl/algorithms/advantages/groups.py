@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.generalised import token_rewards
+from asyncrl.algorithms.advantages.generalised import token_rewards
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.algorithms.packing import as_float, discounted_suffix_sum, segment_sum, sequence_lengths, turn_starts
 

@@ -1,4 +1,4 @@
-"""PPO's clipped value loss."""
+"""Critic losses: `(ValueLossInputs, *, params) -> ValueLossOutput`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from asyncrl.algorithms.inputs import ValueLossInputs, ValueLossOutput
 from asyncrl.algorithms.packing import as_float
 from asyncrl.algorithms.registry import value_loss
 from asyncrl.algorithms.stats import mean_stat
-from asyncrl.algorithms.value_losses.squared import squared
+
+
+@value_loss("squared")
+def squared(inputs: ValueLossInputs) -> ValueLossOutput:
+    """L = (V - R)^2 / 2, without a clip."""
+    values_T = torch.where(inputs.mask_T, as_float(inputs.values_T), 0)
+    returns_T = torch.where(inputs.mask_T, as_float(inputs.returns_T).detach(), 0)
+    loss_T = 0.5 * (values_T - returns_T).square()
+    stats = {"critic/value_mean": mean_stat(values_T, inputs.mask_T), "critic/error": mean_stat(loss_T, inputs.mask_T)}
+    return ValueLossOutput(loss_T, stats)
 
 
 @value_loss("clipped")

@@ -1,9 +1,4 @@
-"""Normalisation of the critic's targets, so that one learning rate serves rewards of any size.
-
-The critic predicts (R - mean) / std; `denormalise` brings its output back to reward units before GAE. Two ways to keep
-the moments: `running` weighs every return ever seen alike (Chan's parallel update), `ema` forgets at rate `decay` per
-update and corrects the bias of its start (MAPPO, arXiv:2103.01955). Moments are fp64 numbers, equal on all ranks.
-"""
+"""The critic's objective, how its outputs line up with tokens, and the normalisation of its targets."""
 
 from __future__ import annotations
 
@@ -12,16 +7,58 @@ import math
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.inputs import AllReduce
+from asyncrl.algorithms.inputs import AllReduce, ValueLossInputs
 from asyncrl.algorithms.packing import as_float
-from asyncrl.algorithms.spec import ValueNormalisation
+from asyncrl.algorithms.spec import Choice, Resolve, ValueNormalisation
+from asyncrl.algorithms.stats import Stats, mean_stat
+
+
+class ValueObjective:
+    """The critic's objective of the functions that `resolve` finds. Holds no state."""
+
+    def __init__(self, value_loss: Choice, aggregation: Choice, resolve: Resolve) -> None:
+        self._loss = resolve("value_loss", value_loss.name, value_loss.params)
+        self._aggregation = resolve("aggregation", aggregation.name, aggregation.params)
+
+    def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:
+        """This micro-batch's share of the global denominator."""
+        return float(self._aggregation(mask_T, seq_ids_T, num_seqs).denominator)
+
+    def __call__(
+        self, inputs: ValueLossInputs, seq_ids_T: Tensor, num_seqs: int, normaliser: float
+    ) -> tuple[Tensor, Stats]:
+        """This micro-batch's contribution to the loss (0-d, differentiable) and its statistics."""
+        output = self._loss(inputs)
+        weight_T = self._aggregation(inputs.mask_T, seq_ids_T, num_seqs).weight_T
+        scale = 1.0 / normaliser if normaliser > 0.0 else 0.0
+        stats = {**output.stats, "loss/value": mean_stat(output.loss_T, inputs.mask_T)}
+        return (torch.where(inputs.mask_T, output.loss_T, 0) * weight_T).sum() * scale, stats
+
+
+def align_values(critic_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
+    """(values_T, bootstrap_values_S) from the critic's output at each position, which has seen the token there.
+
+    The state in which token t was chosen ends with token t - 1, so `values_T[t]` is the output one position earlier (0
+    for a sequence's first token, which nothing chose). The bootstrap value is the output at the last token. Every
+    sequence 0..S-1 must occur.
+    """
+    first_T = torch.ones_like(seq_ids_T, dtype=torch.bool)
+    first_T[1:] = seq_ids_T[1:] != seq_ids_T[:-1]
+    values_T = torch.where(first_T, 0, critic_T.roll(1))
+    last_S = torch.bincount(seq_ids_T, minlength=num_seqs).cumsum(0) - 1
+    return values_T, critic_T[last_S]
+
 
 MIN_STD = 1e-4
 """The standard deviation is held above this, in reward units: it is divided by."""
 
 
 class ValueNorm:
-    """Running mean and variance of returns.
+    """Normalisation of the critic's targets, so that one learning rate serves rewards of any size.
+
+    The critic predicts (R - mean) / std; `denormalise` brings its output back to reward units before GAE. `running`
+    weighs every return ever seen alike (Chan's parallel update). `ema` forgets at rate `decay` per update and corrects
+    the bias of its start (MAPPO, arXiv:2103.01955). Moments are fp64 numbers, equal on all ranks.
 
     Args:
         mode: `running` or `ema`.
@@ -80,7 +117,7 @@ class ValueNorm:
         return as_float(values) * self.std + self.mean
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must hold."""
+        """Return the moments, for a checkpoint."""
         return {"weight": self._weight, "mean_sum": self._mean_sum, "square_sum": self._square_sum}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -1,1 +1,0 @@
-"""Off-policy corrections: `(CorrectionInputs, *, params) -> CorrectionOutput`, a weight and a keep mask per token."""

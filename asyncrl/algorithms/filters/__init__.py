@@ -1,1 +1,0 @@
-"""Group filters: `(GroupView, *, params) -> Verdict`. numpy only: RolloutWorkers run them."""

@@ -1,0 +1,135 @@
+"""KL to the reference policy: estimators `(KLInputs, *, params) -> kl_T`, the penalty in the reward, its coefficient.
+
+The last function lets the reference itself follow the actor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.inputs import KLInputs
+from asyncrl.algorithms.packing import as_float, log_ratio
+from asyncrl.algorithms.registry import kl_estimator
+
+
+@kl_estimator("k1")
+def k1(inputs: KLInputs) -> Tensor:
+    """log(pi / pi_ref): unbiased, high variance, may be negative.
+
+    Schulman 2020, "Approximating KL divergence". For use in the reward: its gradient as a loss has expectation zero.
+    """
+    return log_ratio(inputs.logprobs_T, inputs.ref_logprobs_T, inputs.mask_T)
+
+
+@kl_estimator("k2")
+def k2(inputs: KLInputs) -> Tensor:
+    """(log(pi / pi_ref))^2 / 2: biased, low variance; its gradient as a loss is that of KL(pi || pi_ref) on policy.
+
+    Schulman 2020, "Approximating KL divergence".
+    """
+    return 0.5 * log_ratio(inputs.logprobs_T, inputs.ref_logprobs_T, inputs.mask_T).square()
+
+
+@kl_estimator("k3")
+def k3(inputs: KLInputs, *, cap: float = 10.0) -> Tensor:
+    """min(pi_ref / pi - 1 - log(pi_ref / pi), cap): low variance, never negative; GRPO's term in the loss.
+
+    Schulman 2020, "Approximating KL divergence"; DeepSeekMath (arXiv:2402.03300) eq. 4. Unbiased but for the cap, in
+    nats: the ratio grows without bound where the policy has all but dropped a token that the reference likes, and its
+    gradient with it (3e8 at a log-ratio of 19.5). At the cap, from a token that is 13 times (2.6 nats) less likely or
+    6e4 times (11 nats) more likely than under the reference, the term is constant and has no gradient, as in verl and
+    AReaL, whose bound is the default; `inf` takes it away.
+
+    Raises:
+        ValueError: cap is not positive.
+    """
+    if not cap > 0.0:
+        raise ValueError(f"cap is {cap}; it bounds the divergence of a token in nats, set it above 0 (10), or to .inf")
+    log_ratio_T = log_ratio(inputs.logprobs_T, inputs.ref_logprobs_T, inputs.mask_T)
+    return (torch.expm1(-log_ratio_T) + log_ratio_T).clamp(max=cap)
+
+
+@kl_estimator("full")
+def full(inputs: KLInputs) -> Tensor:
+    """sum_v pi(v) log(pi(v) / pi_ref(v)): exact at each position, needs both models' log-softmax over the vocabulary.
+
+    Raises:
+        ValueError: `log_probs_TV` or `ref_log_probs_TV` is missing.
+    """
+    if inputs.log_probs_TV is None or inputs.ref_log_probs_TV is None:
+        raise ValueError(
+            "kl 'full' needs log_probs_TV and ref_log_probs_TV, the log-softmax over the vocabulary; "
+            "pass them or choose k1, k2 or k3"
+        )
+    mask_T1 = inputs.mask_T[:, None]
+    new_TV = torch.where(mask_T1, as_float(inputs.log_probs_TV), 0)
+    ref_TV = torch.where(mask_T1, as_float(inputs.ref_log_probs_TV).detach(), 0)
+    # Words that the policy rules out (log 0) contribute nothing, but -inf - -inf would be nan.
+    possible_TV = torch.isfinite(new_TV)
+    difference_TV = torch.where(possible_TV, new_TV, 0) - torch.where(possible_TV, ref_TV, 0)
+    kl_T: Tensor = (torch.where(possible_TV, new_TV.exp(), 0) * difference_TV).sum(dim=-1)
+    return kl_T
+
+
+def kl_token_rewards(kl_T: Tensor, mask_T: Tensor, kl_coef: float) -> Tensor:
+    """-kl_coef * kl_t at policy tokens, 0 elsewhere: the `token_rewards_T` of `AdvantageInputs`.
+
+    Ziegler et al. 2019 (arXiv:1909.08593) eq. 2; `kl_T` from a kl estimator (k1 is unbiased here), constant.
+    """
+    return torch.where(mask_T, -kl_coef * kl_T.detach(), 0)
+
+
+ERROR_LIMIT = 0.2
+"""Ziegler et al. clip the proportional error to +-0.2, so that one odd batch cannot throw the coefficient."""
+
+
+@dataclass
+class KLController:
+    """The current KL coefficient, updated once per train step: a constant or, if there is a target,
+
+        coef <- coef (1 + clip(kl / target - 1, +-0.2) n / horizon)
+
+    Ziegler et al. 2019 (arXiv:1909.08593) section 2.2; n and `horizon` are in samples: the larger the horizon, the
+    slower. `target` 0 keeps the coefficient constant, and one of 0 stays 0.
+    """
+
+    coef: float
+    target: float = 0.0
+    horizon: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._adapts = self.coef > 0.0 and self.target > 0.0
+
+    def update(self, kl: float, num_samples: int) -> None:
+        """Adapts the coefficient to a finished step's mean KL (in the units of `target`) over `num_samples`."""
+        if self._adapts:
+            error = min(max(kl / self.target - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
+            self.coef *= 1.0 + error * num_samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the coefficient for a checkpoint; nothing if it is constant, which is a setting."""
+        return {"coef": self.coef} if self._adapts else {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restores `state_dict`. A constant stays: a resumed run may have another."""
+        if self._adapts:
+            self.coef = state.get("coef", self.coef)  # it may have been fixed before
+
+
+@torch.no_grad()
+def ema_update_(reference: Iterable[Tensor], actor: Iterable[Tensor], decay: float) -> None:
+    """reference <- decay * reference + (1 - decay) * actor, in place, parameter by parameter; once per train step.
+
+    Keep the reference in fp32: in bf16 a decay above 0.996 rounds every small change away.
+
+    Raises:
+        ValueError: decay outside [0, 1], or the two have different numbers of parameters.
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"decay is {decay}; set it within 0 (copy the actor) to 1 (frozen)")
+    for reference_parameter, actor_parameter in zip(reference, actor, strict=True):
+        reference_parameter.lerp_(actor_parameter.to(reference_parameter.dtype), 1.0 - decay)

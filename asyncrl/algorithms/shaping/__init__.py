@@ -1,1 +1,0 @@
-"""Reward shaping: `(GroupView, *, params) -> rewards_S`. numpy only: RolloutWorkers run them."""

@@ -1,1 +1,0 @@
-"""Critic losses: `(ValueLossInputs, *, params) -> ValueLossOutput`."""
