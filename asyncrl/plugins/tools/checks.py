@@ -44,7 +44,10 @@ def _arguments(group: str, tool: ToolConfig) -> Iterator[str]:
     except PluginError as error:
         yield f"{group}.path={error}"
         return
-    hidden = [arg.arg for arg in taken.kwonlyargs] if taken is not None else list(tool.args)
+    if taken is None:
+        yield from signatures.problems(group, tool.path, tool.args)
+        return
+    hidden = [arg.arg for arg in taken.kwonlyargs]
     for key in tool.args:
         if key not in hidden:
             yield (
