@@ -58,7 +58,7 @@ def validate(config: Config) -> None:
 
 
 def warnings(config: ExperimentConfig) -> list[str]:
-    """Return a message for each valid setting with a consequence that may surprise: `setting=value: what follows`."""
+    """Return warnings about valid settings with surprising effects, each as `setting=value: effect`."""
     return [*rollout.warnings(config), *trainer.warnings(config)]
 
 

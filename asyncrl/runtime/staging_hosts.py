@@ -11,11 +11,11 @@ _STAGED = frozenset({GENERATION_SERVER, ROLLOUT_WORKER})
 
 
 def staging_hosts(config: ExperimentConfig) -> list[HostConfig]:
-    """Return the hosts with a staging server, the launcher's own first; none if all see one folder."""
+    """The hosts with a staging server, the launcher's own first: none where all see one folder."""
     hosts = [] if config.system.shared else config.system.hosts
     return sorted((host for host in hosts if not host.name or not _STAGED.isdisjoint(host.runs)), key=lambda h: h.name)
 
 
 def brings_inputs(config: ExperimentConfig) -> bool:
-    """Return True if RolloutWorkers read what staging servers bring: some run on hosts that share no folder."""
+    """True if RolloutWorkers read inputs that staging servers fetch, as some of their hosts share no folder."""
     return any(host.name and ROLLOUT_WORKER in host.runs for host in staging_hosts(config))
