@@ -18,9 +18,9 @@ from asyncrl.inference.embedded import cached_attention, model_io
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.proof import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
-from asyncrl.trainer import packed_attention, proof
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.model import packed_attention, proof
 from asyncrl.trainer.model.loading import Critic
 from asyncrl.trainer.model.proof import first_layout, settle_attention
 from asyncrl.trainer.settings import AttentionImplementation
