@@ -19,7 +19,7 @@ SEAL_END = b'"}\n'
 
 
 class PromptGoes(StrEnum):
-    """What a drop means for the prompt."""
+    """Effect of a drop on its prompt."""
 
     returned = auto()
     """It is tried again."""
@@ -179,6 +179,6 @@ class End(_Sealed, frozen=True, tag="end", kw_only=True):
 
 
 RolloutLine: TypeAlias = Admitted | Lent | Finished | Dropped | Abandoned
-"""What the GserverManager knows of a rollout, or of one to be."""
+"""Lines about a rollout that the GserverManager writes."""
 SealedLine: TypeAlias = Begin | Step | Saved | End
 Line: TypeAlias = RolloutLine | Trained | SealedLine

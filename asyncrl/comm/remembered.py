@@ -26,7 +26,9 @@ AT_LEAST = 65_536
 """At 2,000 rollouts a second, half a minute, which is longer than a client repeats one call; some 10 MB."""
 LIVES = 4
 GENERATIONS = 8
-"""What is remembered beyond what has to be is an eighth at most; more of them are more to look through."""
+"""Number of generations: at most one part in `GENERATIONS` is remembered longer than necessary; more generations make a
+lookup slower.
+"""
 
 
 def ids_remembered(batch_size: int, max_staleness: int) -> int:
@@ -63,7 +65,7 @@ class Remembered(Generic[V]):
         return any(key in generation for generation in self._generations)
 
     def get(self, key: str) -> V | None:
-        """What was put in with `key`; None of one that is not remembered."""
+        """Return the value of `key`; None if it is not remembered."""
         for generation in self._generations:
             if key in generation:
                 return generation[key]

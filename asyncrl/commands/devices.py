@@ -1,4 +1,4 @@
-"""Which devices the processes of a run compute on, in a line per kind, for the terminal."""
+"""Devices that the processes of a run compute on, one line per kind, for the terminal."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE, read_run_config, 
 from asyncrl.trainer.settings import LoraConfig
 
 _NAME = "run"
-"""What a run's own settings are called while they are read as an experiment."""
+"""Name of a run's own settings while they are read as an experiment."""
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -185,7 +185,7 @@ def _table(model: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, str]:
-    """What there is to tell of a set, in words."""
+    """Return the figures of a set as text."""
     if "failed" in row:
         return {"failed": str(row["failed"])}
     prefix = f"eval/{row['set']}/"

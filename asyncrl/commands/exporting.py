@@ -139,7 +139,7 @@ def _from_checkpoint(checkpoint: Path, template: Path) -> Read:
 
 
 def _parts_in(folder: Path) -> list[FolderTensor]:
-    """Where the tensors of the model in `folder` lie in the parameters that a checkpoint has."""
+    """Return where the tensors of the model in `folder` lie in the parameters of a checkpoint."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
     return folder_tensors(model)

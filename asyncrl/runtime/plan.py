@@ -1,4 +1,4 @@
-"""Which processes a config asks for, where, with what threads and GPUs. Pure, so that `--dry-run` can show them."""
+"""Processes of a config, with host, threads and GPUs. Pure, so that `--dry-run` can show them."""
 
 from __future__ import annotations
 

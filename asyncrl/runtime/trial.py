@@ -155,7 +155,7 @@ class Trial:
         return None if self._claim is None else self._claim.lock
 
     def is_lost(self) -> bool:
-        """Whether another launch has the trial by now.
+        """True if another launch has taken the trial.
 
         Raises:
             NameResolveError: it cannot be told now.
@@ -163,7 +163,7 @@ class Trial:
         return self._claim is not None and self._claim.is_lost()
 
     def last_step_is_there(self) -> bool:
-        """Whether the trainer's side can go on from where it stood."""
+        """True if the trainer's side can continue from its last step."""
         try:
             with open_resolver(self.config, self.run_dir) as resolver:
                 announced = names.PublishedVersion.decode(resolver.get(names.model_version_key(names.ACTOR))).version

@@ -274,7 +274,7 @@ class ModelWorker(Worker):
         return WrittenShare(await asyncio.shield(asyncio.wrap_future(share)))
 
     async def _commit_checkpoint(self, request: CommitCheckpoint) -> Done:
-        if request.of_last_step and not self._rank.copies.leads:
+        if request.of_last_step and not self._rank.folders.leads:
             return Done()
         writer = self._rank.writer(request.of_last_step)
         commit = partial(writer.commit, keep=request.keep, protected=request.protected)

@@ -22,7 +22,7 @@ from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEng
 from asyncrl.trainer.engines.base_of import BaseOf
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
-from asyncrl.trainer.host_copies import HostCopies
+from asyncrl.trainer.host_folders import HostFolders
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.parallel.worker_grid import Placement
@@ -65,14 +65,14 @@ class TrainingRank:
         return CheckpointWriter(self._changing(), self.changing, self.world.everyone)
 
     @cached_property
-    def copies(self) -> HostCopies:
-        """Of the last step, on other hosts."""
-        return HostCopies.of(self.world)
+    def folders(self) -> HostFolders:
+        """Folders of the last step, one for each host."""
+        return HostFolders.of(self.world)
 
     @cached_property
     def last_step(self) -> CheckpointWriter:
         """Writes the states of the last step, beside the checkpoint that may be under way."""
-        hosts = self.copies if self.copies.spread else None
+        hosts = self.folders if self.folders.spread else None
         return CheckpointWriter(self._changing(), self.changing, self.world.everyone, patient=False, hosts=hosts)
 
     def writer(self, of_last_step: bool) -> CheckpointWriter:
@@ -85,7 +85,7 @@ class TrainingRank:
         Raises:
             PeerFailed: another rank could not.
         """
-        spread = order.of_last_step and self.copies.spread
+        spread = order.of_last_step and self.folders.spread
         train_state = self._train_state() if spread else self.state.state_dict()
         state = {"train_state": train_state, "master_state": order.master_state}
         self.writer(order.of_last_step).begin(Path(order.path), version=order.version, state=state)
@@ -119,8 +119,8 @@ class TrainingRank:
         Raises:
             KeptStepLost: something of it is not there any more.
         """
-        sources, everyone = self.last_step.sources(), self.world.everyone
-        path = self.copies.gather(root, sources, everyone, torn=torn)
+        everyone = self.world.everyone
+        path = self.folders.agree(root, everyone, torn=torn)
         return None if path is None else self._take(checkpoints.restore(self._changing(), path, everyone))
 
     def _take(self, state: dict[str, Any] | None) -> Any:

@@ -58,6 +58,57 @@ class PromptRef:
     attempt: int = 0
 
 
+class DataOrder:
+    """Which prompt is where in the order, of a dataset of `num_rows` rows (at least 1) under `seed`."""
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        if num_rows < 1:
+            raise ValueError(f"num_rows is {num_rows}: the dataset needs at least one row")
+        self.num_rows, self.seed = num_rows, seed
+        self._permutations: dict[int, NDArray[np.int64]] = {}
+        self._positions: dict[int, NDArray[np.int64]] = {}
+
+    def ref(self, order: int) -> PromptRef:
+        """The prompt at `order`, as its first attempt."""
+        epoch, position = divmod(order, self.num_rows)
+        row = int(self._permutation(epoch)[position])
+        return PromptRef(f"e{epoch}-{row}", order, row)
+
+    def order_of(self, prompt_id: str) -> int:
+        """The order of `prompt_id`.
+
+        Raises:
+            ValueError: it names no prompt of this dataset.
+        """
+        epoch_text, separator, row_text = prompt_id[1:].partition("-")
+        well_formed = prompt_id[:1] == "e" and separator and epoch_text.isdecimal() and row_text.isdecimal()
+        if not well_formed or int(row_text) >= self.num_rows:
+            raise ValueError(f"prompt id {prompt_id!r} names no prompt of {self.num_rows} rows: ids are e<epoch>-<row>")
+        epoch = int(epoch_text)
+        self._permutation(epoch)
+        return epoch * self.num_rows + int(self._positions[epoch][int(row_text)])
+
+    def orders_of(self, used: UsedPrompts) -> NDArray[np.int64]:
+        """The orders of `used` prompts, ascending."""
+        found = [np.empty(0, np.int64)]
+        for epoch in used.epochs:
+            rows = np.zeros(self.num_rows, bool)
+            rows[used.rows(epoch)] = True
+            found.append(np.flatnonzero(rows[self._permutation(epoch)]) + epoch * self.num_rows)
+        return np.concatenate(found)
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self._permutations:
+            permutation = epoch_order(self.num_rows, self.seed, epoch)
+            positions = np.empty_like(permutation)
+            positions[permutation] = np.arange(self.num_rows)
+            while len(self._permutations) >= CACHED_EPOCHS:
+                oldest = min(self._permutations)
+                del self._permutations[oldest], self._positions[oldest]
+            self._permutations[epoch], self._positions[epoch] = permutation, positions
+        return self._permutations[epoch]
+
+
 class LentPrompts:
     """The prompts that a worker without a shard was lent and has not begun, the earliest first.
 
@@ -67,7 +118,7 @@ class LentPrompts:
     """
 
     def __init__(self, num_rows: int, seed: int) -> None:
-        self._order = PromptStream(num_rows, seed)
+        self._order = DataOrder(num_rows, seed)
         self._here: dict[int, int] = {}  # by order the attempt
         self._orders: list[int] = []
 
@@ -91,7 +142,7 @@ class LentPrompts:
         heapq.heappush(self._orders, order)
 
 
-class PromptStream:
+class PromptStream(DataOrder):
     """Endless, in order: the prompts of shard `shard_index` of `num_shards`, over epochs.
 
     Args:
@@ -115,14 +166,10 @@ class PromptStream:
         used: Iterable[str] = (),
         out: Mapping[str, int] | None = None,
     ) -> None:
-        if num_rows < 1:
-            raise ValueError(f"num_rows is {num_rows}: the dataset needs at least one row")
+        super().__init__(num_rows, seed)
         if not 0 <= shard_index < num_shards:
             raise ValueError(f"shard_index is {shard_index} of {num_shards} shards: give 0 to {num_shards - 1}")
-        self.num_rows, self.seed = num_rows, seed
         self.shard_index, self.num_shards = shard_index, num_shards
-        self._permutations: dict[int, NDArray[np.int64]] = {}
-        self._positions: dict[int, NDArray[np.int64]] = {}
         self._next_order = shard_index
         self._given_back: list[tuple[int, int]] = []  # order and attempt
         self._put_off: list[tuple[int, int, int]] = []  # the order before which it is due, order and attempt
@@ -171,26 +218,6 @@ class PromptStream:
             epoch = self._next_order // self.num_rows
             heapq.heappush(self._put_off, ((epoch + 1) * self.num_rows, order, attempt))
 
-    def ref(self, order: int) -> PromptRef:
-        """The prompt at `order`, of any shard."""
-        epoch, position = divmod(order, self.num_rows)
-        row = int(self._permutation(epoch)[position])
-        return PromptRef(f"e{epoch}-{row}", order, row)
-
-    def order_of(self, prompt_id: str) -> int:
-        """The order of `prompt_id`.
-
-        Raises:
-            ValueError: it names no prompt of this dataset.
-        """
-        epoch_text, separator, row_text = prompt_id[1:].partition("-")
-        well_formed = prompt_id[:1] == "e" and separator and epoch_text.isdecimal() and row_text.isdecimal()
-        if not well_formed or int(row_text) >= self.num_rows:
-            raise ValueError(f"prompt id {prompt_id!r} names no prompt of {self.num_rows} rows: ids are e<epoch>-<row>")
-        epoch = int(epoch_text)
-        self._permutation(epoch)
-        return epoch * self.num_rows + int(self._positions[epoch][int(row_text)])
-
     def _is_out(self, order: int) -> bool:
         """Whether the prompt was handed out, is not settled as far as this stream knows, and did not come back."""
         if order % self.num_shards != self.shard_index or order in self._waiting or self._is_settled(order):
@@ -210,14 +237,3 @@ class PromptStream:
             self._attempts[order] = attempt
             if len(self._attempts) > ATTEMPTS_KEPT:
                 self._attempts.popitem(last=False)
-
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._permutations:
-            permutation = epoch_order(self.num_rows, self.seed, epoch)
-            positions = np.empty_like(permutation)
-            positions[permutation] = np.arange(self.num_rows)
-            while len(self._permutations) >= CACHED_EPOCHS:
-                oldest = min(self._permutations)
-                del self._permutations[oldest], self._positions[oldest]
-            self._permutations[epoch], self._positions[epoch] = permutation, positions
-        return self._permutations[epoch]

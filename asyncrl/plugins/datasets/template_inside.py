@@ -1,6 +1,9 @@
 """The process that compiles and renders chat templates for another one, within limits; see `template_process`.
 
-    python -P template_inside.py             # pickled requests from its input, answers to its output
+    python -P template_inside.py             # requests from its input, answers to its output
+
+    request    8 bytes, little endian: length of what follows; MessagePack of a `Request`
+    answer     `HEADER`; a text in UTF-8, which may hold lone surrogates
 
 A template is somebody else's program. Jinja's sandbox keeps it from Python's objects, but bounds neither its loops nor
 its texts, which it partly makes as it compiles. So the kernel does: it limits the process's address space, and the CPU
@@ -11,20 +14,31 @@ from __future__ import annotations
 
 import functools
 import json
-import pickle
 import resource
 import signal
 import struct
 import sys
+from datetime import datetime
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+LENGTH = struct.Struct("<Q")
+"""Of a request."""
 HEADER = struct.Struct("<cQ")
 """Of an answer: its kind, and the length of the text that follows."""
 RENDERED, REFUSED, NO_TEMPLATE, TOO_LARGE = b"r", b"f", b"n", b"l"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Render the template `source` with `variables` at the local time `now`; without variables only compile it."""
+
+    source: str
+    variables: dict[str, Any] | None
+    now: datetime
 
 
 def main(cpu_s: float, memory_bytes: int, text_chars: int) -> None:
@@ -33,30 +47,28 @@ def main(cpu_s: float, memory_bytes: int, text_chars: int) -> None:
         signal.signal(interrupt, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while True:
-        try:
-            source, variables, now = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that started this one
-        except EOFError:
-            return
+    decoder = msgspec.msgpack.Decoder(Request)
+    while length := sys.stdin.buffer.read(LENGTH.size):
+        request = decoder.decode(sys.stdin.buffer.read(*LENGTH.unpack(length)))
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        kind, text = _answer(source, variables, now, text_chars)
+        kind, text = _answer(request, text_chars)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(HEADER.pack(kind, len(text)))
         sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
 
 
-def _answer(source: str, variables: dict[str, Any] | None, now: Any, text_chars: int) -> tuple[bytes, bytes]:
-    """Kind and text of the answer; without `variables` the template is compiled alone."""
+def _answer(request: Request, text_chars: int) -> tuple[bytes, bytes]:
+    """Kind and text of the answer to `request`."""
     try:
         try:
-            template = _compiled(source)
+            template = _compiled(request.source)
         except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
             return NO_TEMPLATE, _encoded(str(error))
-        if variables is None:
+        if request.variables is None:
             return RENDERED, b""
         try:
-            text = template.render({"strftime_now": now.strftime, **variables})
+            text = template.render({"strftime_now": request.now.strftime, **request.variables})
         except MemoryError:
             raise
         except Exception as error:

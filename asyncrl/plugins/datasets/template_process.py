@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -19,7 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Final
 
-from asyncrl.plugins.datasets.template_inside import HEADER, NO_TEMPLATE, REFUSED, TOO_LARGE
+import msgspec
+
+from asyncrl.plugins.datasets.template_inside import HEADER, LENGTH, NO_TEMPLATE, REFUSED, TOO_LARGE, Request
 
 CPU_LIMIT_S: Final = 5.0
 """Of one rendering; a usual one takes a ten-thousandth of it."""
@@ -51,9 +52,12 @@ class TemplateProcess:
             TemplateLimit: it takes more than the limits.
         """
         try:
-            request = pickle.dumps((source, variables, now))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise TemplateRefusal(f"it is given what is no data ({error})") from None
+            request = _encoder.encode(Request(source, None if variables is None else dict(variables), now))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise TemplateRefusal(
+                f"gets a value that is not plain data ({error}); messages, tools and dataset.chat_template_args may "
+                "hold text, numbers of 64 bits, true, false, null, lists and maps"
+            ) from None
         with self._lock:
             kind, text = self._answer(request)
         if kind == TOO_LARGE:
@@ -79,6 +83,7 @@ class TemplateProcess:
         if process is None or process.poll() is not None:
             process = self._process = _started()
         try:
+            _send(_pipe(process.stdin), LENGTH.pack(len(request)))
             _send(_pipe(process.stdin), request)
             kind, length = HEADER.unpack(_read(_pipe(process.stdout), HEADER.size))
             text = _read(_pipe(process.stdout), length)
@@ -136,6 +141,7 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
     return stream
 
 
+_encoder = msgspec.msgpack.Encoder()
 RENDERING: Final = TemplateProcess()
 """This process's."""
 atexit.register(RENDERING.close)

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from asyncrl.comm.sealed_json import unseal
 
 _PROMPT_ID = re.compile(r"e(0|[1-9]\d*)-(0|[1-9]\d*)")
@@ -64,6 +67,15 @@ class UsedPrompts:
             for byte, bits in enumerate(self._rows[epoch]):
                 yield from (f"e{epoch}-{byte * 8 + bit}" for bit in range(8) if bits >> bit & 1)
         yield from sorted(self._others)
+
+    @property
+    def epochs(self) -> list[int]:
+        """The epochs of which a prompt is used, ascending."""
+        return sorted(self._rows)
+
+    def rows(self, epoch: int) -> NDArray[np.int64]:
+        """The rows that are used in `epoch`, ascending."""
+        return np.flatnonzero(np.unpackbits(np.frombuffer(self._rows[epoch], np.uint8), bitorder="little"))
 
     def to_json(self) -> dict[str, Any]:
         """The set as JSON values; `from_json` reads it back."""

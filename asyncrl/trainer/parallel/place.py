@@ -51,33 +51,20 @@ class Place:
 
 
 @dataclass(frozen=True)
-class RankHosts:
-    """Where the ranks are.
-
-    Attributes:
-        addresses: of their hosts, by rank.
-        ranks: all of them, in a group that nothing else uses and any thread may; None where there is one host.
-    """
-
-    addresses: tuple[str, ...] = ("",)
-    ranks: Ranks | None = None
-
-
-@dataclass(frozen=True)
 class World:
     """All ModelWorkers, and where this one is in each of the grids that roles are spread over; by default it is alone.
 
     Attributes:
         everyone: all ranks, numbered by worker index.
         places: by grid, of those that this worker is in.
-        rank_hosts: where the ranks are.
+        rank_hosts: addresses of the ranks' hosts.
     """
 
     worker: int = 0
     placement: Placement = field(default_factory=lambda: Placement({ACTOR: WorkerGrid()}))
     everyone: Ranks = field(default_factory=Ranks)
     places: Mapping[WorkerGrid, Place] = field(default_factory=lambda: {WorkerGrid(): Place()})
-    rank_hosts: RankHosts = field(default_factory=RankHosts)
+    rank_hosts: tuple[str, ...] = ("",)
 
     def hosts(self, role: str) -> bool:
         """Whether this worker has a part of `role`."""

@@ -25,7 +25,7 @@ from asyncrl.runtime.hardware import interface_of
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import MEETING_PREFIX
 from asyncrl.trainer.parallel.collectives import Collectives
-from asyncrl.trainer.parallel.place import MESH_AXES, Place, RankHosts, World
+from asyncrl.trainer.parallel.place import MESH_AXES, Place, World
 from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import TrainerEngine
@@ -86,9 +86,9 @@ def training_world(
             dist.all_reduce(torch.zeros(1, device=device))
             laid_out = {grid: _lay_out(worker, grid, device, timeout) for grid in placement.distinct}
             everyone = Ranks(worker, placement.workers)
-            located = _located(config.system.host, everyone, timeout)
+            hosts = tuple(told.decode() for told in everyone.all_gather_bytes(config.system.host.encode()))
         places = {grid: place for grid, place in laid_out.items() if place is not None}
-        yield World(worker, placement, everyone, places, located)
+        yield World(worker, placement, everyone, places, hosts)
     finally:
         collectives.leave()
         meeting.unlink(missing_ok=True)  # after torch's store, which makes it again where another rank was first
@@ -121,15 +121,6 @@ def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timed
     here = Coordinates(pipeline, replica * grid.shards + shard, tensor)
     assert here == grid.coordinates(worker), (coordinates, worker, grid)
     return Place(worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), mesh, backwards, ends)
-
-
-def _located(address: str, everyone: Ranks, timeout: timedelta) -> RankHosts:
-    """Where the ranks are; `address` is that of this one's host."""
-    addresses = tuple(told.decode() for told in everyone.all_gather_bytes(address.encode()))
-    if len(set(addresses)) == 1:
-        return RankHosts(addresses)
-    between = dist.new_group(timeout=timeout, backend="gloo")  # what goes between hosts is in host memory
-    return RankHosts(addresses, Ranks(everyone.rank, everyone.world, between))
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:

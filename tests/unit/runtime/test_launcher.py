@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, count_restarts
-from asyncrl.runtime.run_dir import run_dir_of
+from asyncrl.runtime.run_dir import METRICS_FILE, run_dir_of
 from asyncrl.runtime.worker import open_resolver
 from asyncrl.runtime.worker_plan import WorkerPlan
 
@@ -140,6 +141,32 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Proce
 
 def ends(code: int) -> Callable[[Played], None]:
     return lambda worker: worker.end(code)
+
+
+@pytest.mark.usefixtures("kinds")
+def test_a_launch_shows_the_rows_of_its_own_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It continues from step 2 of three that an earlier launch has shown."""
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    file = run_dir_of(config) / METRICS_FILE
+    file.parent.mkdir(parents=True)
+    write_rows(file, [(1, 0), (2, 0), (3, 0)])
+
+    def train(leader: Played) -> None:
+        write_rows(file, [(1, 0), (2, 0), (3, 1)])
+        leader.end(0)
+
+    shown: list[tuple[int, int]] = []
+    display = Notes()
+    monkeypatch.setattr(display, "row", lambda row: shown.append((row["step"], row["launch"])))
+    monkeypatch.setattr(launcher_module, "open_backend", lambda name, run_dir: Stage(tmp_path, {"leader/0": train}))
+    launcher = Launcher(config, display)
+    launcher.prepare()
+    assert launcher.run() == EXIT_OK
+    assert shown == [(3, 1)]
+
+
+def write_rows(file: Path, rows: Sequence[tuple[int, int]]) -> None:
+    file.write_text("".join(json.dumps({"step": step, "launch": launch}) + "\n" for step, launch in rows))
 
 
 def test_the_leaders_end_is_the_runs_and_clients_are_stopped_before_servers(play: Play) -> None:

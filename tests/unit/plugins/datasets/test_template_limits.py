@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -128,6 +129,17 @@ def test_a_forked_process_has_one_of_its_own() -> None:
     assert RENDERING.rendered("{{ n }}", {"n": 3}, NOW) == "3"
 
 
-def test_what_is_no_data_is_refused() -> None:
-    with pytest.raises(ChatError, match="given what is no data"):
-        ChatTemplate("x", {}, {"f": lambda: 1}).render("x")
+class Users:
+    """A user's class, which the process that renders does not have."""
+
+
+@pytest.mark.parametrize("value", [lambda: 1, Users(), 2**64, "\ud800"])
+def test_what_is_no_data_is_refused(value: object) -> None:
+    with pytest.raises(ChatError, match=r"gets a value that is not plain data .*dataset\.chat_template_args"):
+        ChatTemplate("{{ f }}", {}, {"f": value}).render("x")
+
+
+def test_all_plain_data_arrives() -> None:
+    value = {"a": [1, -(2**63), 2.5, True, None, "é"], "b": {"c": {}}}
+    assert json.loads(RENDERING.rendered("{{ value | tojson }}", {"value": value}, NOW)) == value
+    assert RENDERING.rendered("{{ strftime_now('%Y-%m-%d %H') }}", {}, NOW) == "2024-07-26 00"

@@ -1,0 +1,155 @@
+"""The prompts that wait to be played: those of the data order that are neither used nor live.
+
+A prompt is *used* once it was trained or dropped for good, *live* while a rollout of it runs or waits to be trained.
+Nobody decides whether a prompt comes back: when its last live rollout leaves and it is not used, it waits.
+
+The one with the lowest place comes next. A first attempt has the place of its order in the data. A later one, with
+other random numbers, has the end of its epoch, or of an epoch after it: under the same weights it would have come to
+nothing again. So the place follows from order and attempt alone. When rollouts end changes no place, so it changes no
+batch, and nobody has to remember places to hand out the same prompts again.
+
+    place(order, attempt) = (order, 1)                                     attempt 0
+                            ((order // rows + attempt) * rows, 0)          later attempts
+
+Below a cursor every prompt is used, live, or *back*: it waits once more. So the used ones that must be remembered are
+those above the cursor and those that are live all the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+
+class Turn(NamedTuple):
+    """What is to be played: the prompt at `order` as its `attempt`, of whose tries so many have failed."""
+
+    order: int
+    attempt: int = 0
+    failures: int = 0
+
+
+class QueueState(NamedTuple):
+    """What waits, but for what is live: `used` are the orders to be remembered, `back` the prompts that wait again."""
+
+    cursor: int
+    used: list[int]
+    back: list[Turn]
+
+
+class PromptQueue:
+    """See the module's docstring. Pure state.
+
+    Args:
+        rows: of the dataset, which make an epoch.
+        used: orders of the used prompts.
+        retries: by order the attempt and failures of prompts that wait and whose next try is not their first.
+    """
+
+    def __init__(
+        self, rows: int, used: Iterable[int] = (), retries: Mapping[int, tuple[int, int]] | None = None
+    ) -> None:
+        self.rows = rows
+        self.live: Counter[int] = Counter()
+        self.back: dict[int, tuple[int, int]] = {}
+        self._cursor = 0
+        self._used = set(used)
+        self._heap: list[tuple[tuple[int, int], int]] = []
+        for order, (attempt, failures) in (retries or {}).items():
+            self._wait(Turn(order, attempt, failures))
+
+    def state(self) -> QueueState:
+        """All there is beside `live`; `restore` takes it."""
+        return QueueState(self._cursor, sorted(self._used), [Turn(order, *tries) for order, tries in self.back.items()])
+
+    def restore(self, state: QueueState, live: Iterable[int]) -> None:
+        """Be as `state` says, with a live rollout for each order in `live`."""
+        self._cursor, self._used, self.live = state.cursor, set(state.used), Counter(live)
+        self.back, self._heap = {}, []
+        for turn in state.back:
+            self._put_back(turn)
+
+    def next(self, may: Callable[[int], bool] = lambda order: True) -> Turn:
+        """Take the first prompt that waits and `may` be begun now; it is live from then on.
+
+        Only prompts that wait again are asked about: one that was never begun may be.
+        """
+        passed_over = []
+        try:
+            while True:
+                self._skip()
+                if not self._heap or self._heap[0][0] > (self._cursor, 1):
+                    return self._take(Turn(self._cursor))
+                place, order = heapq.heappop(self._heap)
+                tries = self.back.get(order)
+                if tries is None or self._place(order, tries[0]) != place:
+                    continue  # used or live by now, or waits as another attempt
+                if may(order):
+                    return self._take(Turn(order, *tries))
+                passed_over.append((place, order))
+        finally:
+            for entry in passed_over:
+                heapq.heappush(self._heap, entry)
+
+    def enter(self, order: int) -> None:
+        """A rollout of the prompt is live from now on, whoever began it."""
+        if self._is_past(order):
+            self._used.add(order)
+        self.live[order] += 1
+        self.back.pop(order, None)
+
+    def leave(self, turn: Turn) -> bool:
+        """A rollout of the prompt is live no more; True if the prompt waits, to be tried again as `turn`.
+
+        It does not where it is used, or where another rollout of it is live.
+        """
+        self.live[turn.order] -= 1
+        if self.live[turn.order]:
+            return False
+        del self.live[turn.order]
+        if turn.order in self._used:
+            if turn.order < self._cursor:
+                self._used.remove(turn.order)
+            return False
+        self._wait(turn)
+        return True
+
+    def use(self, order: int) -> None:
+        """The prompt is used."""
+        if order >= self._cursor or order in self.live:
+            self._used.add(order)
+        self.back.pop(order, None)
+
+    def is_used(self, order: int) -> bool:
+        """True if the prompt was trained or dropped for good."""
+        return order in self._used or self._is_past(order)
+
+    def _is_past(self, order: int) -> bool:
+        """True if the cursor went over a prompt that neither is live nor waits."""
+        return order < self._cursor and order not in self.live and order not in self.back
+
+    def _place(self, order: int, attempt: int) -> tuple[int, int]:
+        return ((order // self.rows + attempt) * self.rows, 0) if attempt else (order, 1)
+
+    def _skip(self) -> None:
+        while self._cursor in self._used or self._cursor in self.live or self._cursor in self.back:
+            if self._cursor not in self.live:
+                self._used.discard(self._cursor)
+            self._cursor += 1
+
+    def _take(self, turn: Turn) -> Turn:
+        self.back.pop(turn.order, None)
+        self.live[turn.order] += 1
+        return turn
+
+    def _wait(self, turn: Turn) -> None:
+        untried = not turn.attempt and not turn.failures
+        if turn.order in self._used or (turn.order >= self._cursor and untried):
+            return  # the cursor comes to it
+        self._put_back(turn)
+
+    def _put_back(self, turn: Turn) -> None:
+        self.back[turn.order] = turn.attempt, turn.failures
+        heapq.heappush(self._heap, (self._place(turn.order, turn.attempt), turn.order))

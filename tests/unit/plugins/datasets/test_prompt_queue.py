@@ -1,0 +1,135 @@
+"""The order in which prompts are handed out follows from what is used and live, and from nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.prompt_queue import PromptQueue, Turn
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+
+
+def run_without_lag(
+    timing: random.Random, rows: int, batch: int, rejected: float
+) -> tuple[list[list[int]], list[Turn]]:
+    """Steps at η = 0, and what was played for them.
+
+    Ends come in any order; what they are depends on the attempt and the step alone, as seeds and weights do.
+    """
+    queue = PromptQueue(rows)
+    batches, played = [], []
+    for step in range(6):
+        running: list[Turn] = []
+        kept: list[Turn] = []
+        while len(kept) < batch:
+            if len(kept) + len(running) < batch and timing.random() < 0.5:
+                running.append(queue.next())
+            elif running:
+                turn = running.pop(timing.randrange(len(running)))
+                played.append(turn)
+                if random.Random(f"{turn}/{step}").random() >= rejected:
+                    kept.append(turn)
+                    continue
+                if turn.attempt >= 2:
+                    queue.use(turn.order)
+                queue.leave(turn._replace(attempt=turn.attempt + 1))
+        for turn in kept:
+            queue.use(turn.order)
+            queue.leave(turn)
+        batches.append(sorted(turn.order for turn in kept))
+    return batches, sorted(played)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(), st.integers(), st.integers(4, 12), st.integers(1, 4), st.sampled_from([0.0, 0.3]))
+def test_without_lag_batches_do_not_depend_on_when_rollouts_end(
+    one: int, other: int, rows: int, batch: int, rejected: float
+) -> None:
+    found = run_without_lag(random.Random(one), rows, batch, rejected)
+    assert found == run_without_lag(random.Random(other), rows, batch, rejected)
+    if not rejected:  # as in the reference loop
+        assert found[0] == [list(range(step * batch, (step + 1) * batch)) for step in range(6)]
+
+
+MOVES = st.lists(
+    st.tuples(st.sampled_from(["next", "same", "later", "failed", "use", "again"]), st.integers(0, 99)), max_size=80
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(MOVES)
+def test_a_prompt_waits_if_and_only_if_it_is_neither_used_nor_live(moves: list[tuple[str, int]]) -> None:
+    """And a queue made of what is used and of the tries of what waits hands out the same prompts as this one."""
+    queue, live, used, tries = PromptQueue(6), list[Turn](), set[int](), dict[int, Turn]()
+    highest = -1
+    for move, pick in moves:
+        if move == "next":
+            live.append(queue.next())
+            highest = max(highest, live[-1].order)
+            assert live[-1] == tries.pop(live[-1].order, Turn(live[-1].order))
+        elif move == "use":
+            order = pick % (highest + 3)
+            queue.use(order)
+            used.add(order)
+        elif move == "again":  # a rollout that was given up came back
+            turn = Turn(pick % (highest + 1)) if highest >= 0 else None
+            if turn is not None:
+                queue.enter(turn.order)
+                live.append(turn)
+                tries.pop(turn.order, None)
+        elif live:
+            turn = live.pop(pick % len(live))
+            again = Turn(turn.order, turn.attempt + (move == "later"), turn.failures + (move == "failed"))
+            waits = turn.order not in used and all(other.order != turn.order for other in live)
+            assert queue.leave(again) == waits
+            if waits:
+                tries[turn.order] = again
+    assert all(queue.is_used(order) == (order in used) for order in range(highest + 8))
+    made_anew = PromptQueue(6, used, {order: turn[1:] for order, turn in tries.items() if order not in used})
+    restored = PromptQueue(6)
+    restored.restore(queue.state(), [turn.order for turn in live])
+    for turn in live:
+        made_anew.enter(turn.order)
+    upcoming = [[each.next() for _ in range(12)] for each in (queue, made_anew, restored)]
+    assert upcoming[0] == upcoming[1] == upcoming[2]
+    assert not {turn.order for turn in upcoming[0]} & (used | {turn.order for turn in live})
+
+
+def test_what_comes_back_is_next_and_another_attempt_waits_for_the_end_of_its_epoch() -> None:
+    queue = PromptQueue(3)
+    first, second = queue.next(), queue.next()
+    queue.leave(first._replace(attempt=1))
+    queue.leave(second)
+    assert [queue.next() for _ in range(4)] == [second, Turn(2), Turn(0, attempt=1), Turn(3)]
+
+
+def test_a_prompt_that_may_not_be_begun_now_keeps_its_place() -> None:
+    queue = PromptQueue(3)
+    first, second = queue.next(), queue.next()
+    queue.leave(first)
+    queue.leave(second)
+    assert queue.next(lambda order: order != 0) == second
+    assert queue.next(lambda order: order != 0) == Turn(2)
+    assert queue.next() == first
+
+
+def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
+    queue = PromptQueue(100)
+    for _ in range(1000):
+        turn = queue.next()
+        queue.use(turn.order)
+        queue.leave(turn)
+    queue.next()
+    assert queue.state() == (1000, [], [])
+
+
+@pytest.mark.parametrize("count", [0, 1, 25])
+def test_the_orders_of_used_prompts_are_those_of_their_ids(count: int) -> None:
+    order = DataOrder(10, seed=3)
+    chosen = random.Random(1).sample(range(40), count)
+    used = UsedPrompts(order.ref(each).prompt_id for each in chosen)
+    assert order.orders_of(used).tolist() == sorted(chosen)
