@@ -18,7 +18,7 @@ from asyncrl.trainer.placement import placement, worker_grid
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     batch, minibatches = config.train_batch_size, config.trainer.ppo_minibatches
     if batch % minibatches:
         below, above = batch - batch % minibatches, batch + minibatches - batch % minibatches

@@ -51,6 +51,7 @@ from asyncrl.runtime.resume import CheckFolder
 from asyncrl.runtime.run_dir import (
     LOGS_DIR,
     METRICS_FILE,
+    REMARKS_FILE,
     run_dir_of,
 )
 from asyncrl.runtime.trial import Trial
@@ -100,6 +101,7 @@ class Launcher:
         self._trial = Trial(config, display.note, detached=detached, check_checkpoint=check_checkpoint)
         self._claim_lost = False
         self._tail = JsonlTail(self.run_dir / METRICS_FILE)
+        self._remarks = JsonlTail(self.run_dir / REMARKS_FILE)
 
     def prepare(self) -> None:
         """Make the trial's folder ready for this launch.
@@ -391,3 +393,5 @@ class Launcher:
     def _show_new_rows(self) -> None:
         for row in self._tail.read():
             self._display.row(row)
+        for line in self._remarks.read():
+            self._display.note(line["remark"])

@@ -30,6 +30,7 @@ from asyncrl.runtime.run_dir import (
     LOCK_FILE,
     MANAGER_LOG_FILE,
     MEETING_PREFIX,
+    REMARKS_FILE,
     SECRET_FILE,
     SUMMARY_FILE,
     run_dir_of,
@@ -121,7 +122,7 @@ class Trial:
         of the ones to come. What still runs of them, on a host that was cut off, does not put it back; `again`: they
         were of this launch. Those that joined are given up with them; whoever added them starts their successors.
         """
-        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE, EXIT_FILE):
+        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE, EXIT_FILE, REMARKS_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
         try:
             self._last_step.begin()

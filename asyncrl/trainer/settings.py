@@ -22,7 +22,7 @@ class AttentionImplementation(StrEnum):
 
 
 class TrainerEngine(StrEnum):
-    """How a role's weights, gradients and optimizer lie on the ranks."""
+    """Distribution of a role's weights, gradients and optimizer over the ranks."""
 
     auto = "auto"
     """Flat where one rank trains alone, else sharded."""
@@ -42,7 +42,7 @@ class RoleRanks(StrEnum):
 
 
 class LearningRateSchedule(StrEnum):
-    """How the learning rate goes on after its warm-up."""
+    """Course of the learning rate after its warm-up."""
 
     constant = auto()
     linear = auto()
@@ -50,7 +50,7 @@ class LearningRateSchedule(StrEnum):
 
 
 class MomentsOn(StrEnum):
-    """Where AdamW's moments are, eight bytes per trained parameter."""
+    """Memory that holds AdamW's moments, eight bytes per trained parameter."""
 
     device = auto()
     """With the weights."""
@@ -59,14 +59,14 @@ class MomentsOn(StrEnum):
 
 
 class BestDirection(StrEnum):
-    """Which value of a metric is the best."""
+    """Direction in which a metric is better."""
 
     highest = auto()
     lowest = auto()
 
 
 class ReferenceMode(StrEnum):
-    """What the reference model does while the actor learns."""
+    """Behaviour of the reference model while the actor learns."""
 
     frozen = auto()
     """It stays the model it was loaded from."""
@@ -79,7 +79,7 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraPublish(StrEnum):
-    """What a version of a policy with adapters holds."""
+    """Content of a version of a policy with adapters."""
 
     auto = "auto"
     """Adapters where all servers can load them, else merged weights."""
@@ -213,7 +213,7 @@ class MoeConfig:
 
 @dataclass
 class RolePlacementConfig:
-    """Where a role other than the actor is."""
+    """Placement of a role other than the actor."""
 
     parallel: Optional[str] = setting(None, "parallel layout of this role; null: the actor's, trainer.parallel")
     ranks: RoleRanks = setting(
@@ -253,7 +253,7 @@ _COMPARING = ("grpo", "dr_grpo", "opo", "gpg")
 
 @dataclass
 class AlgorithmConfig:
-    """What is optimised, by which graph of calls."""
+    """Objective, and the graph of calls that computes it."""
 
     graph: str = setting(
         "grpo", "built-in graph (grpo, ppo, dapo, reinforce) or import path of a function that builds one", fixed=True
@@ -302,7 +302,7 @@ class AlgorithmConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What a run needs to continue, and the policy it leaves behind."""
+    """Checkpoints, from which a run continues and policies are exported."""
 
     interval: int = setting(
         10, "train steps between checkpoints; one is always written at exit; 0: only at exit", unit="steps", minimum=0

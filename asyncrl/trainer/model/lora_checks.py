@@ -16,7 +16,7 @@ _LAYER_WEIGHT = re.compile(r"(?:^|\.)\w+\.\d+\.(?:.*\.)?(\w+)\.weight$")
 
 
 def problems(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with the adapters of an experiment; see `lora_problems`."""
+    """Yield what is wrong with the adapters of an experiment; see `lora_problems`."""
     yield from lora_problems(config.model.lora, config.model.path)
     if config.model.lora.rank and config.model.lora.publish == LoraPublish.adapter:
         for needed in _needs_whole_weights(config):
@@ -42,7 +42,7 @@ def _needs_whole_weights(config: ExperimentConfig) -> Iterator[str]:
 
 
 def lora_problems(lora: LoraConfig, path: str | None) -> Iterator[str]:
-    """What is wrong with adapters of the model in `path`, each as `setting=value: what is wrong; what to do`."""
+    """Yield what is wrong with adapters of the model in `path`: `setting=value: what is wrong; what to do`."""
     if not lora.rank:
         return
     if importlib.util.find_spec("peft") is None:

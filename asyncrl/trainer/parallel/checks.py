@@ -16,7 +16,7 @@ from asyncrl.trainer.settings import ReferenceMode, TrainerEngine
 
 
 def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Iterator[str]:
-    """What is wrong with the layouts of `placed`, each as `setting=value: what is wrong; what to do`."""
+    """Yield what is wrong with the layouts of `placed`: `setting=value: what is wrong; what to do`."""
     for role in sorted(config.algorithm.reward_models.keys() - placed.grids.keys()):
         yield (
             f"algorithm.reward_models.{role}: graph {graph.name!r} has no such role; its roles are "
@@ -60,7 +60,7 @@ def _not_cut_by_flat(config: ExperimentConfig, placed: Placement) -> Iterator[st
 
 
 def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
-    """What works in one layout only."""
+    """Yield each setting that works in another layout only."""
     algorithm, actor = config.algorithm, placed.actor
     together = placed.grid("ref") == actor
     if (

@@ -21,6 +21,7 @@ from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
+from asyncrl.runtime.remarks import remark
 from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, count_restarts
 from asyncrl.runtime.run_dir import METRICS_FILE, run_dir_of
 from asyncrl.runtime.worker import open_resolver
@@ -163,6 +164,14 @@ def test_a_launch_shows_the_rows_of_its_own_steps_alone(tmp_path: Path, monkeypa
     launcher.prepare()
     assert launcher.run() == EXIT_OK
     assert shown == [(3, 1)]
+
+
+def test_a_remark_of_a_process_is_shown_once(play: Play, tmp_path: Path) -> None:
+    def train(leader: Played) -> None:
+        remark(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))), "WARNING: nothing is learnt")
+        leader.end(0)
+
+    assert play(leader=train)[2].count("WARNING: nothing is learnt") == 1
 
 
 def write_rows(file: Path, rows: Sequence[tuple[int, int]]) -> None:
