@@ -38,14 +38,14 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import build_rank
 from asyncrl.trainer.settings import AttentionImplementation, MomentsOn, TrainerEngine
-from asyncrl.trainer.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.world import training_world
 
 QWEN2_1_5B = {
     "vocab_size": 151936,

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer.layout import Layout
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
 from asyncrl.trainer.sizing import Need, SizedModel, Workload, count, need
-from asyncrl.trainer.worker_grid import WorkerGrid
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "sizing.md"
 MEASURED = PAGE.with_suffix(".json")
@@ -196,9 +196,9 @@ def _steps(case: Case, rank: int, folder: str) -> Iterator[int]:
     from asyncrl.comm.name_resolve import make_resolver
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.trainer.parallel.world import training_world
     from asyncrl.trainer.placement import placement
     from asyncrl.trainer.roles import build_rank
-    from asyncrl.trainer.world import training_world
 
     config = ExperimentConfig()
     config.model.dtype, config.trainer.engine = Dtype(case.dtype), TrainerEngine(case.engine)
@@ -233,7 +233,7 @@ def _batch(tokens: int, vocabulary: int) -> Any:
     import numpy as np
 
     from asyncrl.api.trajectory import Sample, Trajectory
-    from asyncrl.trainer.step_batch import build_step_batch
+    from asyncrl.trainer.batches.step_batch import build_step_batch
 
     rng = np.random.default_rng(0)
     length = 129  # of which 128 go into the model

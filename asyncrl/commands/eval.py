@@ -34,10 +34,10 @@ from asyncrl.observe.metrics import read_rows
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import Run
 from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
 from asyncrl.trainer.settings import LoraConfig
-from asyncrl.trainer.types import with_types
 
 _NAME = "run"
 """Name of a run's own settings while they are read as an experiment."""

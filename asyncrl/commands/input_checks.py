@@ -34,8 +34,8 @@ from asyncrl.rollout.user_code import (
     offers_tools,
 )
 from asyncrl.runtime.staging_hosts import brings_inputs
-from asyncrl.trainer.layout_checks import base_model_problems
-from asyncrl.trainer.model_shape import ModelShape
+from asyncrl.trainer.parallel.checks import base_model_problems
+from asyncrl.trainer.parallel.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import base_model_dir, described
 from asyncrl.trainer.supervised.settings import SFTConfig
 

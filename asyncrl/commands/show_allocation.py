@@ -24,14 +24,13 @@ from asyncrl.inference.settings import GenerationBackend, sglang_flags
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
 from asyncrl.runtime.hardware import gpu_details, host_memory
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.plan import plan_workers, with_types
+from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of, model_of, placement
 from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode
 from asyncrl.trainer.sizing import Need, SizedModel, Workload, count, need, total
 from asyncrl.trainer.supervised.base_model import described
 from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.trainer.types import with_types
-from asyncrl.trainer.worker_grid import Placement
 
 GIB = 1 << 30
 _WIDTH = 200

@@ -18,13 +18,13 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.models.routers import routing_shape
 from asyncrl.runtime.hardware import count_gpus, uncounted_gpus
-from asyncrl.runtime.plan import plan_workers
-from asyncrl.trainer import layout_checks, lora_checks
-from asyncrl.trainer.layout import Layout
+from asyncrl.runtime.plan import plan_workers, with_types
+from asyncrl.trainer.model import lora_checks
+from asyncrl.trainer.parallel import checks as layout_checks
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.settings import AttentionImplementation
-from asyncrl.trainer.types import with_types
-from asyncrl.trainer.worker_grid import Placement
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})

@@ -24,7 +24,7 @@ import msgspec
 
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import versions_in
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.parallel.place import World
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.distributed_checkpoint import shard_name
 from asyncrl.weights.manifest import MANIFEST_FILE, ManifestError, checksum, whole_files

@@ -7,10 +7,10 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
-from asyncrl.trainer.layout import Layout
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.worker_grid import Placement as Placement
+from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks, TrainerEngine
-from asyncrl.trainer.worker_grid import Placement as Placement
-from asyncrl.trainer.worker_grid import WorkerGrid
 
 
 def worker_grid(config: ExperimentConfig) -> WorkerGrid:

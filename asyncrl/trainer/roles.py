@@ -17,17 +17,17 @@ import torch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.types import Graph
+from asyncrl.trainer.calls import TrainState
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine
 from asyncrl.trainer.engines.base_of import BaseOf
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.host_folders import HostFolders
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import ReferenceMode, TrainerEngine
-from asyncrl.trainer.train_state import TrainState
-from asyncrl.trainer.worker_grid import Placement
 from asyncrl.weights import checkpoints
 from asyncrl.weights.checkpoints import CheckpointWriter
 

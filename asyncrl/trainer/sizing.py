@@ -36,10 +36,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from asyncrl.config.setting import Dtype
 from asyncrl.models.transformers_internals import EXPERTS_PARAMETER
 from asyncrl.trainer.engines.adamw import PIECE
-from asyncrl.trainer.layout import Layout, slice_of, stage_layers
-from asyncrl.trainer.scoring import MAX_LOGITS_BYTES
+from asyncrl.trainer.model.scoring import MAX_LOGITS_BYTES
+from asyncrl.trainer.parallel.layout import Layout, slice_of, stage_layers
+from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
-from asyncrl.trainer.worker_grid import Coordinates
 
 LOGITS_COPIES = 4
 """fp32 copies of a chunk's logits at the peak, in its backward pass: logits, log-softmax, and a gradient of each."""

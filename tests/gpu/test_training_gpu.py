@@ -23,13 +23,13 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import AttentionImplementation, MomentsOn, TrainerEngine
-from asyncrl.trainer.step_batch import build_step_batch
-from asyncrl.trainer.world import training_world
 
 CUDA = pytest.param(
     "cuda",

@@ -69,8 +69,8 @@ from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.offload import messages as offload
 from asyncrl.runtime.resume import newest_progress
-from asyncrl.trainer.kept_inbox import KeptInbox
 from asyncrl.trainer.messages import RolloutRecord
+from asyncrl.trainer.trajectories.kept_inbox import KeptInbox
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 from asyncrl.weights.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest

@@ -30,10 +30,10 @@ from transformers import PretrainedConfig
 
 from asyncrl.algorithms.stats import Stats
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.scoring import EntropyMode
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.model.scoring import EntropyMode
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.published import TensorSpec as TensorSpec
 
 

@@ -10,8 +10,8 @@ from asyncrl.algorithms.group_view import GroupView
 from asyncrl.algorithms.packing import segment_sum
 from asyncrl.algorithms.stats import count_stat, mean_stat
 from asyncrl.config.catalog import resolve
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
-from asyncrl.trainer.step_batch import StepBatch
 
 
 @model_function("reward")

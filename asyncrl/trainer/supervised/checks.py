@@ -10,11 +10,11 @@ from asyncrl.config.setting import ConfigError, Device
 from asyncrl.plugins.datasets.checks import source_problems
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.trainer.checks import hugging_face_folder
-from asyncrl.trainer.lora_checks import lora_problems
+from asyncrl.trainer.model.lora_checks import lora_problems
+from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.placement import layout_of
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
-from asyncrl.trainer.worker_grid import WorkerGrid
 
 
 def check(config: SFTConfig) -> Iterator[str]:

@@ -24,15 +24,15 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.plugins.datasets.demonstrations import Demonstration
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
-from asyncrl.trainer.lora import adapter_config
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.model.lora import adapter_config
+from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig, TrainerEngine
-from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights import atomic_dir, checkpoints
 from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE

@@ -20,9 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer.layout import Layout
-from asyncrl.trainer.models import Critic
-from asyncrl.trainer.packed_attention import PACKED, attention_blocks
+from asyncrl.trainer.model.loading import Critic
+from asyncrl.trainer.model.packed_attention import PACKED, attention_blocks
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
 from asyncrl.trainer.sizing import (
     Need,
@@ -33,7 +34,6 @@ from asyncrl.trainer.sizing import (
     sized,
     total,
 )
-from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
 
 BASE = {
     "hidden_size": 64,
