@@ -26,7 +26,7 @@ from typing import Any
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
-from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
+from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.trainer.sizing import Need, SizedModel, Workload, count, need
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "sizing.md"
@@ -115,9 +115,7 @@ class Case:
     @property
     def workload(self) -> Workload:
         """As the model of memory takes it."""
-        return Workload(
-            TrainerEngine(self.engine), Dtype(self.dtype), AttentionImplementation.sdpa, self.tokens, self.tokens
-        )
+        return Workload(self.engine, Dtype(self.dtype), AttentionImplementation.sdpa, self.tokens, self.tokens)
 
 
 CASES = (
@@ -201,7 +199,7 @@ def _steps(case: Case, rank: int, folder: str) -> Iterator[int]:
     from asyncrl.trainer.roles import build_rank
 
     config = ExperimentConfig()
-    config.model.dtype, config.trainer.engine = Dtype(case.dtype), TrainerEngine(case.engine)
+    config.model.dtype, config.trainer.engine = Dtype(case.dtype), case.engine
     config.trainer.parallel, config.trainer.gradient_checkpointing = case.layout, case.checkpointing
     config.trainer.tokens_per_micro_batch = case.tokens
     graph, device = load_graph(config), torch.device("cpu")
@@ -282,7 +280,7 @@ def _layout_table(model: SizedModel, layouts: Sequence[str]) -> str:
     ]
     for text in layouts:
         layout = Layout.parse(text)
-        engine = TrainerEngine.flat if layout.ranks == 1 else TrainerEngine.sharded
+        engine = "flat" if layout.ranks == 1 else "sharded"
         work = Workload(engine, Dtype.bfloat16, AttentionImplementation.flash_attention_2, TOKENS, TOKENS)
         each = needs(model, layout, work)
         worst, least = max(each, key=lambda of: of.total), max(of.total_checkpointed for of in each)

@@ -43,7 +43,6 @@ from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import build_rank
-from asyncrl.trainer.settings import TrainerEngine
 
 VOCABULARY = 512
 LIMIT_S = 600.0
@@ -150,7 +149,7 @@ def experiment(path: str, layout: str, budget: int) -> ExperimentConfig:
     config.model.path = path
     config.trainer.tokens_per_micro_batch = budget
     config.trainer.parallel = layout.replace("s1", "d1")
-    config.trainer.engine = TrainerEngine.flat if layout == "d1" else TrainerEngine.sharded
+    config.trainer.engine = "flat" if layout == "d1" else "sharded"
     return config
 
 

@@ -7,10 +7,11 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
+from asyncrl.trainer.engines import AUTO, ENGINES
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Placement as Placement
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
-from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks, TrainerEngine
+from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks
 
 
 def worker_grid(config: ExperimentConfig) -> WorkerGrid:
@@ -50,11 +51,12 @@ def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement
     return Placement(grids)
 
 
-def engine_of(config: ExperimentConfig) -> TrainerEngine:
-    """`trainer.engine`, never `auto`."""
-    if config.trainer.engine != TrainerEngine.auto:
+def engine_of(config: ExperimentConfig) -> str:
+    """Return `trainer.engine`, or what it stands for if it is `auto`: the first engine that can train the layout."""
+    if config.trainer.engine != AUTO:
         return config.trainer.engine
-    return TrainerEngine.flat if placement(config).workers == 1 else TrainerEngine.sharded
+    alone = placement(config).workers == 1
+    return next(name for name, engine in ENGINES.items() if alone or engine.in_parts)
 
 
 def layout_of(name: str, value: str) -> Layout:

@@ -18,16 +18,14 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.calls import TrainState
-from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine
+from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
 from asyncrl.trainer.engines.base_of import BaseOf
-from asyncrl.trainer.engines.flat import FlatLoader
-from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.host_folders import HostFolders
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of
-from asyncrl.trainer.settings import ReferenceMode, TrainerEngine
+from asyncrl.trainer.settings import ReferenceMode
 from asyncrl.weights import checkpoints
 from asyncrl.weights.checkpoints import CheckpointWriter
 
@@ -141,7 +139,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     """
     roles = dict.fromkeys((ACTOR, *graph.roles()))
     engines: dict[str, TrainingEngine] = {}
-    make = FlatLoader if engine_of(config) == TrainerEngine.flat else ShardedLoader
+    make = engine_loader(engine_of(config))
     loaders = {grid: make(config, place, device) for grid, place in world.places.items()}
     for role in filter(world.hosts, roles):
         actor = engines.get(ACTOR)

@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 from asyncrl.algorithms.spec import KLPlace, ProximalMode, ValueNormalisation
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype, setting
+from asyncrl.trainer.engines import AUTO, ENGINES
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045
@@ -19,17 +20,6 @@ class AttentionImplementation(StrEnum):
     sdpa = auto()
     eager = auto()
     flash_attention_2 = auto()
-
-
-class TrainerEngine(StrEnum):
-    """Distribution of a role's weights, gradients and optimizer over the ranks."""
-
-    auto = "auto"
-    """Flat where one rank trains alone, else sharded."""
-    flat = "flat"
-    """Whole on every rank, in one vector; data-parallel ranks sum their gradients."""
-    sharded = "sharded"
-    """In shards over data-parallel ranks, tensor slices and pipeline stages."""
 
 
 class RoleRanks(StrEnum):
@@ -163,10 +153,11 @@ class TrainerConfig:
         "parallel layout of the actor: d<N> data-parallel ranks, t<N> tensor slices, p<N> pipeline stages, r<N> "
         "replicas of d, in any order, for example d2t2p2",
     )
-    engine: TrainerEngine = setting(
-        TrainerEngine.auto,
+    engine: str = setting(
+        AUTO,
         "whole weights on every rank (flat), or weights, gradients and moments in shards (sharded); auto: flat where "
         "one rank trains alone, else sharded",
+        choices=(AUTO, *ENGINES),
     )
     device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda where there is one")
     threads: int = setting(1, "CPU threads per rank", minimum=1)

@@ -35,11 +35,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 
 from asyncrl.config.setting import Dtype
 from asyncrl.models.transformers_internals import EXPERTS_PARAMETER
+from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.engines.adamw import PIECE
 from asyncrl.trainer.model.scoring import MAX_LOGITS_BYTES
 from asyncrl.trainer.parallel.layout import Layout, slice_of, stage_layers
 from asyncrl.trainer.parallel.worker_grid import Coordinates
-from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
+from asyncrl.trainer.settings import AttentionImplementation
 
 LOGITS_COPIES = 4
 """fp32 copies of a chunk's logits at the peak, in its backward pass: logits, log-softmax, and a gradient of each."""
@@ -149,7 +150,7 @@ class Workload:
         moments_on_host: they pass through the device piece by piece.
     """
 
-    engine: TrainerEngine
+    engine: str
     dtype: Dtype
     attention: AttentionImplementation
     tokens: int
@@ -295,10 +296,10 @@ def total(needs: Sequence[Need], *, offload: bool = False) -> Need:
 
 def _kept(whole: int, sharded: int, work: Workload, *, trained: bool) -> tuple[int, int, int]:
     """Weights, gradients, moments."""
-    values = whole if work.engine == TrainerEngine.flat else sharded
+    values = sharded if ENGINES[work.engine].in_parts else whole
     if not trained:
         return values * work.bytes, 0, 0
-    rounded = 2 * values if work.engine == TrainerEngine.flat and work.dtype == Dtype.bfloat16 else 0
+    rounded = 2 * values if not ENGINES[work.engine].in_parts and work.dtype == Dtype.bfloat16 else 0
     return 4 * values + rounded, 4 * values, 8 * values
 
 
@@ -306,7 +307,7 @@ def _whole_for_a_while(
     shapes: Sequence[tuple[Parameter, tuple[int, ...]]], work: Workload, *, trained: bool
 ) -> tuple[int, int, int]:
     """Weights that are gathered, gradients that are whole beside activations, and those that are at the end."""
-    if work.engine == TrainerEngine.flat:
+    if not ENGINES[work.engine].in_parts:
         largest = max(prod(shape) for _, shape in shapes)
         return 0, largest * work.bytes if trained and work.dtype == Dtype.bfloat16 else 0, 0
     units = dict(_units(shapes))

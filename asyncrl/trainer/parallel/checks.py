@@ -8,11 +8,12 @@ from asyncrl.algorithms.spec import ValueNormalisation
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.types import Graph
+from asyncrl.trainer.engines import AUTO, ENGINES
 from asyncrl.trainer.engines.sharded.architectures import refusals
 from asyncrl.trainer.parallel.model_shape import ModelShape, misfits, shape_of
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.placement import engine_of, model_of, placement, role_placement
-from asyncrl.trainer.settings import ReferenceMode, TrainerEngine
+from asyncrl.trainer.settings import ReferenceMode
 
 
 def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Iterator[str]:
@@ -23,7 +24,7 @@ def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Itera
             f"{', '.join(placed.roles)}"
         )
     yield from _models_that_do_not_fit(config, graph, placed, None)
-    yield from _not_cut_by_flat(config, placed)
+    yield from _not_cut(config, placed)
     yield from _not_supported(config, placed)
 
 
@@ -48,14 +49,15 @@ def _models_that_do_not_fit(
                 yield f"{name}={str(grid)!r}: {'' if role == ACTOR else f'role {role}: '}{problem}"
 
 
-def _not_cut_by_flat(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
-    if config.trainer.engine != TrainerEngine.flat:
+def _not_cut(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
+    chosen = config.trainer.engine
+    if chosen == AUTO or ENGINES[chosen].in_parts:
         return
     for name, grid in _settings(config, placed).items():
         if grid.tensor * grid.pipeline > 1 or grid.replicas > 1:
             yield (
-                f"trainer.engine='flat': every rank has the whole model, and {name}={str(grid)!r} cuts it; use "
-                f"d{grid.workers}, or trainer.engine=sharded"
+                f"trainer.engine={chosen!r}: every rank has the whole model, and {name}={str(grid)!r} cuts it; "
+                f"use d{grid.workers}, or trainer.engine=sharded"
             )
 
 
@@ -63,11 +65,7 @@ def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]
     """Yield each setting that works in another layout only."""
     algorithm, actor = config.algorithm, placed.actor
     together = placed.grid("ref") == actor
-    if (
-        algorithm.kl.name == "full"
-        and algorithm.kl_coef
-        and (engine_of(config) == TrainerEngine.sharded or not together)
-    ):
+    if algorithm.kl.name == "full" and algorithm.kl_coef and (ENGINES[engine_of(config)].in_parts or not together):
         yield (
             "algorithm.kl='full': whole distributions are compared where each rank has the whole model; use "
             "trainer.engine=flat with the reference on the actor's ranks, or another estimator, for example k3"

@@ -24,11 +24,11 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.hardware import interface_of
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import MEETING_PREFIX
+from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.parallel.collectives import Collectives
 from asyncrl.trainer.parallel.place import MESH_AXES, Place, World
 from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
 from asyncrl.trainer.placement import engine_of
-from asyncrl.trainer.settings import TrainerEngine
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def training_world(
     """
     if device.type == "cuda":  # DeviceMesh and NCCL choose a GPU by the rank's number else, and each rank sees one
         torch.cuda.set_device(device.index or 0)
-    if placement.workers == 1 and engine_of(config) == TrainerEngine.flat:
+    if placement.workers == 1 and not ENGINES[engine_of(config)].in_parts:
         yield World()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))

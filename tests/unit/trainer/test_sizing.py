@@ -24,7 +24,7 @@ from asyncrl.trainer.model.loading import Critic
 from asyncrl.trainer.model.packed_attention import PACKED, attention_blocks
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid
-from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
+from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.trainer.sizing import (
     Need,
     Workload,
@@ -71,7 +71,7 @@ def real(name: str, **changes: Any) -> PreTrainedModel:
 
 
 def workload(engine: str = "sharded", dtype: str = "float32", tokens: int = 512) -> Workload:
-    return Workload(TrainerEngine(engine), Dtype(dtype), AttentionImplementation.sdpa, tokens, 128)
+    return Workload(engine, Dtype(dtype), AttentionImplementation.sdpa, tokens, 128)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -23,7 +23,6 @@ from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import TrainingRank
-from asyncrl.trainer.settings import TrainerEngine
 
 LIMIT_S = 600.0
 Body = Callable[[World], Any]
@@ -54,7 +53,7 @@ def on_ranks(tmp_path: Path) -> OnRanks:
         told: Any = context.Queue()
         folder = Path(tempfile.mkdtemp(dir=tmp_path))  # its own: nobody meets who was in a world before
         placed = placement(config, load_graph(config))
-        config.trainer.engine = TrainerEngine.sharded  # also where a rank is alone
+        config.trainer.engine = "sharded"  # also where a rank is alone
 
         def be_rank(worker: int) -> None:
             torch.set_num_threads(1)

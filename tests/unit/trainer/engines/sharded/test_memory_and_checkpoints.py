@@ -21,7 +21,7 @@ from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import ReferenceMode, TrainerEngine
+from asyncrl.trainer.settings import ReferenceMode
 from asyncrl.weights.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def test_what_d2t2_saved_goes_on_under_any_layout(
 
     config.trainer.parallel = "d2t2"
     expected, *_ = on_ranks(config, begin)
-    config.trainer.engine = TrainerEngine.flat
+    config.trainer.engine = "flat"
     fresh = step(config, build(config, World()), 1)
     assert any(fresh[name] != pytest.approx(value, abs=1e-3) for name, value in expected.items() if "loss" in name)
     found = {"one process": [go_on(World())]}
