@@ -42,9 +42,14 @@ def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
     dropped = 0
     for group in range(len(batch.rollout_ids)):
         members = groups_S == group
-        columns = (column[members] for column in (rewards_S, generated_S, truncated_S, episodes_S))
-        turn_rewards = [turn_rewards_S[index] for index in np.flatnonzero(members)]
-        verdict = decide(GroupView.of_samples(*columns, turn_rewards=turn_rewards)[0])
+        view, _ = GroupView.of_samples(
+            rewards_S[members],
+            generated_S[members],
+            truncated_S[members],
+            episodes_S[members],
+            [turn_rewards_S[index] for index in np.flatnonzero(members)],
+        )
+        verdict = decide(view)
         keep_S[torch.from_numpy(members)] = verdict.keep
         dropped += not verdict.keep
     batch[ctx.writes[0]] = keep_S.to(batch.device)
