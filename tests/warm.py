@@ -13,10 +13,10 @@ Each process begins with the modules of the template and nothing else of any run
 launcher does anything. A keeper is the spawner's grandchild whose parent ends at once, so that the kernel hands it to
 the launcher, which is a subreaper.
 
-Only `python -m asyncrl.launch`, rehearsals, keepers, workers and the making of base models are forked; whatever else a process
-starts (processes of users' code, SGLang, tools) is started as always. What is about the start itself, about what a
-process has not imported or about its memory runs cold: `start_run(cold=True)`. `ASYNCRL_COLD_TESTS=1 make test` runs
-everything so.
+Only `python -m asyncrl.launch`, rehearsals, keepers, workers and the making of base models are forked; whatever else a
+process starts (processes of users' code, SGLang, tools) is started as always. What is about the start itself, about
+what a process has not imported or about its memory runs cold: `start_run(cold=True)`. `ASYNCRL_COLD_TESTS=1 make test`
+runs everything so.
 
 Linux only, like keepers.
 """
