@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, Lent, PromptGoes, RolloutLine
+from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager.staleness_gate import Ticket
 
 
@@ -41,18 +41,16 @@ class RolloutEvents:
         prompt, order, attempt = ticket.prompt_id, ticket.order, ticket.attempt
         self._add(Admitted(ticket.rollout_id, prompt, order, attempt, ticket.owner, version, self._at()))
 
-    def lent(self, worker: str, prompt_id: str, order: int, attempt: int) -> None:
-        """`worker`, which joined, is to play the prompt."""
-        self._add(Lent(prompt_id, order, attempt, worker, self._at()))
-
     def finished(self, rollout_id: str, tokens: int) -> None:
         """The trainer has the rollout, also if it was given up before."""
         self._add(Finished(rollout_id, tokens, self._at()))
 
-    def dropped(self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None) -> None:
+    def dropped(
+        self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None, failures: int = 0
+    ) -> None:
         """The rollout left the count for `reason`; a prompt that is returned is tried again as its `attempt`."""
-        again = attempt if prompt is PromptGoes.returned else None
-        self._add(Dropped(rollout_id, reason, prompt, self._at(), again))
+        again = (attempt, failures) if prompt is PromptGoes.returned else ()
+        self._add(Dropped(rollout_id, reason, prompt, self._at(), *again))
 
     def abandoned(self, rollout_id: str) -> None:
         """The run ends before the rollout does."""
