@@ -43,8 +43,8 @@ class WaitingCalls:
         """The calls, the next one first; calls may be served meanwhile."""
         return iter(list(self._calls.values()))
 
-    def __bool__(self) -> bool:
-        return bool(self._calls)
+    def __len__(self) -> int:
+        return len(self._calls)
 
     def add(self, call: WaitingCall) -> None:
         """The call waits from now on."""
@@ -86,7 +86,7 @@ class Admission:
     ) -> None:
         self.curriculum: Curriculum | None = None
         """What rests by it is left out."""
-        self._calls = WaitingCalls()
+        self.calls = WaitingCalls()
         self._rollouts, self._gate = rollouts, rollouts.gate
         self._place, self._apply, self._first = place, apply, first
         self._pacing, self._clock = pacing, clock
@@ -118,7 +118,7 @@ class Admission:
                 self._grant(waiting, rollout_id)  # the reply to this call was lost once
             elif rollout_id not in gone and not self._gate.is_live(rollout_id):
                 waiting.ids.append(rollout_id)
-        self._calls.add(waiting)
+        self.calls.add(waiting)
         closed_before = self._gate.closed
         try:
             self.admit()
@@ -126,7 +126,7 @@ class Admission:
                 if not await waiting.changed.wait(deadline - self._clock()):
                     break
         finally:
-            self._calls.remove(waiting)
+            self.calls.remove(waiting)
         return m.AllocateReply(waiting.granted, self._gate.version, self._gate.closed, gone)
 
     def was_given_up(self, rollout_id: str) -> bool:
@@ -143,8 +143,8 @@ class Admission:
     def admit(self) -> None:
         """Start rollouts while there is room; then see to the idle time."""
         unmeasured = self.curriculum is not None and self._rollouts.awaits_ends  # who rests is not known yet
-        if self._calls and self._rollouts.begun and not unmeasured:
-            self._calls.serve(self._start)
+        if self.calls and self._rollouts.begun and not unmeasured:
+            self.calls.serve(self._start)
         idle = not self._gate.running_count and self._capacity() == 0
         if idle and self._idle_since is None:
             self._idle_since = self._clock()
@@ -154,13 +154,13 @@ class Admission:
 
     def gone(self, worker: str) -> None:
         """The worker is another process by now, or none: what it wanted it gets no more."""
-        for waiting in self._calls:
+        for waiting in self.calls:
             if waiting.worker == worker:
                 waiting.ids.clear()
 
     def tell_of_the_end(self) -> None:
         """No rollout starts any more: no call needs to wait."""
-        for waiting in self._calls:
+        for waiting in self.calls:
             waiting.changed.notify()
 
     def rollout_ended(self, rollout_id: str, *, kept: bool) -> None:

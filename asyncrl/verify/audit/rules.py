@@ -204,7 +204,7 @@ class Replay:
         if known is None:
             return
         allowed: dict[str, tuple[PromptGoes, ...]] = {
-            _LOST_WORKER: (PromptGoes.returned,),
+            _LOST_WORKER: (PromptGoes.returned, PromptGoes.used),
             _STALE: (PromptGoes.returned, PromptGoes.used),
             _DUPLICATE: (PromptGoes.returned, PromptGoes.used),
         }

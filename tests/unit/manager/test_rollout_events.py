@@ -9,6 +9,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_events import RolloutEvents
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.staleness_gate import Ticket
+from asyncrl.plugins.datasets.order import DataOrder
 
 MASTER = "rollout_worker/0"
 
@@ -29,14 +30,13 @@ def test_a_line_is_told_until_its_number_is_named() -> None:
 
 
 def service() -> ManagerService:
-    made = ManagerService(batch_size=2, max_staleness=1, routing="round_robin", lease_s=60.0)
+    made = ManagerService(batch_size=2, max_staleness=1, routing="round_robin", lease_s=60.0, order=DataOrder(100, 0))
     made.begin(0)
     return made
 
 
 async def admit(manager: ManagerService, *orders: int) -> None:
-    wanted = [m.WantedRollout(f"r{order}", f"e0-{order}", order) for order in orders]
-    await manager.allocate_rollout(m.AllocateRequest(worker=MASTER, rollouts=wanted))
+    await manager.allocate_rollout(m.AllocateRequest(worker=MASTER, rollouts=[f"r{order}" for order in orders]))
 
 
 async def report(manager: ManagerService, version: int = 0, trained: tuple[str, ...] = ()) -> m.ConsumedReply:
