@@ -38,14 +38,14 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import build_rank
-from asyncrl.trainer.settings import AttentionImplementation, MomentsOn, TrainerEngine
-from asyncrl.trainer.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.world import training_world
+from asyncrl.trainer.settings import AttentionImplementation, MomentsOn
 
 QWEN2_1_5B = {
     "vocab_size": 151936,
@@ -64,7 +64,7 @@ TINY = QWEN2_1_5B | {"vocab_size": 512, "hidden_size": 96, "num_hidden_layers": 
 class Variant:
     """One row."""
 
-    engine: TrainerEngine
+    engine: str
     checkpointing: bool = False
     moments_on: MomentsOn = MomentsOn.device
 
@@ -76,11 +76,11 @@ class Variant:
 
 
 VARIANTS = (
-    Variant(TrainerEngine.flat),
-    Variant(TrainerEngine.flat, checkpointing=True),
-    Variant(TrainerEngine.flat, checkpointing=True, moments_on=MomentsOn.host),
-    Variant(TrainerEngine.sharded),
-    Variant(TrainerEngine.sharded, checkpointing=True),
+    Variant("flat"),
+    Variant("flat", checkpointing=True),
+    Variant("flat", checkpointing=True, moments_on=MomentsOn.host),
+    Variant("sharded"),
+    Variant("sharded", checkpointing=True),
 )
 
 
@@ -174,7 +174,7 @@ def measure(variant: Variant, path: str, args: argparse.Namespace, folder: Path)
         batch = step_batch(lengths, engine.model_config.vocab_size, device)
         return seconds(lambda: train_step(engine, batch), args.rounds, device)
 
-    if variant.engine == TrainerEngine.flat:
+    if variant.engine == "flat":
         took = run(World())
     else:
         with training_world(config, 0, placement(config, graph), device, folder, resolver) as world:

@@ -53,10 +53,10 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.proof import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat import FlatLoader
-from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.weights.model_folder import FolderFormatError
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

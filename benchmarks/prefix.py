@@ -49,15 +49,15 @@ from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.micro_batch_layout import AttentionKind
-from asyncrl.trainer.models import load_causal_lm
-from asyncrl.trainer.packed_attention import PACKED
+from asyncrl.trainer.model.loading import load_causal_lm
+from asyncrl.trainer.model.packed_attention import PACKED
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 SHAPES = ((15, 25, 8), (60, 400, 8), (200, 60, 8), (1000, 200, 16))

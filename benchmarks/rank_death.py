@@ -40,14 +40,13 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
     from asyncrl.comm.name_resolve import make_resolver
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.trainer.batches.step_batch import build_step_batch
     from asyncrl.trainer.calls import CallContext, find_function, run_call
     from asyncrl.trainer.messages import SaveCheckpoint
-    from asyncrl.trainer.parallel import World
+    from asyncrl.trainer.parallel.place import World
+    from asyncrl.trainer.parallel.world import training_world
     from asyncrl.trainer.placement import placement
     from asyncrl.trainer.roles import TrainingRank, build_rank
-    from asyncrl.trainer.settings import TrainerEngine
-    from asyncrl.trainer.step_batch import build_step_batch
-    from asyncrl.trainer.world import training_world
 
     def tell(what: str) -> None:
         print(what, generation, time.time(), time.process_time(), flush=True)
@@ -55,7 +54,7 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
     torch.set_num_threads(1)
     config = ExperimentConfig(train_batch_size=ranks, group_size=4)
     config.model.path = str(folder / "model")
-    config.trainer.parallel, config.trainer.engine = f"d{ranks}", TrainerEngine[engine]
+    config.trainer.parallel, config.trainer.engine = f"d{ranks}", engine
     config.trainer.ppo_minibatches = 4
     graph = load_graph(config)
     placed = placement(config, graph)

@@ -258,7 +258,7 @@ def _step() -> tuple[Any, Any]:
 
     Each stays where it was received, so that a rank can be asked alone.
     """
-    from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+    from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 
     try:
         from asyncrl.master.assignment import Assignment
@@ -305,7 +305,7 @@ def step_of_rank(quick: bool) -> float:
     """Milliseconds of one rank to read what it is told, and to see what it sends and gets of both grids."""
     from asyncrl.comm.request_reply.messages import DEFAULT_MAX_BYTES, decode, encode
     from asyncrl.runtime.ranks import Ranks
-    from asyncrl.trainer import redistribute
+    from asyncrl.trainer.batches import redistribute
     from asyncrl.trainer.messages import BeginStep
 
     cuts, placed = _step()
@@ -393,13 +393,13 @@ def inbox(quick: bool) -> float:
     import numpy as np
 
     from asyncrl.api.trajectory import Sample, Trajectory
-    from asyncrl.trainer.inbox import Inbox
+    from asyncrl.trainer.trajectories.inbox import Inbox
 
     rollouts, limit, length = 32, 64 << 20, 32_768
     with tempfile.TemporaryDirectory() as folder:
         bounded: dict[str, Any] = {}
         with contextlib.suppress(ImportError):  # a checkout with a bound in rollouts alone
-            from asyncrl.trainer.kept_inbox import KeptInbox
+            from asyncrl.trainer.trajectories.kept_inbox import KeptInbox
 
             if "memory_bytes" in inspect.signature(Inbox).parameters:
                 bounded = {"memory_bytes": limit, "spilled": KeptInbox(Path(folder) / "spilled")}

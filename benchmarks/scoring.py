@@ -4,7 +4,7 @@ Three forms on the same data, equal in their results, which is checked:
 
     whole     the logits of all tokens at once, by autograd
     plain     tokens in chunks within the budget, each step from logits to log-probabilities by autograd
-    scoring   `trainer.scoring.token_logprobs`: the same chunks, from logits to log-probabilities in one step
+    scoring   `trainer.model.scoring.token_logprobs`: the same chunks, from logits to log-probabilities in one step
 
 Memory is the peak of the bytes of tensors alive at once that the call itself creates, the head's gradient among them.
 
@@ -24,7 +24,7 @@ from losses import LiveBytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.trainer.scoring import MAX_LOGITS_BYTES, EntropyMode, token_logprobs
+from asyncrl.trainer.model.scoring import MAX_LOGITS_BYTES, EntropyMode, token_logprobs
 
 Form = Callable[[Tensor, Tensor, nn.Linear, EntropyMode], tuple[Tensor, Tensor]]
 TEMPERATURE = 0.7

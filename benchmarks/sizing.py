@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer.layout import Layout
-from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.worker_grid import WorkerGrid
+from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.trainer.sizing import Need, SizedModel, Workload, count, need
-from asyncrl.trainer.worker_grid import WorkerGrid
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "sizing.md"
 MEASURED = PAGE.with_suffix(".json")
@@ -115,9 +115,7 @@ class Case:
     @property
     def workload(self) -> Workload:
         """As the model of memory takes it."""
-        return Workload(
-            TrainerEngine(self.engine), Dtype(self.dtype), AttentionImplementation.sdpa, self.tokens, self.tokens
-        )
+        return Workload(self.engine, Dtype(self.dtype), AttentionImplementation.sdpa, self.tokens, self.tokens)
 
 
 CASES = (
@@ -196,12 +194,12 @@ def _steps(case: Case, rank: int, folder: str) -> Iterator[int]:
     from asyncrl.comm.name_resolve import make_resolver
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.master.graph.builtin import load_graph
+    from asyncrl.trainer.parallel.world import training_world
     from asyncrl.trainer.placement import placement
     from asyncrl.trainer.roles import build_rank
-    from asyncrl.trainer.world import training_world
 
     config = ExperimentConfig()
-    config.model.dtype, config.trainer.engine = Dtype(case.dtype), TrainerEngine(case.engine)
+    config.model.dtype, config.trainer.engine = Dtype(case.dtype), case.engine
     config.trainer.parallel, config.trainer.gradient_checkpointing = case.layout, case.checkpointing
     config.trainer.tokens_per_micro_batch = case.tokens
     graph, device = load_graph(config), torch.device("cpu")
@@ -233,7 +231,7 @@ def _batch(tokens: int, vocabulary: int) -> Any:
     import numpy as np
 
     from asyncrl.api.trajectory import Sample, Trajectory
-    from asyncrl.trainer.step_batch import build_step_batch
+    from asyncrl.trainer.batches.step_batch import build_step_batch
 
     rng = np.random.default_rng(0)
     length = 129  # of which 128 go into the model
@@ -282,7 +280,7 @@ def _layout_table(model: SizedModel, layouts: Sequence[str]) -> str:
     ]
     for text in layouts:
         layout = Layout.parse(text)
-        engine = TrainerEngine.flat if layout.ranks == 1 else TrainerEngine.sharded
+        engine = "flat" if layout.ranks == 1 else "sharded"
         work = Workload(engine, Dtype.bfloat16, AttentionImplementation.flash_attention_2, TOKENS, TOKENS)
         each = needs(model, layout, work)
         worst, least = max(each, key=lambda of: of.total), max(of.total_checkpointed for of in each)

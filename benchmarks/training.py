@@ -35,15 +35,14 @@ from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.engines.parts import local
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.engines.residence import local
+from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import build_rank
-from asyncrl.trainer.settings import TrainerEngine
-from asyncrl.trainer.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.world import training_world
 
 VOCABULARY = 512
 LIMIT_S = 600.0
@@ -150,7 +149,7 @@ def experiment(path: str, layout: str, budget: int) -> ExperimentConfig:
     config.model.path = path
     config.trainer.tokens_per_micro_batch = budget
     config.trainer.parallel = layout.replace("s1", "d1")
-    config.trainer.engine = TrainerEngine.flat if layout == "d1" else TrainerEngine.sharded
+    config.trainer.engine = "flat" if layout == "d1" else "sharded"
     return config
 
 

@@ -24,8 +24,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph import POLICY_READS, Call, Graph, kl_in_reward, proximal, reference, written
 
 if TYPE_CHECKING:
+    from asyncrl.trainer.batches.step_batch import StepBatch
     from asyncrl.trainer.calls import CallContext, StatValues
-    from asyncrl.trainer.step_batch import StepBatch
 
 
 def build_graph(

@@ -1,4 +1,5 @@
-"""What a user implements (`Agent`, `Environment`, `RewardFunction`) and the plain data that travels between processes.
+"""Interfaces that a user implements (`Agent`, `Environment`, `RewardFunction`) and the plain data that travels between
+processes.
 
 Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """

@@ -20,16 +20,16 @@ from asyncrl.api.trajectory import Sample
 _T = TypeVar("_T")
 
 Outcome: TypeAlias = "Sample | Sequence[Sample] | float | None"
-"""What an episode gives: its samples, or its reward, which all that its client recorded then has; None rejects it."""
+"""Result of an episode: its samples, or a reward for everything that its client recorded; None rejects the episode."""
 
 FORMS = ("roll_out", "run_group", "run", "collect_trajectory")
-"""Of what one class implements, that which comes first here is called: `roll_out` is for agents around agents, and a
-class with `run_group` may have `run` for its subclasses.
+"""Methods that make a class an agent. If a class has several, the first one listed is called: `roll_out` is for agents
+around agents, and a class with `run_group` may have `run` for its subclasses.
 """
 
 
 def ambiguous(forms: Sequence[str]) -> bool:
-    """Whether of a class that implements these `FORMS` nobody can say which one is meant."""
+    """True if a class that implements these `FORMS` does not say which one is meant."""
     return "collect_trajectory" in forms and len(forms) > 1 and FORMS[0] not in forms
 
 
@@ -49,13 +49,13 @@ class GroupClient(GenerationClient, Protocol):
         ...
 
     def try_again(self, prompt: Prompt, error: Exception) -> Prompt | None:
-        """What to play next where the episode of `prompt` failed with `error`: the prompt with another random stream;
-        None where it has had its tries, and is counted as lost.
+        """Return the prompt for the next attempt, with a new random stream; None if the episode has no attempts left
+        and counts as lost.
         """
         ...
 
     def seconds_left(self) -> float | None:
-        """Of the rollout's time; None: it has no limit."""
+        """Seconds left for this rollout; None if it has no limit."""
         ...
 
 
@@ -66,7 +66,7 @@ async def tried(
     *,
     limited: bool = True,
 ) -> Sequence[_T]:
-    """What `play` gives for the episode of `prompt`, which costs no other: where it fails it is tried again alone.
+    """Play one episode, and retry it alone if it fails. Other episodes of the group are not affected.
 
     Failed has what raises (SystemExit too), what is cancelled from within, and what still plays when the rollout's time
     is over, unless it is not `limited`.
@@ -96,7 +96,7 @@ async def tried(
 
 
 def cancelled_within(what: str, prompt: Prompt) -> EpisodeError:
-    """How a CancelledError is told of that nobody asked for."""
+    """Build the error for an episode that was cancelled by its own code rather than by the rollout."""
     return EpisodeError(
         f"{what} was cancelled from within, on prompt {prompt.prompt_id}: a task or connection that the agent or its "
         "environment awaits was cancelled; catch asyncio.CancelledError there"
@@ -104,7 +104,7 @@ def cancelled_within(what: str, prompt: Prompt) -> EpisodeError:
 
 
 def timed_out(prompt: Prompt) -> EpisodeTimeout:
-    """How that is told of which still plays when the rollout's time is over."""
+    """Build the error for an episode that is still running when the rollout's time is over."""
     return EpisodeTimeout(f"prompt {prompt.prompt_id} was still played when rollout.rollout_timeout_s was over")
 
 
@@ -136,7 +136,7 @@ class Agent:
 
     @classmethod
     def form(cls) -> str:
-        """Which of `FORMS` is called: that which the class or its nearest base implements."""
+        """Return the one of `FORMS` that is called: that of the class or of its nearest base that has one."""
         return cls._forms()[0]
 
     @classmethod

@@ -51,9 +51,9 @@ class ChatReply:
     """Calls that could not be read; they are left in `content`."""
     finish_reason: ChatFinish
     prompt_ids: tuple[int, ...]
-    """What the policy went on from: token ids of the whole conversation before this answer."""
+    """Token ids of the whole conversation before this answer."""
     completion: Completion
-    """What it sampled, with log-probabilities and versions; no token where a limit left no room for one."""
+    """The sampled answer with log-probabilities and versions; without a token if a limit left no room for one."""
     alternatives: tuple[ChatReply, ...] = ()
     """With `n` > 1 the other answers to the same messages."""
     stop: str | None = None

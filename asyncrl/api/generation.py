@@ -1,4 +1,4 @@
-"""What an agent asks the policy for, and what it gets back."""
+"""Requests of an agent to the policy, and their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` -1 keeps every token; lengths are in tokens."""
+    """Sampling parameters. `temperature` 0 is greedy; `top_k` -1 keeps every token; lengths are in tokens."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0

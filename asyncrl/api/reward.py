@@ -32,12 +32,14 @@ _VERDICT = "__asyncrl_verdict__"
 
 
 class RunIn(StrEnum):
-    """Where a user's function runs, off the event loop or on it."""
+    """Place where a user's function runs, off the event loop or on it."""
 
     auto = "auto"
-    """Where the function is marked to run (`run_in`); else `async def` on the users' event loop, `def` in a thread."""
+    """As the function is marked (`run_in`); without a mark, `async def` on the users' event loop and `def` in a
+    thread.
+    """
     loop = "loop"
-    """Where it is called: for what takes less than a millisecond, always."""
+    """On the event loop that calls it; only for functions that always take less than a millisecond."""
     thread = "thread"
     """For what waits, or computes in a library that lets go of the interpreter's lock. Not to be killed."""
     process = "process"
@@ -101,7 +103,7 @@ class GroupReward(Protocol):
 
 
 class RewardParts:
-    """What named rewards gave the answers of one episode."""
+    """Values of named rewards for the answers of one episode."""
 
     def __init__(self) -> None:
         self._given: defaultdict[str, list[float]] = defaultdict(list)
@@ -111,7 +113,7 @@ class RewardParts:
         self._given[name].append(value)
 
     def means(self) -> dict[str, float]:
-        """Of each reward the mean over the answers: `Sample.reward_parts`."""
+        """Return each reward's mean over the answers, as in `Sample.reward_parts`."""
         return {name: sum(values) / len(values) for name, values in self._given.items()}
 
 
@@ -136,7 +138,7 @@ def note_reward_part(name: str, value: float) -> None:
 
 
 async def scored(reward: RewardFunction, data: Mapping[str, Any], completion: str) -> float:
-    """What `reward` gives, whether it is awaited or not: for environments."""
+    """Return the value of `reward`, awaited if necessary; for environments."""
     value = reward(data, completion)
     return float(await value if inspect.isawaitable(value) else value)
 
@@ -157,7 +159,7 @@ def run_in(where: RunIn | str) -> Callable[[_T], _T]:
 
 
 def marked_run_in(function: object) -> RunIn:
-    """Where `function` is marked to run; `auto` if it is not."""
+    """Return the mark of `function`; `auto` if it has none."""
     place = getattr(function, _MARK, RunIn.auto)
     return RunIn(place)
 
@@ -173,5 +175,5 @@ def verdict(reward: _T) -> _T:
 
 
 def is_verdict(reward: object) -> bool:
-    """Whether `reward` is marked as a verdict."""
+    """True if `reward` is marked as a verdict."""
     return getattr(reward, _VERDICT, False) is True

@@ -29,7 +29,7 @@ from asyncrl.api.tool_schema import ToolSchemaError, schema_of
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a call gives.
+    """Result of a call.
 
     Attributes:
         text: what the model reads.
@@ -58,7 +58,7 @@ class Tool:
     name: str = ""
 
     def schema(self) -> ToolSchema:
-        """What the model is told: the function's name, description and parameters, as OpenAI's API writes it."""
+        """Return the function's name, description and parameters for the model, in the format of OpenAI's API."""
         raise NotImplementedError(f"tool {type(self).__name__} implements no `schema`")
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
@@ -71,7 +71,7 @@ class Tool:
         raise NotImplementedError(f"tool {type(self).__name__} implements no `execute`")
 
     async def calc_reward(self, instance_id: str) -> float:
-        """What the sample earns when it is complete, beside its results' rewards; the default is 0."""
+        """Return the reward of the complete sample, beside the rewards of its results; the default is 0."""
         return 0.0
 
     async def release(self, instance_id: str) -> None:
@@ -147,7 +147,7 @@ def as_tool(function: Callable[..., Any], name: str = "", **hidden: Any) -> Func
 
 
 def as_result(value: object) -> ToolResult:
-    """What a function returned, as a result."""
+    """Convert the return value of a function to a result."""
     if isinstance(value, ToolResult):
         return value
     if isinstance(value, str):

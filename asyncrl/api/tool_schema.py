@@ -15,7 +15,7 @@ from typing import Any, Literal, Union
 from asyncrl.api.chat import ToolSchema
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What OpenAI's API takes for the name of a function."""
+"""Names of functions that OpenAI's API accepts."""
 _ENTRY = re.compile(r"^(\s*)(\*{0,2}\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _SPHINX = re.compile(r"^\s*:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):\s*$")
@@ -206,7 +206,9 @@ def _is_json(value: object) -> bool:
 
 
 def _documented(docstring: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the whole, and of each parameter: in an `Args:` section, or as `:param name:`."""
+    """Return a docstring's description of the function and of each parameter, from an `Args:` section or `:param
+    name:`.
+    """
     summary: list[str] = []
     described: dict[str, list[str]] = {}
     section, indent, current = "", 0, ""

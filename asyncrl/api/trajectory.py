@@ -45,11 +45,11 @@ class Sample:
     truncated: bool = False
     """True where the answer was cut off by a length limit instead of ending itself."""
     episode: int = 0
-    """Which member of the group this is of, from 0 on; several samples may be of one."""
+    """Member of the group that this sample belongs to, from 0 on; several samples may share one."""
     token_rewards: NDArray[np.float32] | None = None
     """Rewards of turns, each at the last token of the turn that earned it; they come on top of `reward`."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """What the reward consists of, by name: only for the log, as `reward/<name>`."""
+    """Parts of the reward by name, for the log only: `reward/<name>`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The agent's own numbers, logged as `agent/<name>`."""
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
@@ -256,7 +256,7 @@ def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:
 
 
 def unrecorded(dtype: np.dtype[Any]) -> int:
-    """What stands in `routing` of this type where no expert was told: its largest value."""
+    """Value in `routing` of this type for tokens without a reported expert: the largest of the type."""
     return int(np.iinfo(dtype).max)
 
 
@@ -310,7 +310,7 @@ class SharedPrompt(Sequence[Sample]):
     prompt: NDArray[np.int32]
     """`[P]`: the tokens that all samples begin with and that no policy generated."""
     rest: SampleColumns
-    """What follows the prompt in each sample, which may be nothing: here a length of 0 is possible."""
+    """Tokens after the prompt of each sample. A length of 0 is possible here."""
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """`[P, layers, per_token]`: of the prompt, where `rest` has it too."""
 

@@ -1,1 +1,1 @@
-"""How the processes of a run find and talk to each other: name resolution, push-pull, request-reply, security."""
+"""Communication between the processes of a run: name resolution, push-pull, request-reply, security."""

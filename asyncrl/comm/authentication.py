@@ -73,7 +73,7 @@ class PeerGate(Authenticator):
         await super().handle_zap_message(msg)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the client with this public key (Z85) is one of the run; the Authenticator asks."""
+        """Return True if the client with this public key (Z85) belongs to the run; called by the Authenticator."""
         admitted = hmac.compare_digest(key, self._admitted)
         if not admitted:
             self._refuse(self._address, "it does not hold the run's client key")

@@ -76,7 +76,7 @@ class AwakeTimeout:
         self._timeout = asyncio.timeout(None)
 
     def expired(self) -> bool:
-        """Whether it is what ended its block."""
+        """True if this timeout ended its block."""
         return self._timeout.expired()
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""How long to wait before something that failed is tried again."""
+"""Delays between retries."""
 
 from __future__ import annotations
 

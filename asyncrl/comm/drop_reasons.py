@@ -42,7 +42,7 @@ FAILURES: dict[str, str] = {
 
 
 def failure(reason: str) -> str | None:
-    """How a person is told of rollouts that were dropped for `reason`; None where nobody has to look into them."""
+    """Return the message about rollouts dropped for `reason`; None if nobody has to look into them."""
     own, _, label = reason.partition(": ")
     return f"in {label}" if label and own == DropReason.failed else FAILURES.get(own)
 
@@ -61,7 +61,7 @@ def failed_in(label: str | None) -> str:
 
 
 def is_filter_reason(reason: str) -> bool:
-    """Whether `reason` is one that a filter gave."""
+    """True if `reason` comes from a filter."""
     return reason.partition(":")[0] not in _OWN
 
 

@@ -10,7 +10,7 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.05
 
 
 def take_lock(descriptor: int, limit_s: float = 0.0) -> bool:
-    """Whether this process has the lock on `descriptor` now; one that another has is waited for, for `limit_s` seconds.
+    """Try for `limit_s` seconds to lock `descriptor`; return True if this process has the lock now.
 
     Raises:
         OSError: the file system has no locks.

@@ -136,7 +136,7 @@ class JsonHttp:
             self._session = None
 
     def _proofs(self, url: str) -> tuple[ssl.SSLContext | bool, Mapping[str, str] | None]:
-        """How the server at `url` has to prove itself, and what it is sent in return.
+        """Return the TLS context that verifies the server at `url`, and the headers that identify this process to it.
 
         Raises:
             HttpUnreachable: it cannot.

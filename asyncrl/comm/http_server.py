@@ -29,12 +29,13 @@ from asyncrl.comm.authentication import SourceLog
 
 HANDSHAKE_LIMIT_S: Final = 10.0
 HEADER_LIMIT_S: Final = 15.0
-"""So long a connection may take to say what it wants, from its beginning or the last answer on. Clients close idle ones
-after `asyncrl.comm.http.KEEP_ALIVE_S`."""
+"""Longest time, in s, from the start of a connection or its last answer to the next request's header. Clients close
+idle connections after `asyncrl.comm.http.KEEP_ALIVE_S`.
+"""
 BODY_LIMIT_S: Final = 60.0
-"""So long a body may take: the largest of all at 10 Mbit/s."""
+"""Longest time for a body, in s: the largest body at 10 Mbit/s."""
 _GOODBYE_LIMIT_S: Final = 2.0
-"""So long the other end of an encrypted connection may take to confirm its end."""
+"""Longest wait, in s, for the other end of an encrypted connection to confirm its end."""
 _SHUTDOWN_S: Final = 1.0
 
 Body: TypeAlias = bytes
@@ -43,7 +44,7 @@ Handler: TypeAlias = Callable[[web.BaseRequest, Body], Awaitable[web.StreamRespo
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What answers a path.
+    """Handler of a path.
 
     Attributes:
         handler: takes the request and its body.
@@ -136,7 +137,9 @@ class HttpServer:
 
 
 async def careful_runner(handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> web.ServerRunner:
-    """What serves `handle` with the limits of this module, set up; a caller that leaves cancels its request."""
+    """Return a runner that serves `handle` within the limits of this module. A client that disconnects cancels its
+    request.
+    """
     server = web.Server(
         handle,
         access_log=None,

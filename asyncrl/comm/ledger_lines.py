@@ -19,7 +19,7 @@ SEAL_END = b'"}\n'
 
 
 class PromptGoes(StrEnum):
-    """What a drop means for the prompt."""
+    """Effect of a drop on its prompt."""
 
     returned = auto()
     """It is tried again."""
@@ -167,6 +167,6 @@ class End(_Sealed, frozen=True, tag="end", kw_only=True):
 
 
 RolloutLine: TypeAlias = Admitted | Finished | Dropped | Abandoned
-"""What the GserverManager knows of a rollout."""
+"""Lines about a rollout that the GserverManager writes."""
 SealedLine: TypeAlias = Begin | Step | Saved | End
 Line: TypeAlias = RolloutLine | Trained | SealedLine

@@ -105,15 +105,15 @@ class TrialHolder(_Entry, frozen=True):
 
 
 class WorkerAddress(_Entry, frozen=True):
-    """Where a worker's request-reply server listens."""
+    """Address of a worker's request-reply server."""
 
     endpoint: str
     pid: int
 
 
 class WorkerStatus(_Entry, frozen=True):
-    """What a worker is at; `reason` says why it failed; `incarnation`: how many before it died; `progress`: how often
-    it was seen to work while it starts.
+    """State of a worker. `reason` says why it failed, `incarnation` is the number of its predecessors that died, and
+    `progress` counts signs of work while it starts.
     """
 
     state: State
@@ -157,7 +157,7 @@ def status_key(kind: str, index: int) -> str:
 
 
 def incarnation_key(kind: str, index: int) -> str:
-    """How many processes of worker `index` of `kind` were given up."""
+    """Number of processes of worker `index` of `kind` that were replaced."""
     return f"{INCARNATIONS}/{kind}/{index}"
 
 
@@ -182,12 +182,12 @@ def staging_server_key(index: int) -> str:
 
 
 def staged_key(folder: str, host: str) -> str:
-    """Where `folder`, one that stays as it is for the whole launch, is on the host at this address."""
+    """Location of `folder`, which does not change during a launch, on the host at this address."""
     return f"staged/{folder}/{host}"
 
 
 def joined_key(kind: str, index: int) -> str:
-    """Who added worker `index` of `kind` to the run that goes on."""
+    """The command that added worker `index` of `kind` to a running run."""
     return f"joined/{kind}/{index}"
 
 

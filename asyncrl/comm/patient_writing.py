@@ -17,9 +17,9 @@ from typing import TypeVar
 from asyncrl.comm.backoff import Backoff
 
 PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EAGAIN})
-"""What a person can mend while the run waits: no space, over quota, read-only, a file server that is away."""
+"""Errors that somebody can fix while the run waits: no space, over quota, read-only, a file server that is away."""
 LIMIT_S = 600.0
-"""So long a disk may take nothing; then the process that writes ends with the disk's error."""
+"""Longest time, in s, that writes are retried; then the process ends with the disk's error."""
 SAY_AGAIN_S = 30.0
 _BACKOFF = Backoff(0.1, 2.0)
 _patient = ContextVar("patient", default=True)
@@ -29,7 +29,9 @@ _T = TypeVar("_T")
 
 @contextmanager
 def at_once(really: bool = True) -> Iterator[None]:
-    """What this thread or task writes within is not waited for, if `really`."""
+    """Within this block, writes of this thread or task raise their first error instead of being retried, if
+    `really`.
+    """
     token = _patient.set(not really)
     try:
         yield
@@ -38,7 +40,7 @@ def at_once(really: bool = True) -> Iterator[None]:
 
 
 class _Patience:
-    """How long one piece of writing has waited already, and when that was said."""
+    """Time that one write has waited, and when that was last logged."""
 
     def __init__(self, what: str, log: logging.Logger) -> None:
         self._what, self._log = what, log
@@ -46,7 +48,7 @@ class _Patience:
         self._failures = 0
 
     def delay_s(self, error: OSError) -> float:
-        """How long to wait before the next try.
+        """Return the delay, in s, before the next try.
 
         Raises:
             OSError: `error`, where waiting does not help or took too long.

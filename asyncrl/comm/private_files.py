@@ -14,7 +14,7 @@ from pathlib import Path
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 PRIVATE_UMASK = 0o077
-"""Of every process of a run: what is written with no mode of its own is its owner's alone too."""
+"""File mode mask of every process of a run: files are readable by their owner alone unless a mode is given."""
 OTHERS_WRITE = 0o022
 """Permission of the group, or of everybody, to write."""
 

@@ -62,7 +62,7 @@ class SocketSecurity:
 
 @dataclass(frozen=True, slots=True)
 class HttpSecurity:
-    """What the run's HTTP servers and clients hold.
+    """Token and certificate of the run's HTTP servers and clients.
 
     Attributes:
         token: the bearer token, which clients send to the run's servers alone.
@@ -92,7 +92,7 @@ class HttpSecurity:
         return context
 
     def is_adopted(self, url: str) -> bool:
-        """Whether `url` is of a server that is not the run's, and that the settings name."""
+        """True if `url` belongs to a server that the settings name and the run did not start."""
         return any(url == base or url.startswith(f"{base}/") for base in self.adopted)
 
 

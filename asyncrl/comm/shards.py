@@ -1,4 +1,4 @@
-"""Where a call goes: model shards and data slots by name, and the workers that host them.
+"""Routing of calls: model shards and data slots by name, and the workers that host them.
 
 A shard is one rank's part of one role, written `actor@dp0.tp0.pp0`. One worker may host shards of several roles (the
 actor and the reference model of one device, say); one shard has one worker. `__data0__`, `__data1__`, ... name the

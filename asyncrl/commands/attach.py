@@ -25,9 +25,9 @@ from asyncrl.runtime.keeper import identity_of
 from asyncrl.runtime.run_dir import EXIT_FILE, LAUNCHER_LOG
 
 START_LIMIT_S = 600.0
-"""So long a run that was started in the background is watched until its processes are there."""
+"""Longest time, in s, to watch a run that starts in the background until its processes are there."""
 STARTED = "started "
-"""How the launcher begins the line that says so."""
+"""Beginning of the line with which the launcher reports that."""
 _LAST_LINES = 40
 _LOOK_S = 0.2
 

@@ -188,13 +188,13 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
 
 
 def _goes_back(kind: str) -> bool:
-    """Whether a run goes on after its death from the last step, where that is kept."""
+    """True if a run continues from the last step, where steps are kept, after a process of `kind` dies."""
     return kind != LAUNCHER and KINDS[kind].restart in (Restart.together, Restart.alone_or_together)
 
 
 def _links(config: ExperimentConfig) -> dict[str, str]:
-    """What others reach by an address in name resolution, and the entry that has it: manager, generation servers, and
-    the ranks that take trajectories.
+    """Return the processes that others reach by an address in name resolution, with the entry of the address: manager,
+    generation servers, and ranks that receive trajectories.
     """
     there = {worker.name for worker in plan_workers(config)}
     links = {f"{names.GSERVER_MANAGER}/0": names.MANAGER_KEY}
@@ -243,7 +243,7 @@ def _report(
 
 
 def _books_fault(run_dir: Path) -> str | None:
-    """What is wrong with the books in the summary."""
+    """Describe what is wrong with the books in the summary; None if they balance."""
     summary = read_summary(run_dir)
     if summary is None:
         return "the run left no summary"

@@ -58,7 +58,7 @@ def validate(config: Config) -> None:
 
 
 def warnings(config: ExperimentConfig) -> list[str]:
-    """What a valid config does that its reader may not expect, each as `setting=value: what follows`."""
+    """Return warnings about valid settings with surprising effects, each as `setting=value: effect`."""
     return [*rollout.warnings(config), *trainer.warnings(config)]
 
 

@@ -1,4 +1,4 @@
-"""Which devices the processes of a run compute on, in a line per kind, for the terminal."""
+"""Devices that the processes of a run compute on, one line per kind, for the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GIB = 1 << 30
 def device_lines(config: ExperimentConfig) -> Iterator[str]:
     """Yield what trains and what generates: how many, on which GPUs, in which type, with what attention and memory.
 
-    `config` has its types (`asyncrl.trainer.types.with_types`). Names and memory are of the GPUs of this host.
+    `config` has its types (`asyncrl.runtime.plan.with_types`). Names and memory are of the GPUs of this host.
     """
     plans, generation = plan_workers(config), config.generation
     trains = [plan for plan in plans if plan.kind == MODEL_WORKER]

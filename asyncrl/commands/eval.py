@@ -34,13 +34,13 @@ from asyncrl.observe.metrics import read_rows
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import Run
 from asyncrl.runtime.launcher import Launcher
+from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
 from asyncrl.trainer.settings import LoraConfig
-from asyncrl.trainer.types import with_types
 
 _NAME = "run"
-"""What a run's own settings are called while they are read as an experiment."""
+"""Name of a run's own settings while they are read as an experiment."""
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -185,7 +185,7 @@ def _table(model: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, str]:
-    """What there is to tell of a set, in words."""
+    """Return the figures of a set as text."""
     if "failed" in row:
         return {"failed": str(row["failed"])}
     prefix = f"eval/{row['set']}/"

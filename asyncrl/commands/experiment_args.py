@@ -1,4 +1,4 @@
-"""What the commands that run a part of an experiment share: its name, settings and folder on the command line."""
+"""Arguments shared by commands that run a part of an experiment: its name, settings and folder."""
 
 from __future__ import annotations
 

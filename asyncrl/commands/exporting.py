@@ -21,7 +21,7 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
-from asyncrl.trainer.lora import adapter_config, is_adapter
+from asyncrl.trainer.model.lora import adapter_config, is_adapter
 from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
 from asyncrl.weights.adapters import are_adapters, model_name, published_name
 from asyncrl.weights.canary import CANARY_FILE
@@ -139,7 +139,7 @@ def _from_checkpoint(checkpoint: Path, template: Path) -> Read:
 
 
 def _parts_in(folder: Path) -> list[FolderTensor]:
-    """Where the tensors of the model in `folder` lie in the parameters that a checkpoint has."""
+    """Return where the tensors of the model in `folder` lie in the parameters of a checkpoint."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
     return folder_tensors(model)

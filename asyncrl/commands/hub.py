@@ -50,7 +50,7 @@ def resolve_hub_names(config: Config) -> None:
 
 
 def is_hub_name(value: str) -> bool:
-    """Whether `value` reads as `owner/name` and is nothing on this machine: no file, and its owner no folder here."""
+    """True if `value` has the form `owner/name` and is neither a file nor below a folder of this machine."""
     path = Path(value).expanduser()
     return bool(_NAME.fullmatch(value)) and not value.endswith((JSONL, PARQUET)) and not path.parent.exists()
 

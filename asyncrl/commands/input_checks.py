@@ -1,4 +1,4 @@
-"""What a run reads, checked before anything is trained or started: its graph, its data, its base model's recipe."""
+"""Checks of a run's inputs before anything is trained or started: its graph, its data, its base model's recipe."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from asyncrl.rollout.user_code import (
     offers_tools,
 )
 from asyncrl.runtime.staging_hosts import brings_inputs
-from asyncrl.trainer.layout_checks import base_model_problems
-from asyncrl.trainer.model_shape import ModelShape
+from asyncrl.trainer.parallel.checks import base_model_problems
+from asyncrl.trainer.parallel.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import base_model_dir, described
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -64,9 +64,11 @@ def check_data(config: Config, folder: Path | None) -> None:
 
 
 ROWS_LOOKED_AT = 1000
-"""Of a dataset that is a class, whose rows may take time to make."""
+"""Rows that are checked of a dataset class, whose rows may take time to make."""
 FILE_ROWS_LOOKED_AT = 200_000
-"""Of files: a minute or so; the rest is looked at when its turn comes, unless a prompt that is too long is refused."""
+"""Rows that are checked of files, about a minute of work. The others are checked when they are played, unless prompts
+that are too long are refused.
+"""
 
 
 def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False) -> dict[str, Survey]:
@@ -109,7 +111,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
 
 
 def chat_notes(config: ExperimentConfig) -> list[str]:
-    """What the chat template does in conversations of several turns, where the settings allow them."""
+    """Describe what the chat template does in conversations of several turns, if the settings allow them."""
     if turns(config) == 1:
         return []
     prompts = load_prompt_format(config)
@@ -174,7 +176,7 @@ def _not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
-    """Whether `checkpoint.keep_best` names what only a verdict gives, and no reward is one."""
+    """Yield an error if `checkpoint.keep_best` names a metric of verdicts and no reward is one."""
     metric = config.checkpoint.keep_best
     if metric is None or metric.rpartition("/")[2] in ALWAYS:
         return

@@ -44,7 +44,7 @@ from asyncrl.runtime.worker_plan import Host, WorkerPlan
 GONE_S = 60.0
 """A run whose manager is not to be found for so long is over; one that died is followed by another before."""
 STOP_LIMIT_S = 10.0
-"""So long a process may take to end after it was asked to."""
+"""Longest time, in s, for a process to end after it was asked to."""
 _LOOK_S = 2.0
 """Between two looks at names and processes; a stop is heard at once."""
 
@@ -206,7 +206,7 @@ class _Joined:
             return False
 
     def _part_of(self, plan: WorkerPlan) -> str:
-        """What the process does, in words; nothing while it starts.
+        """Describe what the process does; empty while it starts.
 
         Raises:
             NameEntryNotFound: it starts.

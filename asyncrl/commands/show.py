@@ -22,7 +22,7 @@ from asyncrl.runtime.run_dir import SAMPLES_DIR
 
 EXIT_USAGE = 2
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red")
-"""Of generated text, by version in turn: versions that meet in one sample follow each other."""
+"""Colours of generated text by version, in turn: versions that meet in one sample follow each other."""
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
 """Control characters but for tab and line feed, C1 too: a model's text must not drive the terminal."""
 

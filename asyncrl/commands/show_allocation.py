@@ -24,18 +24,17 @@ from asyncrl.inference.settings import GenerationBackend, sglang_flags
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
 from asyncrl.runtime.hardware import gpu_details, host_memory
-from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.plan import plan_workers, with_types
+from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of, model_of, placement
 from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode
 from asyncrl.trainer.sizing import Need, SizedModel, Workload, count, need, total
 from asyncrl.trainer.supervised.base_model import described
 from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.trainer.types import with_types
-from asyncrl.trainer.worker_grid import Placement
 
 GIB = 1 << 30
 _WIDTH = 200
-"""Of the table at most, whatever the terminal: a cut figure says nothing."""
+"""Largest width of the table, whatever the terminal: a figure that is cut off says nothing."""
 RUNTIME_BYTES = {"cpu": GIB // 2, "gpu": 3 * GIB // 2}
 """Beside models: the libraries of a process; on a GPU its CUDA context, NCCL's buffers and what fragments."""
 
@@ -112,7 +111,7 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
 
 
 def beside_servers(config: ExperimentConfig, gpu_bytes: Mapping[str, int]) -> dict[str, int]:
-    """What SGLang servers leave of the memory of this host's GPUs, each taking its part of what is free."""
+    """Return the memory of this host's GPUs that SGLang servers leave, each taking its share of the free memory."""
     part = float(sglang_flags(config.generation).get(MEMORY_SHARE, 0.0))
     left = dict(gpu_bytes)
     if config.generation.backend == GenerationBackend.sglang:
@@ -123,7 +122,9 @@ def beside_servers(config: ExperimentConfig, gpu_bytes: Mapping[str, int]) -> di
 
 
 def warnings(rows: Sequence[RankRow], host_bytes: int, gpu_bytes: Mapping[str, int]) -> list[str]:
-    """What will not fit: a rank on its GPU, or all ranks on the CPU in the machine's memory."""
+    """Return a warning for each rank that does not fit on its GPU, and for ranks that do not fit in the machine's
+    memory.
+    """
     lines = []
     on_cpu = [row for row in rows if row.gpu is None]
     fixed = RUNTIME_BYTES["cpu"] * len(on_cpu)

@@ -1,4 +1,4 @@
-"""Which functions a choice may name and whether its parameters fit, answered without importing torch.
+"""Functions that a choice may name, and their parameters, known without importing torch.
 
 A name is either registered (`"ppo_clip"`), in asyncrl or in one of the user's modules listed in `algorithm.plugins`, or
 the import path of a function (`"my_pkg.my_loss:fn"`, `"my_loss.py:fn"`). Both are looked up in the source; `resolve`
@@ -91,7 +91,7 @@ def _registered(module: str) -> tuple[RegisteredFunction, ...]:
 
 @functools.cache
 def _entries(path: Path, module: str) -> tuple[RegisteredFunction, ...]:
-    """What is registered in the file or package at `path`: read once, however many choices are looked up in it."""
+    """Return what the file or package at `path` registers. The source is read once per process."""
     if path.is_file():
         return tuple(registrations(path, module))
     found: list[RegisteredFunction] = []

@@ -11,8 +11,8 @@ from asyncrl.config.experiment import ExperimentConfig
 
 
 def turns(config: ExperimentConfig) -> int:
-    """How many answers a conversation has room for: as `rollout.chat.max_turns` or the agent's own `max_turns` say,
-    else 1.
+    """Return the number of answers that a conversation has room for: `rollout.chat.max_turns`, else the agent's own
+    `max_turns`, else 1.
     """
     own = agents_turns(config)
     limit = config.rollout.chat.max_turns
@@ -20,20 +20,20 @@ def turns(config: ExperimentConfig) -> int:
 
 
 def needed_context(config: ExperimentConfig) -> int:
-    """Tokens of the longest conversation that prompt, answers and turns allow."""
+    """Return the number of tokens of the longest conversation that prompt, answers and turns allow."""
     answer = config.rollout.sampling.max_new_tokens
     between = answer + config.rollout.chat.feedback_tokens
     return config.dataset.max_prompt_tokens + answer + (turns(config) - 1) * between
 
 
 def agents_turns(config: ExperimentConfig) -> int:
-    """The agent's parameter `max_turns`, given or default; 0 where it has none."""
+    """Return the agent's parameter `max_turns`, given or default; 0 if it has none."""
     own = signatures.argument(config.agent.path, config.agent.args, "max_turns")
     return own if isinstance(own, int) and own > 0 else 0
 
 
 def context_length(config: ExperimentConfig, model_config: Mapping[str, Any]) -> int:
-    """Longest prompt + answer that an engine takes: as set or needed, but no more than the model has positions for.
+    """Return the longest prompt + answer that an engine takes: as set or needed, at most the model's positions.
 
     `model_config` is the content of the model's `config.json`.
     """
@@ -43,5 +43,5 @@ def context_length(config: ExperimentConfig, model_config: Mapping[str, Any]) ->
 
 
 def single_answer(config: ExperimentConfig) -> int:
-    """The longest prompt with the longest answer to it, of training or of an evaluation."""
+    """Return the number of tokens of the longest prompt and the longest answer, in training or in an evaluation."""
     return config.dataset.max_prompt_tokens + longest_answer(config)

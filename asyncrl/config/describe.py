@@ -1,4 +1,4 @@
-"""What `--help` and `--cfg job` print; all of it comes from the settings' own definitions."""
+"""Text of `--help` and `--cfg job`, made from the settings' own definitions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ options:
 
 
 def program() -> str:
-    """How this command was called, and how the user can call it again."""
+    """Return the command as the user called it."""
     return "asyncrl" if Path(sys.argv[0]).stem == "asyncrl" else "python -m asyncrl.launch"
 
 

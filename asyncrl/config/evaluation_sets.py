@@ -12,7 +12,7 @@ from asyncrl.rollout.settings import EvalSetConfig
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """An evaluation set with all that is said of it; `group` is the group of settings that says it."""
+    """An evaluation set with all its settings; `group` is the group of settings that defines it."""
 
     group: str
     name: str
@@ -27,12 +27,12 @@ class EvaluationSet:
     max_new_tokens: int
 
     def is_due(self, version: int, total_train_steps: int) -> bool:
-        """Whether `version` is to be evaluated: every `interval`-th, the initial and the last one."""
+        """Return True if `version` is to be evaluated: every `interval`-th, the initial and the last one."""
         return self.interval > 0 and (version % self.interval == 0 or version == total_train_steps)
 
 
 def evaluation_sets(config: ExperimentConfig) -> tuple[EvaluationSet, ...]:
-    """The evaluation sets of the settings `eval`, in their order; also those that are never due."""
+    """Return the evaluation sets of the settings `eval`, in their order; also those that are never due."""
     common, training = config.eval, config.rollout.sampling
     fields = config.dataset.fields if common.fields is None else common.fields
 
@@ -60,5 +60,5 @@ def evaluation_sets(config: ExperimentConfig) -> tuple[EvaluationSet, ...]:
 
 
 def longest_answer(config: ExperimentConfig) -> int:
-    """The most tokens that an answer may have, in training or in an evaluation."""
+    """Return the most tokens that an answer may have, in training or in an evaluation."""
     return max(config.rollout.sampling.max_new_tokens, *(one.max_new_tokens for one in evaluation_sets(config)))

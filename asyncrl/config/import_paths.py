@@ -21,9 +21,9 @@ from typing import Any
 from zlib import crc32
 
 FILE_MODULES = "asyncrl_plugin_"
-"""What the names of modules begin with that were loaded by the path of their file."""
+"""Prefix of the names of modules that were loaded by the path of their file."""
 _EVERYTHING = "*"
-"""What `from module import *` defines: a name that nobody can look up."""
+"""Name that stands for all that `from module import *` defines."""
 
 
 class PluginError(ValueError):
@@ -79,7 +79,7 @@ def locate(module: str) -> Path | None:
 
 
 def definition(path: str) -> Definition | None:
-    """What defines the name that `path` names, read from the source; None where the source does not say.
+    """Return the definition that `path` names, read from the source; None if the source does not show it.
 
     Raises:
         PluginError: there is no such module or file, it is not Python, or it defines no such name.
@@ -168,7 +168,7 @@ def _parsed(source: Path) -> ast.Module:
 
 
 def _names(body: Iterable[ast.stmt]) -> dict[str, ast.stmt]:
-    """The names that `body` defines, also within `if`, `try` and `with`; of several definitions the last."""
+    """Return the names that `body` defines, also within `if`, `try` and `with`; of several definitions the last."""
     found: dict[str, ast.stmt] = {}
     for node in body:
         match node:

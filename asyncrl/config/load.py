@@ -33,10 +33,10 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 Config = ExperimentConfig | SFTConfig
 
 SCHEMAS: dict[str, type[Config]] = {"experiment_schema": ExperimentConfig, "sft_schema": SFTConfig}
-"""What an experiment's `defaults:` list begins with, and the dataclass it stands for."""
+"""First entry of an experiment's `defaults:` list, and the dataclass it stands for."""
 
 HERE = "${here:}"
-"""What an experiment's file writes for its own folder."""
+"""Text that stands for an experiment file's own folder."""
 
 _NO_CHOICE = re.compile(r"Invalid value '(?P<value>.*)', expected one of \[(?P<choices>.*)\]")
 """OmegaConf's message about a value that an enum does not have."""
@@ -78,7 +78,7 @@ def experiments_dir() -> Path:
 
 
 def experiment_folders(own: Path | None) -> list[Path]:
-    """Where experiments are looked for: in the user's `own` folder, where there is one, and among the built-in ones.
+    """Return the folders of experiments: the user's `own` folder, if there is one, then that of the built-in ones.
 
     Raises:
         ConfigError: there is no such folder.

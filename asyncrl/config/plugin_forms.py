@@ -1,6 +1,6 @@
-"""What the source of a user's agent or environment says of its form, before any of it is run.
+"""The form of a user's agent or environment, checked by its source before any of it is run.
 
-Read as `signatures` reads: what the source does not say is left to the workers, which make the thing.
+As in `signatures`, what the source does not show is left to the workers, which make the object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TAKES: Final[Mapping[str, Sequence[str]]] = {
     "step": ("action",),
     "reset": (),
 }
-"""What the methods of agents and environments are given by position."""
+"""Arguments that the methods of agents and environments are given by position."""
 _RESET_BY_NAME: Final = ("seed", "options")
 
 
@@ -43,7 +43,7 @@ class _Line:
 
 
 def agent_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the agent at `path`, a class or a function `run(prompt, env, client)`, and with its `args`."""
+    """Yield what is wrong with the agent at `path`, a class or `run(prompt, env, client)`, and with its `args`."""
     try:
         found = definition(path)
         match found:
@@ -67,7 +67,7 @@ def agent_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[s
 
 
 def environment_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the environment's class at `path` (or the function that makes it), and with its `args`."""
+    """Yield what is wrong with the environment's class at `path` (or the function that makes it), and its `args`."""
     try:
         found = definition(path)
     except PluginError as error:
@@ -128,7 +128,7 @@ def _environment_wrong(line: _Line) -> str | None:
 
 
 def _method_wrong(whose: str, method: ast.stmt) -> str | None:
-    """What is wrong with what `method` takes and gives, as far as that is plain."""
+    """Return why `method` cannot be called as it will be; None if it can, or if the source does not show it."""
     if not isinstance(method, _Function) or method.decorator_list:
         return None
     given, taken = _TAKES[method.name], method.args
@@ -143,7 +143,7 @@ def _method_wrong(whose: str, method: ast.stmt) -> str | None:
 
 
 def _yields(function: _Function) -> str | None:
-    """That it is a generator, where it is one."""
+    """Return an error message if `function` is a generator."""
     pending: list[ast.AST] = list(function.body)
     while pending:
         node = pending.pop()

@@ -1,8 +1,8 @@
-"""Whether two hosts have the same code: checksums of the sources that a process runs, compared with those elsewhere.
+"""Checksums of the sources that a process runs, by which hosts notice that they have different code.
 
-Compared is what a run may have in several states: asyncrl itself, the packages that settings name, and every module
-that is installed nowhere (found by PYTHONPATH or in the current folder). Other packages may differ from host to host;
-what was loaded by the path of its file is brought to each host, and needs no comparison.
+Compared are sources that a run may have in several states: asyncrl itself, the packages that settings name, and every
+module that is installed nowhere (found by PYTHONPATH or in the current folder). Other packages may differ from host to
+host. Files of code that settings name by path are brought to each host, and need no comparison.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KnownSources:
         self._known: dict[str, tuple[Path, str] | None] = {}
 
     def differences(self, sums: Mapping[str, str]) -> dict[str, str]:
-        """Of modules with these checksums on another host, those that are not the same here, each with why."""
+        """Return the modules that differ from those with these checksums on another host, each with the reason."""
         found = {}
         for name, sum_there in sorted(sums.items()):
             if name not in self._known:
@@ -65,7 +65,7 @@ class KnownSources:
 
 
 def how_found(name: str) -> str:
-    """Of a loaded module that is not the same elsewhere, what to do if code here added its folder to `sys.path`."""
+    """Return a hint for a loaded module that differs elsewhere, if code here added its folder to `sys.path`."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if file is None:

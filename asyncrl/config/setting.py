@@ -24,7 +24,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SettingInfo:
-    """What is known of a setting beside its type and default."""
+    """Documentation and bounds of a setting."""
 
     help: str
     unit: str = ""
@@ -90,7 +90,7 @@ class Dtype(StrEnum):
 
 
 class Device(StrEnum):
-    """Where a process computes."""
+    """Device on which a process computes."""
 
     auto = "auto"
     """`cuda` where there is one."""

@@ -1,8 +1,12 @@
-"""Reads registrations and parameters out of Python source without importing it.
+"""Registrations and parameters of functions, read from Python source without importing it.
 
-The launcher checks `algorithm.*.params`, `reward.args` and the like but must not import torch, which what they belong
-to mostly does. The source says all that is needed: a decorator (`@policy_loss("ppo_clip")`) names the kind and the
-algorithm, the arguments of the function (or of the constructor) are the parameters, annotations and defaults the rules.
+The launcher checks `algorithm.*.params`, `reward.args` and the like before anything starts. The source shows what it
+needs: a decorator (`@policy_loss("ppo_clip")`) names the kind and the algorithm, the arguments of the function (or of
+the constructor) are the parameters, annotations and defaults the rules.
+
+Source is read, not imported (with `inspect`, in a process of its own), for three reasons. Importing the algorithms
+imports torch, which takes longer than all other checks together. User code may need packages or GPUs that only the
+workers' hosts have. And a check must not run user code: importing a module may load a model or call a service.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ DECORATOR_KIND = {kind: kind for kind in (*KINDS, MODEL_FUNCTION)} | {"filter_":
 """Decorator name to kind; `filter_` because `filter` is a builtin, `kl_estimator` because that is what it marks."""
 
 _MARKS = ("run_in(", "verdict")
-"""What decorators begin with that leave a function as it is."""
+"""Beginnings of decorators that leave a function's parameters as they are."""
 _SCALARS: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}
 _BASES_WITHOUT_METHODS = ("object", "ABC", "Generic", "Protocol")
 
@@ -37,7 +41,7 @@ class Param:
     default: Any = None
 
     def accepts(self, value: object) -> bool:
-        """Whether `value` fits the annotation: scalars, `Literal[...]`, `None` and unions of these.
+        """Return True if `value` fits the annotation: scalars, `Literal[...]`, `None` and unions of these.
 
         An int is a valid float, a bool is not a number. An annotation of any other form accepts everything: a user's
         function checks what only it understands.
@@ -121,7 +125,7 @@ def check_arguments(
 def problems(
     group: str, path: str, args: Mapping[str, Any], supplied: Collection[str] = (), positional: int = 0
 ) -> Iterator[str]:
-    """What is wrong with the class or function that `<group>.path` names and with its `<group>.args`.
+    """Yield what is wrong with the class or function that `<group>.path` names, and with its `<group>.args`.
 
     Nothing is run. Arguments are checked where the source says what is taken.
 
@@ -141,46 +145,21 @@ def problems(
         yield f"{group}.args={dict(args)}: {error}"
 
 
-def reward_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
-    """As `problems`, for a reward: how many arguments come by position is told by the name of its first parameter."""
-    try:
-        found = definition(path)
-    except PluginError as error:
-        yield f"{group}.path={error}"
-        return
-    match found:
-        case Definition(node=ast.FunctionDef(args=taken) | ast.AsyncFunctionDef(args=taken)):
-            first = next((arg.arg for arg in (*taken.posonlyargs, *taken.args)), "")
-            yield from problems(group, path, args, positional=1 if first in ("episode", "group") else 2)
-        case _:  # a class: its constructor takes none
-            yield from problems(group, path, args)
+def function_arguments(path: str) -> ast.arguments | None:
+    """Return the arguments of the function at `path`; None if the source shows no function there.
 
-
-def tool_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
-    """As `problems`, for a tool: of a function the settings give what stands after `*`, the model gives the rest."""
-    try:
-        found = definition(path)
-    except PluginError as error:
-        yield f"{group}.path={error}"
-        return
-    match found:
+    Raises:
+        PluginError: the path names nothing.
+    """
+    match definition(path):
         case Definition(node=ast.FunctionDef(args=taken) | ast.AsyncFunctionDef(args=taken)):
-            hidden = [arg.arg for arg in taken.kwonlyargs]
-            for key in args:
-                if key not in hidden:
-                    takes = ", ".join(hidden) or "none"
-                    yield (
-                        f"{group}.args={dict(args)}: {path!r} has no parameter {key!r} after `*`"
-                        f"{did_you_mean(key, hidden)}; those are the ones that settings give "
-                        f"({takes}), the others are the model's"
-                    )
-        case _:
-            yield from problems(group, path, args)
+            return taken
+    return None
 
 
 def names(path: str, positional: int = 0) -> Collection[str]:
-    """What the class or function at `path` takes by name beside its first `positional` arguments, as far as its source
-    says.
+    """Return the names that the class or function at `path` takes beside its first `positional` arguments, as far as
+    its source shows them.
 
     Raises:
         PluginError: the path names nothing.
@@ -195,7 +174,7 @@ def named_bases(class_: ast.ClassDef) -> list[str]:
 
 
 def takes(path: str, name: str) -> bool:
-    """Whether the class or function at `path` takes an argument `name`, as far as its source says."""
+    """Return False if the class or function at `path` takes no argument `name`, by its source."""
     try:
         params = _params_at(path, 0)
     except PluginError:  # said where the path is checked
@@ -204,8 +183,9 @@ def takes(path: str, name: str) -> bool:
 
 
 def argument(path: str, args: Mapping[str, Any], name: str) -> Any:
-    """What the parameter `name` of the class or function at `path` is: as `args` say, else its default; None where it
-    has none, or the source does not say.
+    """Return the value of the parameter `name` of the class or function at `path`: from `args`, else its default.
+
+    None if it has none, or if the source does not show it.
     """
     if name in args:
         return args[name]
@@ -239,12 +219,12 @@ def _params_at(path: str, positional: int) -> Params | None:
 
 
 def _is_plain(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    """Whether it takes what its definition says: no decorator but a mark."""
+    """Return True if it takes what its definition shows: it has no decorator but marks."""
     return all(ast.unparse(decorator).startswith(_MARKS) for decorator in node.decorator_list)
 
 
 def _params(function: ast.FunctionDef | ast.AsyncFunctionDef, positional: int) -> Params | None:
-    """What `function` takes by name beside its first `positional` arguments; None if it takes any name."""
+    """Return what `function` takes by name beside its first `positional` arguments; None if it takes any name."""
     taken = function.args
     if taken.kwarg is not None:
         return None

@@ -20,7 +20,7 @@ from asyncrl.runtime.settings import SystemConfig
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     generation = config.generation
     least = single_answer(config)
     needed = max(needed_context(config), least)

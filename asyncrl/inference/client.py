@@ -268,13 +268,13 @@ class GenerationServerClient:
         return logprobs
 
     async def tells_token_versions(self, *, timeout_s: float) -> bool:
-        """Whether this server's answers say which weights each token is of (SGLang: since 0.5.20)."""
+        """True if this server's answers report the version of each token (SGLang: since 0.5.20)."""
         body = GenerateRequest(input_ids=[0], sampling_params={"max_new_tokens": 1, "ignore_eos": True})
         reply = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
         return isinstance(reply, dict) and "weight_versions" in reply.get("meta_info", {})
 
     async def shares_prefixes(self) -> bool:
-        """Whether new requests take over what is cached of earlier ones (SGLang's radix cache)."""
+        """True if new requests reuse the cache of earlier ones (SGLang's radix cache)."""
         info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=CONTROL_TIMEOUT_S)
         return not (isinstance(info, dict) and info.get("disable_radix_cache"))
 
@@ -319,7 +319,7 @@ class GenerationServerClient:
         return parse_version((await self.model_info()).weight_version)
 
     async def model_info(self) -> ModelInfo:
-        """What the server says it serves.
+        """Return the model and version that the server serves.
 
         Raises:
             MalformedReply: it does not say so.
@@ -360,7 +360,7 @@ async def connect(url: str, security: HttpSecurity | None) -> AsyncIterator[Gene
 
 
 def _names_damage(error: HttpRefused) -> bool:
-    """Whether the refusal says that the files are damaged, and so that nothing was replaced."""
+    """True if the server refused the files as damaged, so that nothing was replaced."""
     try:
         return msgspec.json.decode(error.body, type=_Refusal).damaged
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -368,7 +368,7 @@ def _names_damage(error: HttpRefused) -> bool:
 
 
 class _Refusal(msgspec.Struct):
-    """Of a weight update, as the embedded engine words it."""
+    """Refusal of a weight update in the words of the embedded engine."""
 
     damaged: bool = False
 

@@ -1,4 +1,4 @@
-"""What a GenerationServer process needs of its engine, whichever it is."""
+"""Interface between a GenerationServer process and its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a generation server: the part of SGLang's HTTP API that a run uses, as types for both ends.
+"""Messages of a generation server: the part of SGLang's HTTP API that a run uses, as types for both ends.
 
 Fields and defaults are SGLang's. The client sends these bodies to either engine; the embedded engine's server decodes
 and checks its requests with them.
@@ -14,7 +14,7 @@ from msgspec import Struct
 
 
 class PauseMode(StrEnum):
-    """What happens to running requests while generation is paused."""
+    """Effect of a pause on running requests."""
 
     abort = auto()
     """They are answered with what they have."""

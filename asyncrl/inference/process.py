@@ -53,7 +53,7 @@ class GenerationServer(AsyncWorker):
             self.log.info("asked to stop; the engine is ended")
 
     async def _model_on_this_host(self) -> str:
-        """Where the initial model is, once the host's staging server has it.
+        """Wait until the host's staging server has the initial model; return its folder.
 
         Raises:
             NotStarted: no staging server makes progress for `system.start_timeout_s`.

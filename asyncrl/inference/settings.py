@@ -63,14 +63,14 @@ def adopts(generation: GenerationConfig) -> bool:
 
 
 def finds_stop_strings(generation: GenerationConfig) -> bool:
-    """Whether the servers have tokenizers, to look for stop strings with: of SGLang's, only those started with one."""
+    """Return True if the servers have tokenizers to find stop strings with: SGLang's only if started with one."""
     if generation.backend == GenerationBackend.embedded:
         return True
     return not generation.sglang.urls and sglang_flags(generation).get("skip_tokenizer_init") is False
 
 
 def caches_prefixes(generation: GenerationConfig) -> bool:
-    """Whether the servers keep the prefixes of past requests for later ones, as SGLang's radix cache does."""
+    """Return True if the servers keep the prefixes of past requests for later ones, as SGLang's radix cache does."""
     if generation.backend == GenerationBackend.embedded:
         return False
     return not sglang_flags(generation).get("disable_radix_cache")

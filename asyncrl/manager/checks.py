@@ -10,7 +10,7 @@ from asyncrl.weights.transports.base import weight_transport
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     transport, backend = weight_transport(config.manager.weight_transport), config.generation.backend
     if transport.needs_sglang and backend != GenerationBackend.sglang:
         yield (

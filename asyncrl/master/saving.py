@@ -22,7 +22,6 @@ from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import (
-    COPY_INTERRUPTED,
     KEPT_STEP_LOST,
     CommitCheckpoint,
     FinishShare,
@@ -193,13 +192,7 @@ class KeptSteps:
         return self.on
 
     def _keep_no_more(self, error: RemoteError) -> None:
-        """The run goes on without. What is kept is older than what others will hear of, so nobody goes on from it.
-
-        Raises:
-            RemoteError: a rank is gone, and with it the run's way on: what is kept is to be gone on from.
-        """
-        if error.kind == COPY_INTERRUPTED:
-            raise error
+        """Keep no step any more. The kept one is older than what others will see, so nothing continues from it."""
         _log.warning("a death on the trainer's side would now cost the steps since the last checkpoint: %s", error)
         self._last_step = None
 

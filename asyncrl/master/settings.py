@@ -10,7 +10,7 @@ from asyncrl.config.setting import PluginConfig, setting
 
 
 class OnStale(StrEnum):
-    """What happens to a sample with a token older than η allows."""
+    """Treatment of a sample with a token older than η allows."""
 
     drop = auto()
     """It is dropped, its prompt is tried again."""

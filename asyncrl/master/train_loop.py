@@ -25,6 +25,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -42,6 +43,7 @@ from asyncrl.master.batches import Batches
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
 from asyncrl.master.connections import GRACE_S, Evaluates, NameBoard, evaluate
+from asyncrl.master.filtered import FilteredOut, watch_filters
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
 from asyncrl.master.journal import Journal
@@ -59,6 +61,7 @@ from asyncrl.master.step_plan import plan_batch
 from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.remarks import remark
 from asyncrl.runtime.starting import LONGEST_STARTS
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.worker import RestartTogether
@@ -169,6 +172,10 @@ class TrainLoop:
             Exception: another process failed. Steps that were complete are saved first, where that is possible.
         """
         ticking = asyncio.create_task(self._clock.keep())
+        filtered = FilteredOut(self.config.train_batch_size, self._limit_s)
+        tell = partial(remark, self.run_dir)
+        filters = watch_filters(filtered, self.peers.manager, lambda: self.version, lambda: len(self.buffer), tell)
+        watching = asyncio.create_task(filters)
         try:
             try:
                 await self._begin()
@@ -191,7 +198,7 @@ class TrainLoop:
             self._checkpoints.close()
             self._journal.close()
             self._ledger.close()
-            await cancel(ticking)
+            await cancel(ticking, watching)
 
     async def _begin(self) -> None:
         """From where the ranks stand, the last step, a checkpoint or the base model; the RolloutWorkers begin once they

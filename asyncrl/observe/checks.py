@@ -9,7 +9,7 @@ from asyncrl.config.experiment import ExperimentConfig
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     if (config.samples.replay or config.samples.only) and importlib.util.find_spec("pyarrow") is None:
         yield "samples: pyarrow is not installed, which reads and writes kept samples; install the `data` extra"
     if config.samples.every and importlib.util.find_spec("pyarrow") is None:

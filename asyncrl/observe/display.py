@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live panel on a terminal, one line per train step elsewhere.
+"""Display of a running run: one live panel on a terminal, one line per train step elsewhere.
 
 Displays are fed rows of `metrics.jsonl` by the launcher; they know nothing of processes.
 """
@@ -32,7 +32,7 @@ _RECENT = 10
 
 
 class Display(Protocol):
-    """What the launcher feeds."""
+    """Progress display that the launcher updates."""
 
     def note(self, text: str) -> None:
         """Take a remark."""
@@ -91,8 +91,8 @@ def evaluations(row: Row) -> dict[str, dict[str, float]]:
 
 
 def main_figures(row: Row) -> dict[str, float]:
-    """Of each evaluated set of a row what it is judged by: `<set> accuracy` where there is a verdict, else
-    `<set> reward`.
+    """Return the main figure of each evaluated set of a row: `<set> accuracy` if there is a verdict, else `<set>
+    reward`.
     """
     return {
         f"{name} {label}": figures[figure]

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: `metrics.jsonl` always, TensorBoard and Weights & Biases by setting.
+"""Sinks of a run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases by setting.
 
 `metrics.jsonl` has one JSON object per train step (and one of step 0, where the initial model is evaluated), appended
 and flushed as it is made, so that a display can follow the file. A launch first cuts the rows from its own first step

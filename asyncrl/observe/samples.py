@@ -24,7 +24,7 @@ Scores: TypeAlias = Mapping[str, NDArray[np.float32]]
 """By the name of a column of tokens, values `[T]` of all samples of a trajectory, end to end."""
 
 TOKEN_SCORES = ("prox_logprobs", "ref_logprobs", "advantages")
-"""What training adds to a sample's tokens; null where it did not."""
+"""Columns that training adds to a sample's tokens; null if it did not."""
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +134,8 @@ def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) ->
 
 
 def trajectories(rows: Iterable[Row]) -> Iterator[tuple[int, Trajectory]]:
-    """What `rows_of` made rows of: each trajectory with the step that trained it. A rollout's rows lie together.
+    """Yield the trajectories of these rows, each with the step that trained it; the inverse of `rows_of`. Rows of a
+    rollout are adjacent.
 
     Raises:
         ValueError: a row makes no sample.

@@ -11,7 +11,7 @@ from asyncrl.config.setting import setting
 
 
 class DisplayMode(StrEnum):
-    """How a run shows its progress."""
+    """Display of a run's progress."""
 
     auto = "auto"
     """`live` on a terminal, else `plain`."""
@@ -25,7 +25,7 @@ class DisplayMode(StrEnum):
 
 @dataclass
 class LoggingConfig:
-    """Where numbers go besides metrics.jsonl."""
+    """Destinations of metrics besides metrics.jsonl."""
 
     tensorboard: bool = setting(True, "write TensorBoard event files under the trial's folder")
     wandb_project: str = setting("", "Weights & Biases project; empty: off (needs the `tracking` extra)")

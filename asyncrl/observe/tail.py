@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import xxhash
 
 
 class JsonlTail:
-    """Reads whole lines appended to `file` since the last `read`; the file may not exist yet, or be cut shorter."""
+    """Reads whole lines appended to `file` since the last `read`; the file may not exist yet, or be cut shorter.
+
+    What is left after a cut is not read again: a process that continues an earlier one cuts off what it writes anew.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._offset = 0
+        self._last = b""
+        self._sums: list[int] = []
 
     def read(self) -> list[dict[str, Any]]:
         """The rows that are new.
@@ -23,13 +30,28 @@ class JsonlTail:
         if not self._file.exists():
             return []
         with self._file.open("rb") as stream:
-            if stream.seek(0, 2) < self._offset:
-                self._offset = 0
+            stream.seek(self._offset - len(self._last))
+            if stream.read(len(self._last)) != self._last:
+                self._go_back(stream)
             stream.seek(self._offset)
-            data = stream.read()
-        whole, newline, _ = data.rpartition(b"\n")
+            whole, newline, _ = stream.read().rpartition(b"\n")
+        lines = (whole + newline).splitlines(keepends=True)
         self._offset += len(whole) + len(newline)
+        self._last = lines[-1] if lines else self._last
+        self._sums += map(xxhash.xxh3_64_intdigest, lines)
         try:
-            return [json.loads(line) for line in whole.splitlines()]
+            return [json.loads(line) for line in lines]
         except RecursionError as error:
             raise ValueError(f"{self._file}: {error}") from error
+
+    def _go_back(self, stream: IO[bytes]) -> None:
+        """Find the lines at the beginning that were read before."""
+        stream.seek(0)
+        left = 0
+        self._offset, self._last = 0, b""
+        for line, known in zip(stream, self._sums, strict=False):
+            if xxhash.xxh3_64_intdigest(line) != known:
+                break
+            left += 1
+            self._offset, self._last = self._offset + len(line), line
+        del self._sums[left:]

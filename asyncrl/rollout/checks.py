@@ -21,7 +21,7 @@ from asyncrl.rollout.settings import EvalConfig
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
-    """What these settings do that their reader may not expect, each as `setting=value: what follows`."""
+    """Yield a message for each setting with a consequence that may surprise: `setting=value: what follows`."""
     data = config.dataset
     trained = {_place(path) for path in ([source.path for source in data.sources] or [data.path])}
     for each in evaluation_sets(config):
@@ -38,7 +38,7 @@ def _place(path: str) -> Path:
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     sampling = config.rollout.sampling
     if sampling.temperature == 0:
         yield (
@@ -70,7 +70,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _evaluation(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with the evaluation sets, but for where the rows of the one of `eval.path=null` come from."""
+    """Yield what is wrong with the evaluation sets, except for the source of the rows of `eval.path=null`."""
     evaluation, default = config.eval, EvalConfig()
     if evaluation.sets:
         for name in ("name", "path", "args", "fields"):

@@ -88,7 +88,7 @@ class Work:
         return sum(len(draft.token_ids) for draft in self.drafts)
 
     def wanted(self, draft: Draft) -> int:
-        """How many tokens the next round asks for, for `draft`."""
+        """Return the number of tokens that the next round requests for `draft`."""
         return min(self.request.sampling.max_new_tokens - len(draft.token_ids), self.most)
 
     def ask_for_less(self) -> None:

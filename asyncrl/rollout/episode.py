@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.algorithms.group_view import GroupView, Verdict
+from asyncrl.algorithms.group_view import GroupView, Verdict, rewards_of_turns
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -72,7 +72,7 @@ class _EpisodePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """What is done about episodes that fail.
+    """Retries of episodes that fail.
 
     Attributes:
         number: how often an episode is played in all, before it is given up.
@@ -101,7 +101,7 @@ class Group:
     lost: Counter[str] = field(default_factory=Counter)
     """Episodes that were given up, by what failed and how."""
     last_failure: Exception | None = None
-    """Of the last episode that was given up."""
+    """Error of the last episode that was lost."""
     _ends_at: float | None = None
     _failures: Counter[int] = field(default_factory=Counter)
 
@@ -139,7 +139,7 @@ class Group:
         return None if self._ends_at is None else self._ends_at - time.monotonic()
 
     def metrics(self) -> dict[str, float]:
-        """What the episodes' clients counted, summed; and the episodes that were lost."""
+        """Return the sums of what the episodes' clients counted, and the number of lost episodes."""
         total: Counter[str] = Counter()
         for client in self.clients:
             total.update(client.metrics)
@@ -221,12 +221,15 @@ def metrics_of(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
-    """What filters and shaping see of a group, its episodes, and for each sample the position of its episode there."""
+    """Build the view of a group for filters and shaping: its episodes, and for each sample the position of its
+    episode.
+    """
     view, position = GroupView.of_samples(
         [sample.total_reward for sample in samples],
         [sample.generated_length for sample in samples],
         [sample.truncated for sample in samples],
         [sample.episode for sample in samples],
+        [rewards_of_turns(sample.reward, sample.token_rewards, sample.loss_mask) for sample in samples],
     )
     return view, position.tolist()
 

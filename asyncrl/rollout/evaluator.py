@@ -24,7 +24,7 @@ from asyncrl.rollout.user_code import Plugins
 _log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""How often an episode is tried in all, as in training."""
+"""Attempts per episode, as in training."""
 
 
 _OF_THE_RUN = "rollout/"
@@ -67,7 +67,7 @@ class Evaluator:
         self._running: asyncio.Task[EvaluationResult] | None = None
 
     async def evaluate(self, name: str, version: int) -> EvaluationResult:
-        """What became of this worker's share of the set `name` under policy `version` or newer.
+        """Evaluate this worker's share of the set `name` under policy `version` or newer.
 
         An evaluation that is still under way is given up: nobody waits for it any more.
 

@@ -76,7 +76,7 @@ from asyncrl.rollout.drafts import Draft, Work
 from asyncrl.runtime.stopping import CLOSE_LIMIT_S
 
 SCHEDULE_HOLD_S = 5.0
-"""How long one call waits at the manager for a server before it is made again."""
+"""Longest time, in s, that one call waits at the manager for a server before it is repeated."""
 LOSS_HOLD_S = 5.0
 STOP_CHUNK = 64
 """Tokens of a round where only the client looks for stop strings: so much is generated in vain at most."""
@@ -87,7 +87,7 @@ two thirds of the time (SGLang on a CPU, a model of 4 layers of width 256)."""
 _BACKOFF = Backoff(0.1, 5.0)
 _ABORT_LIMIT_S = 2.0
 _ABORTS = 4
-"""How often a round that takes too long is aborted: a server that is just paused may forget an abort."""
+"""Aborts of a round that takes too long: a server that was just paused may forget an abort."""
 
 _log = logging.getLogger(__name__)
 
@@ -286,7 +286,9 @@ class RolloutClient:
             draft.extend(part, request.sampling.max_new_tokens, request.sampling.stop, self._decode)
 
     def _fork(self, items: Sequence[GenerateItem], rid: str) -> GenerateItem | None:
-        """What `items` have in common, to be sent before them under `rid`; None where that does not pay."""
+        """Build a one-token request for the longest common prefix of `items`, so that the server caches it first; None
+        if that saves fewer than `FORK_SAVES` tokens or the servers keep no prefix cache.
+        """
         if not self._servers_cache or len(items) < 2:
             return None
         prefixes = [list(item.input_ids) for item in items]
@@ -305,7 +307,7 @@ class RolloutClient:
         routing: RoutingWanted | None,
         fork: GenerateItem | None,
     ) -> list[Completion]:
-        """What the server generates for `items`, once it has `fork` in its cache, within the time limit for both."""
+        """Generate answers to `items`, after the server has `fork` in its cache, within the time limit for both."""
         left_s = self._timeout_s
         if fork is not None:  # aborted or not, what it was for is to be sent
             now = asyncio.get_running_loop().time
@@ -317,8 +319,8 @@ class RolloutClient:
     async def _call(
         self, server: GenerationServerClient, rids: list[str], answers: Coroutine[Any, Any, list[Completion]]
     ) -> list[Completion]:
-        """What `answers` brings; it ends early where the manager says the server is lost. Its `rids` are aborted if
-        nobody waits, or it takes long.
+        """Await `answers`, and stop early if the manager reports that the server left service. The requests `rids` are
+        aborted on the server if they take long, time out or are cancelled.
         """
         call = asyncio.create_task(answers)
         calls = self._calls_to.setdefault(server.url, set())
@@ -379,7 +381,7 @@ class RolloutClient:
 
 
 def _may_pass(error: HttpError) -> bool:
-    """Whether the same request may succeed another time."""
+    """True if the same request may succeed later."""
     if isinstance(error, HttpRefused):
         return error.status >= 500
     return isinstance(error, HttpUnreachable | HttpTimeout | ServerLost)

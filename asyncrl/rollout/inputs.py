@@ -1,4 +1,4 @@
-"""What RolloutWorkers read from files, where some run on hosts that share no folder with the launcher's.
+"""Input files of RolloutWorkers, if some run on hosts that share no folder with the launcher's.
 
 The launcher copies it into one folder, as it is when the run begins. Staging servers bring that to every host, checked
 byte by byte as the model is, and all RolloutWorkers of the run read it there, those on the launcher's host too:
@@ -53,7 +53,7 @@ class SameFile(msgspec.Struct, frozen=True):
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """What the folder holds, and what is to be compared.
+    """Content of the folder, and values to compare.
 
     Attributes:
         brought: by setting, where in the folder is what it names.
@@ -69,7 +69,7 @@ class Inputs(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, folder: Path) -> Inputs:
-        """What `bring_inputs` wrote into `folder`."""
+        """Read what `bring_inputs` wrote into `folder`."""
         inputs = msgspec.json.decode((folder / _INDEX).read_bytes(), type=cls)
         return msgspec.structs.replace(inputs, folder=str(folder))
 

@@ -44,12 +44,12 @@ class NamedInput:
 
     @property
     def may_hold_more(self) -> bool:
-        """Whether the module may be one for other processes, so that a RolloutWorker loads it only where it has to."""
+        """True if the module may be for other processes, so that a RolloutWorker loads it only if it must."""
         return self.setting.startswith(_REGISTERED_IN)
 
 
 def named_inputs(config: ExperimentConfig, *, training: bool = True) -> Iterator[NamedInput]:
-    """What `config` names; without `training` what an evaluation reads."""
+    """Yield the inputs that `config` names; without `training` those of an evaluation."""
     yield from _data(config, training)
     if config.dataset.chat_template not in (AUTO, OFF):
         template = config.dataset.chat_template
@@ -126,7 +126,7 @@ def _data(config: ExperimentConfig, training: bool) -> Iterator[NamedInput]:
 
 
 def _reads_files(config: ExperimentConfig, owner: Any) -> bool:
-    """Whether the dataset is read by asyncrl; a class's `args` are its own."""
+    """True if asyncrl reads the dataset's files; the `args` of a class are its own."""
     return is_data_path(owner.path or config.dataset.path)
 
 
@@ -195,7 +195,7 @@ def _texts(name: str, values: Any) -> Iterator[NamedInput]:
 
 
 def _is_import_path(value: str) -> bool:
-    """Whether a text in `args` names what a file here defines, or a module that does not come with Python."""
+    """True if a text in `args` names an object of a local file, or of a module that does not come with Python."""
     module, _, name = value.rpartition(":")
     if not name.isidentifier() or module.partition(".")[0] in sys.stdlib_module_names:
         return False
@@ -211,7 +211,7 @@ def _is_import_path(value: str) -> bool:
 
 
 def is_file(value: str) -> bool:
-    """Whether a text is the path of a file on this host."""
+    """True if a text is the path of a file on this host."""
     try:
         return Path(value).expanduser().is_file()
     except (OSError, ValueError, RuntimeError):  # a long text is no name of a file, nor is ~ of no user

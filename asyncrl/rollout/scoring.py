@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Sees(StrEnum):
-    """What a reward is given, by the name of its first parameter; any other name is an answer's row."""
+    """Argument of a reward, by the name of its first parameter; any other name means an answer's row."""
 
     answer = auto()
     episode = auto()
@@ -119,7 +119,7 @@ def _sees(function: Callable[..., Any]) -> Sees:
 
 
 Added: TypeAlias = "tuple[float, dict[str, float]]"
-"""What rewards add to a sample, and what each of them gave, by name."""
+"""Sum that rewards add to a sample, and the value of each by name."""
 
 
 def _added(parts: Sequence[RewardPart], values: Sequence[float]) -> Added:
@@ -142,7 +142,7 @@ class Rewards:
 
     @property
     def after_the_rollout(self) -> bool:
-        """Whether there are rewards of whole episodes or groups."""
+        """True if there are rewards of whole episodes or groups."""
         return bool(self._of_episodes or self._of_groups)
 
     async def answer(self, data: Mapping[str, Any], completion: str) -> float:
@@ -167,7 +167,7 @@ class Rewards:
         return total
 
     async def episode(self, episode: Episode) -> Added:
-        """What the rewards of episodes add to a sample.
+        """Return what the rewards of episodes add to a sample.
 
         Raises:
             UserCodeError: as for `answer`.
@@ -247,7 +247,7 @@ def _stand_in(part: RewardPart, error: UserCodeError) -> float:
 
 
 class AnswerReward:
-    """What an environment gets as its reward: awaited where there is an event loop, a number in a plain function."""
+    """Reward as an environment calls it: awaited if there is an event loop, a number in a plain function."""
 
     def __init__(self, rewards: Rewards) -> None:
         self._rewards = rewards

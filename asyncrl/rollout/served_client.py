@@ -35,7 +35,7 @@ class ServedEpisodeClient(EpisodeClient):
         self._is_over = False
 
     async def endpoint(self) -> Session:
-        """Where the policy is to be asked in this episode, by whatever speaks OpenAI's or Anthropic's API.
+        """Return the policy's address in this episode for clients of OpenAI's or Anthropic's API.
 
         All that is asked there is recorded as if `chat` were called. It is closed when the episode is over.
 

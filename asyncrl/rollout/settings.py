@@ -15,7 +15,7 @@ from asyncrl.plugins.chat.settings import ChatConfig
 
 @dataclass
 class SamplingConfig:
-    """How answers are sampled during training."""
+    """Sampling of answers during training."""
 
     max_new_tokens: int = setting(112, "longest answer", unit="tokens", minimum=1)
     temperature: float = setting(1.0, "0 is greedy and gives groups without variance", minimum=0.0)
@@ -105,7 +105,7 @@ class RolloutConfig:
 
 @dataclass
 class EvalSamplingConfig:
-    """How answers of an evaluation are sampled; what is null is, for a set, as in `eval.sampling`."""
+    """Sampling of answers in an evaluation; in a set, null means: as in `eval.sampling`."""
 
     temperature: Optional[float] = setting(None, "0 is greedy, for n_samples=1; null: 0", minimum=0.0)
     top_p: Optional[float] = setting(None, "nucleus mass kept; null: as rollout.sampling", minimum=1e-6, maximum=1.0)

@@ -91,7 +91,7 @@ class RunTools:
 
 
 def check_format(config: ExperimentConfig, template_source: str | None) -> None:
-    """Whether the model can be told of the run's tools, and its calls be read.
+    """Check that the chat format can offer the run's tools and parse their calls.
 
     Args:
         template_source: the chat template; None where there is none.
@@ -128,7 +128,7 @@ class ProcessTool:
         self._function = load_plugin(path)
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """What the function returns, as plain data."""
+        """Call the function and return its result as plain data."""
         value = self._function(**arguments)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))

@@ -88,7 +88,7 @@ class Plugins:
         self._env_in_process = _env_place(config.env, found) == RunIn.process
         check_format(config, self._format.chat.source_with_tools if self._format.chat else None)
         self.tools = RunTools(config.tools, config.mcp, self.offloader)
-        """What agents may call; to be entered in the worker's event loop, after the offloader."""
+        """Tools of agents; entered in the worker's event loop, after the offloader."""
         agent = _agent(config.agent, self._format, self.tools.toolbox)
         self._at_once, self._env_places = _plays_at_once(agent), Places(config.env.processes)
         if self._env_in_process and self._at_once and config.env.processes < config.group_size:
@@ -112,7 +112,7 @@ class Plugins:
             raise ConfigError(f"agent.path={self._config.agent.path!r}: {error}") from error
 
     def _agent_process(self) -> AgentProcess | None:
-        """How the agent is made in a process; None where it does not run in one.
+        """Return how the agent is made in a process; None if it does not run in one.
 
         Raises:
             TypeError: it cannot run where it is to.
@@ -193,7 +193,7 @@ class Plugins:
 
     @functools.cached_property
     def _first_prompts(self) -> PromptFormat:
-        """How a row is rendered for its agent's first call."""
+        """Return the format in which a row is rendered for its agent's first call."""
         offered = self.tools.toolbox.schemas if offers_tools(self._config) else ()
         return replace(self._format, tools=offered)
 
@@ -204,7 +204,7 @@ class Plugins:
 
 
 def offers_tools(config: ExperimentConfig) -> bool:
-    """Whether the agent takes the tools of the settings, and there are any: it tells the model of them at once.
+    """True if there are tools in the settings and the agent offers them to the model from its first call on.
 
     Raises:
         ConfigError: `agent.path` names nothing that can be called.
@@ -215,7 +215,7 @@ def offers_tools(config: ExperimentConfig) -> bool:
 
 
 def offered_tools(config: ExperimentConfig) -> tuple[ToolSchema, ...]:
-    """What the agent's first call tells the model of the settings' `tools`; those of MCP servers are not asked for.
+    """Return the schemas of the settings' `tools` in the agent's first call; MCP servers are not asked for theirs.
 
     Raises:
         ConfigError: as of `RunTools`.
@@ -226,7 +226,7 @@ def offered_tools(config: ExperimentConfig) -> tuple[ToolSchema, ...]:
 
 
 def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
-    """How rows become token ids, by the tokenizer in `model.path` and the settings of `dataset`; without tools.
+    """Build the prompt format from the tokenizer in `model.path` and the settings of `dataset`; without tools.
 
     Raises:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
@@ -236,7 +236,7 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
 
 
 def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFormat | None:
-    """How conversations in messages become token ids; None where there is no chat template."""
+    """Build the format of conversations in messages; None if there is no chat template."""
     if prompts.chat is None:
         return None
     name = config.rollout.chat.parser
@@ -246,7 +246,7 @@ def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFor
 
 
 def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> ChatPolicy:
-    """How episodes converse; `model_config` is the content of the model's `config.json`."""
+    """Build the rules of conversations; `model_config` is the content of the model's `config.json`."""
     chat, generation = config.rollout.chat, config.generation
     context, setting = context_length(config, model_config), "generation.context_length"
     if generation.backend == GenerationBackend.embedded and generation.max_total_tokens < context:
@@ -319,7 +319,7 @@ def environment_of(config: PluginConfig) -> PluginConfig:
 
 
 def _env_place(config: EnvConfig, found: Any) -> RunIn:
-    """Where the environment runs: as the setting says, or as its class or function is marked.
+    """Return where the environment runs: as the setting says, or as its class or function is marked.
 
     Raises:
         ConfigError: it cannot run there.
@@ -333,7 +333,7 @@ def _env_place(config: EnvConfig, found: Any) -> RunIn:
 
 
 def _plays_at_once(agent: Agent) -> bool:
-    """Whether an agent of the user's has a whole group in hand."""
+    """True if a user's agent handles a whole group at once."""
     form = type(agent).form()
     return form in ("roll_out", "run_group") and not is_built_in(getattr(type(agent), form))
 

@@ -19,7 +19,7 @@ from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     system = config.system
     if system.name_resolve == NameBackend.etcd3:
         yield from etcd_access(system).faults()
@@ -48,7 +48,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _own_disks(config: ExperimentConfig) -> Iterator[str]:
-    """What goes through a folder that all hosts see, and has no other way where there is none."""
+    """Yield each setting that needs a folder that all hosts see, if there is none."""
     system, generation, off = config.system, config.generation, "system.shared=false"
     if not system.hosts:
         yield f"{off}: system.hosts is empty, so that everything is on one host; leave system.shared out"
@@ -93,12 +93,12 @@ _NEEDS_FOLDER = {
 
 
 def _finds_address(host: HostConfig, launcher: str) -> bool:
-    """Whether the host's address is known on the host only."""
+    """Return True if the host's address is known on the host only."""
     return launcher == KUBERNETES or (launcher == RAY and bool(host.name))
 
 
 def _ray(system: SystemConfig) -> Iterator[str]:
-    """What is missing for `system.launcher=ray`."""
+    """Yield what is missing for `system.launcher=ray`."""
     if importlib.util.find_spec("ray") is None:
         yield "system.launcher='ray': Ray is not installed; pip install 'asyncrl[ray]', in the cluster's version"
     try:
@@ -108,7 +108,7 @@ def _ray(system: SystemConfig) -> Iterator[str]:
 
 
 def _kubernetes(config: ExperimentConfig) -> Iterator[str]:
-    """What is missing for `system.launcher=kubernetes`."""
+    """Yield what is missing for `system.launcher=kubernetes`."""
     settings = config.system.kubernetes
     if not settings.image:
         yield "system.kubernetes.image='': the pods need one; give an image with python, asyncrl and kubectl"
@@ -139,7 +139,7 @@ def check_place(config: ExperimentConfig) -> None:
 
 
 def _hosts(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with `system.hosts`."""
+    """Yield what is wrong with `system.hosts`."""
     system = config.system
     if system.shared and (given := [host.fileroot for host in system.hosts if host.fileroot]):
         yield f"system.hosts: fileroot={given[0]!r} is for hosts with disks of their own; set system.shared=false"

@@ -37,16 +37,16 @@ from asyncrl.runtime.run_dir import LOCK_FILE, run_dir_of
 from asyncrl.runtime.worker import open_resolver
 
 LEASE_S = 60.0
-"""Of the claim in name resolution: a launcher may be paused for so long without losing it."""
+"""Lease of the claim in name resolution, in s: a launcher may be paused that long without losing it."""
 SAVE_LIMIT_S = 120.0
-"""So long the leading process may take to finish its step, save and end, once it was asked to stop."""
+"""Longest time, in s, for the leading process to finish its step, save and end after it was asked to."""
 SAVING_LIMIT_S = SAVE_LIMIT_S + GONE_LIMIT_S + 5.0
-"""So long a launch that was killed may keep its lock."""
+"""Longest time, in s, that a launch that was killed may keep its lock."""
 _ATTEMPTS = 3
 
 
 class TrialClaim:
-    """What a launcher holds of its trial; made by `take`."""
+    """A launcher's claim on its trial; made by `take`."""
 
     def __init__(self, holder: names.TrialHolder, lock: int, former: names.TrialHolder | None) -> None:
         self.holder = holder
@@ -112,7 +112,7 @@ class TrialClaim:
         )
 
     def _holder_of_names(self, resolver: NameResolver) -> names.TrialHolder | None:
-        """Who has the names; the claim of one that is known to be dead is removed."""
+        """Return the launch that owns the names. The claim of a launch that is known to be dead is removed."""
         try:
             value = resolver.get(names.TRIAL_KEY)
             holder = names.TrialHolder.decode(value)
@@ -156,7 +156,7 @@ class TrialClaim:
 
 
 def _locked(lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
-    """Whether this process has the lock now. Of a launch on this machine that was killed it is waited for."""
+    """Try to take the lock; return True if this process has it. A killed launch on this machine is waited for."""
     if take_lock(lock):
         return True
     holder = read_holder(run_dir)
@@ -167,7 +167,7 @@ def _locked(lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
 
 
 def shares_names(config: ExperimentConfig) -> bool:
-    """Whether the trial's names lie where launches in other folders find them too."""
+    """True if launches in other folders find the trial's names too."""
     return config.system.name_resolve == NameBackend.etcd3 or bool(config.system.name_resolve_root)
 
 
@@ -211,12 +211,12 @@ def _machine() -> str:
 
 
 def is_here(holder: names.TrialHolder) -> bool:
-    """Whether this process sees the holder's, or would if it lived."""
+    """True if the holder runs, or ran, where this process can see it."""
     return bool(holder.machine) and holder.machine == _machine()
 
 
 def _is_dead(holder: names.TrialHolder) -> bool:
-    """Whether the holder is known to have ended."""
+    """True if the holder is known to have ended."""
     if not is_here(holder):
         return False
     identity = identity_of(holder.pid)

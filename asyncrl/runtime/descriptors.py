@@ -1,4 +1,4 @@
-"""How many files a process may have open at once."""
+"""Limits on open files of a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import resource
 
 OTHERS = 128
-"""Of a process that has many connections, beside them: logs, journals, name resolution, servers of HTTP."""
+"""Descriptors of a process beside its connections: logs, journals, name resolution, HTTP servers."""
 
 
 def allow_all_files() -> None:

@@ -15,27 +15,27 @@ GAVE_UP = 1
 
 
 def trains(worker: WorkerHandle) -> bool:
-    """Whether it is of the trainer's side."""
+    """True if the worker belongs to the trainer's side."""
     return KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
 
 
 def gave_up(worker: WorkerHandle) -> bool:
-    """Whether it said that it cannot go on."""
+    """True if the worker reported that it cannot continue."""
     return worker.exit_code == GAVE_UP
 
 
 def may_follow_another(worker: WorkerHandle | None) -> bool:
-    """Whether it ended because another one of its side died, as far as one can tell."""
+    """True if the worker probably ended because another one of its side died."""
     return worker is not None and trains(worker) and gave_up(worker)
 
 
 def leads(worker: WorkerHandle) -> bool:
-    """Whether its end is that of the run."""
+    """True if the end of the worker is the end of the run."""
     return KINDS[worker.plan.kind].leads
 
 
 def how(ended: WorkerHandle) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     code = ended.exit_code
     if code is not None and code < 0:
         return f"was killed by signal {_signal_name(-code)}"

@@ -1,4 +1,4 @@
-"""What this machine has, asked without torch: GPUs, memory and network interfaces."""
+"""Hardware of this machine, read without torch: GPUs, memory and network interfaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NVIDIA_SMI_LIMIT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What nvidia-smi says of a GPU.
+    """A GPU as nvidia-smi reports it.
 
     Attributes:
         name: its model, for example `NVIDIA H100 80GB HBM3`.

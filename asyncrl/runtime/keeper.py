@@ -57,9 +57,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 CLEANERS_GRACE_S = 8.0
-"""So long those may take that free what the others leave behind; SGLang's supervisor has the most to do."""
+"""Longest time, in s, for processes that free what others leave behind; SGLang's supervisor has the most to do."""
 GONE_LIMIT_S = 12.0
-"""So long all may take; what the kernel has not ended by then waits for a device."""
+"""Longest time, in s, for all processes; one that the kernel has not ended by then waits for a device."""
 _POLL_S = 0.02
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -73,7 +73,7 @@ _LONGEST_ORDER = 1 << 20
 
 
 class Order(NamedTuple):
-    """What to run on another host, in `folder`; `environment` comes on top of that of the login there.
+    """A command to run on another host, in `folder`. `environment` is added to that of the login there.
 
     `files`, by name with their content, are put into the folder first, which is made where there is none.
     """
@@ -268,7 +268,9 @@ def end_descendants() -> None:
 
 
 def descendants(pid: int, *, spare_cleaners: bool = False) -> list[Identity]:
-    """What runs below process `pid`; with `spare_cleaners` without those that clean up, and what they are to end."""
+    """Return the processes below `pid`; with `spare_cleaners` without those that clean up, and without those that they
+    end.
+    """
     children = defaultdict(list)
     for number in _ids():
         state = _stat(number)
@@ -319,7 +321,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _cleans_up(pid: int) -> bool:
-    """Whether the process frees what others leave behind, and then ends by itself."""
+    """True if the process frees what others leave behind and then ends by itself."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         name = Path(f"/proc/{pid}/comm").read_bytes()

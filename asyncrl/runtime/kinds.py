@@ -29,17 +29,19 @@ from asyncrl.runtime.worker_plan import Resources
 from asyncrl.trainer.placement import placement
 
 SHARED_CPU_NICENESS = 10
-"""Of everything else where training runs on the CPU. What competes with it for cores works ahead already, up to η; a
-trainer that waits leaves the cores to the others anyway."""
+"""Niceness of everything but the trainer if training runs on the CPU. The other processes work ahead anyway, up to η,
+and a trainer that waits leaves them the cores.
+"""
 GPU_ALLOCATOR = "expandable_segments:True,pinned_max_round_threshold_mb:64"
-"""Of torch in processes that compute on a GPU. Segments that grow fit micro-batches of ever other sizes without holes,
-and leave more to another process on the same GPU. Pinned host memory above 64 MiB is not rounded up to a power of two,
-which would take up to twice what off-loading needs. SGLang chooses its own: its kernels that share memory between GPUs
-do not take such segments."""
+"""Settings of torch's allocator in processes that compute on a GPU. Segments that grow fit micro-batches of changing
+sizes without holes, and leave more to another process on the same GPU. Pinned host memory above 64 MiB is not rounded
+up to a power of two, which would take up to twice what off-loading needs. SGLang chooses its own: its kernels that
+share memory between GPUs do not accept such segments.
+"""
 
 
 class Run(StrEnum):
-    """What a launch is for."""
+    """Purpose of a launch."""
 
     train = auto()
     evaluate = auto()
@@ -50,7 +52,7 @@ _TRAIN, _EVALUATE = frozenset({Run.train}), frozenset({Run.evaluate})
 
 
 class Restart(StrEnum):
-    """What it takes to go on after a process died."""
+    """What must restart after a process died."""
 
     nothing = auto()
     """The run ends; the same command goes on from its newest checkpoint."""
@@ -66,7 +68,7 @@ class Restart(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the processes of one host share.
+    """Resources that the processes of one host share.
 
     Attributes:
         gpus: of the host, by CUDA's names for them.

@@ -14,10 +14,9 @@ So nobody outside the trainer's side has ever heard of a version or a trained ro
 and no token of a version that is forgotten can be taken for one of its namesake. Where the folder has not even the
 announced version (it was full, or switched off), the trainer's side cannot be restarted alone: `can_go_on`.
 
-Where ranks run on other hosts than the launcher, each of their hosts has a folder of its own, with its ranks' part of
-the state and with copies of another host's (`asyncrl.trainer.kept_copies`). Their inboxes lie in the run's folder,
-which all hosts see, so that they outlive every host: they are small beside a state, and a rank that acknowledges a
-trajectory has no neighbour to wait for. The master then finds out by the ranks whether one can go on.
+Where ranks run on other hosts than the launcher, each of their hosts has a folder of its own, with all that its ranks
+hold (`asyncrl.trainer.host_folders`). Their inboxes lie in the run's folder, which all hosts see. The master then finds
+out by the ranks whether one can go on: not after the loss of such a host.
 
     <run folder>/last_step         says which folders in memory are of this launch; without it nobody goes on
     <run folder>/inboxes/<head>/

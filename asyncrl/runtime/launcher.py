@@ -51,6 +51,7 @@ from asyncrl.runtime.resume import CheckFolder
 from asyncrl.runtime.run_dir import (
     LOGS_DIR,
     METRICS_FILE,
+    REMARKS_FILE,
     run_dir_of,
 )
 from asyncrl.runtime.trial import Trial
@@ -60,15 +61,15 @@ from asyncrl.runtime.worker_plan import WorkerPlan
 FAILED_SAVE_LIMIT_S = 6.0
 """After a failure, so long the MasterWorker may take to save; with the stop below it ends within 15 s."""
 STOP_LIMIT_S = 3.0
-"""So long a process may take to end after it was asked to; then it is killed."""
+"""Longest time, in s, for a process to end after it was asked to; then it is killed."""
 REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
 CAUSE_LIMIT_S = 2.0
-"""So long after one of the trainer's side gave up, the launcher may hear of the death that made it."""
+"""Longest time, in s, between a trainer process that gives up and the report of the death that caused it."""
 CHECKPOINT_LIMIT_S = SAVE_LIMIT_S
 """After Ctrl-C, so long the MasterWorker may take for its checkpoint."""
 READY_LIMIT_S = 600.0
-"""So long it is looked whether what was started again is ready; a big model takes its time."""
+"""Longest time, in s, that a restarted process is watched until it is ready; a large model takes time to load."""
 
 
 class Launcher:
@@ -100,6 +101,7 @@ class Launcher:
         self._trial = Trial(config, display.note, detached=detached, check_checkpoint=check_checkpoint)
         self._claim_lost = False
         self._tail = JsonlTail(self.run_dir / METRICS_FILE)
+        self._remarks = JsonlTail(self.run_dir / REMARKS_FILE)
 
     def prepare(self) -> None:
         """Make the trial's folder ready for this launch.
@@ -112,6 +114,8 @@ class Launcher:
             self._display.note(warning)
         allow_all_files()
         self._trial.prepare()
+        if self._run_of is Run.train:
+            self._tail.read()  # of earlier launches, which have shown it
 
     def release(self) -> None:
         """Give the trial back; nothing where it is not held."""
@@ -171,7 +175,9 @@ class Launcher:
         return None
 
     def _ended_as_asked(self, leader: WorkerHandle) -> bool:
-        """Whether it is an orderly end: by itself, or by the request to stop, which kills one that has just begun."""
+        """True if the leading process ended normally: with exit code 0, or by a stop request that came before it was
+        ready.
+        """
         if self._interrupts and leader.exit_code in (-signal.SIGTERM, EXIT_TOGETHER):
             self._display.note(
                 f"{leader.plan.name} had just begun, so no checkpoint was written; the same command goes on from the "
@@ -248,7 +254,9 @@ class Launcher:
                 return min(final, key=lambda end: (end[1] is AfterDeath.whole_run, end[0].exit_code == 0))
 
     async def _after_end(self, ended: WorkerHandle) -> AfterDeath:
-        """What is started again after this end; `alone` also where the run goes on without the process."""
+        """Restart what must be restarted after `ended`; return it. `alone` also if the run continues without the
+        process.
+        """
         kind, name, after = KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
         together = kind.restart is Restart.together or not self._may_go_on_alone(ended)
         replaceable = kind.restart != Restart.nothing and not self._interrupts and not await self._has_lost_claim()
@@ -281,8 +289,8 @@ class Launcher:
                 return
 
     def _may_go_on_alone(self, ended: WorkerHandle) -> bool:
-        """Whether a successor of it need not take others of its side with it. A leader's looks where they stand, which
-        they only know if steps are kept.
+        """True if a successor of the process can start without restarting others of its side. A leader's successor asks
+        them for their state, which they have only if steps are kept.
         """
         leads = KINDS[ended.plan.kind].restart is Restart.alone_or_together
         return not leads or (keeps_last_step(self.config) and ended.exit_code != EXIT_TOGETHER)
@@ -309,7 +317,7 @@ class Launcher:
         watch.add_done_callback(self._watches.discard)
 
     async def _give_up(self, plans: Sequence[WorkerPlan]) -> None:
-        """What still runs of these processes, on a host that cannot be reached, takes no part any more."""
+        """Exclude processes of these plans that may still run on an unreachable host."""
         for plan in plans:
             self._deaths[plan.name] += 1
         numbers = {(plan.kind, plan.index): self._deaths[plan.name] for plan in plans}
@@ -385,3 +393,5 @@ class Launcher:
     def _show_new_rows(self) -> None:
         for row in self._tail.read():
             self._display.row(row)
+        for line in self._remarks.read():
+            self._display.note(line["remark"])

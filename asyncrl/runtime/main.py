@@ -7,25 +7,14 @@ import faulthandler
 import logging
 import os
 import pkgutil
-import sysconfig
 from pathlib import Path
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.lasting_imports import lasting_imports
 from asyncrl.runtime.worker import WorkerSpec
+from asyncrl.runtime.worker_log import WorkerLogFilter
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
-
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-def is_wanted(record: logging.LogRecord) -> bool:
-    """True if a record belongs into the log: all of asyncrl and of the user's own files, warnings of libraries.
-
-    HTTP clients, which agents use thousands of times a minute, log a line for each request.
-    """
-    ours = record.name == "asyncrl" or record.name.startswith("asyncrl.")
-    return ours or record.levelno >= logging.WARNING or not record.pathname.startswith(_LIBRARIES)
 
 
 def main() -> int:
@@ -49,7 +38,7 @@ def main() -> int:
         datefmt="%H:%M:%S",
     )
     for handler in logging.getLogger().handlers:
-        handler.addFilter(is_wanted)
+        handler.addFilter(WorkerLogFilter())
     with lasting_imports():
         worker_class = pkgutil.resolve_name(KINDS[args.kind].path)
     return int(worker_class(WorkerSpec(args.kind, args.index, args.run_dir, args.incarnation, args.host)).start())

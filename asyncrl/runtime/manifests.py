@@ -27,7 +27,7 @@ _REPLACED = 1000
 """So often a host's pod is replaced."""
 _LAUNCHER_REPLACED = 20
 _GRACE_S = int(SAVE_LIMIT_S) + 60
-"""So long a launcher may take to end, its last checkpoint included."""
+"""Longest time, in s, for a launcher to end, its last checkpoint included."""
 
 
 def manifests(config: ExperimentConfig, plans: Sequence[WorkerPlan], command: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How many open files the processes of a run need, checked before they start.
+"""Number of open files that the processes of a run need, checked before they start.
 
 Every connection is an open file. A need that is certain is checked against the hard limit of the launcher's host; one
 that depends on how busy a process is, is an upper bound, and only warned of.
@@ -17,13 +17,15 @@ from asyncrl.runtime.descriptors import OTHERS
 from asyncrl.runtime.kinds import KINDS
 
 _PER_CHILD = 4
-"""Of the launcher for each process: its log, its pipe, its end."""
+"""Descriptors of the launcher per process: its log, its pipe, its end."""
 _PER_EPISODE = 3
-"""Of a RolloutWorker: to a generation server, and both ends of one between an agent's client and the endpoint."""
+"""Descriptors of a RolloutWorker per episode: to a generation server, and both ends of a connection between an agent's
+client and the endpoint.
+"""
 
 
 class Need(NamedTuple):
-    """How many open files a process needs.
+    """Open files that a process needs.
 
     Attributes:
         process: its kind.

@@ -1,13 +1,15 @@
-"""Which processes a config asks for, where, with what threads and GPUs. Pure, so that `--dry-run` can show them."""
+"""Processes of a config, with host, threads and GPUs. Pure, so that `--dry-run` can show them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.comm.names import MODEL_WORKER, STAGING_SERVER
+from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER, STAGING_SERVER
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import adopts
 from asyncrl.runtime.hardware import visible_gpus
 from asyncrl.runtime.kinds import KINDS, Run, Share
 from asyncrl.runtime.settings import HostConfig
@@ -59,3 +61,20 @@ def _folder_on(host: HostConfig, config: ExperimentConfig) -> str:
 
 
 _HERE = HostConfig()
+
+
+def with_types(config: ExperimentConfig, run: Run = Run.train) -> ExperimentConfig:
+    """`config` with the types that `model.dtype` and `generation.dtype` stand for where they are `auto`.
+
+    They follow from the plan, and every process of the run reads the same. The type of servers that somebody else
+    started is not known and stays `auto`.
+    """
+    plans = plan_workers(config, run=run)
+
+    def device_of(kind: str) -> str:
+        return "cuda" if any(plan.resources.gpus for plan in plans if plan.kind == kind) else "cpu"
+
+    model, generation = config.model, config.generation
+    if not adopts(generation):
+        generation = replace(generation, dtype=generation.dtype.on(device_of(GENERATION_SERVER)))
+    return replace(config, model=replace(model, dtype=model.dtype.on(device_of(MODEL_WORKER))), generation=generation)

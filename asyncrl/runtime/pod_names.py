@@ -11,7 +11,7 @@ LAUNCHER = "launcher"
 """In the names of the launcher's own host, which has none itself."""
 _LONGEST_NAME = 63
 _SUFFIX = "-0-0-abcde"
-"""What JobSet and Job append to a host's name for its pod."""
+"""Suffix that JobSet and Job append to a host's name for its pod."""
 
 
 def run_name(config: ExperimentConfig) -> str:
@@ -25,7 +25,7 @@ def job_name(config: ExperimentConfig, host: str) -> str:
 
 
 def name_faults(config: ExperimentConfig) -> Iterator[str]:
-    """What Kubernetes would refuse as a name."""
+    """Yield an error message for each name that Kubernetes would refuse."""
     for host in config.system.hosts:
         name = f"{run_name(config)}-{host.name or LAUNCHER}"
         if host.name == LAUNCHER or not re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name):

@@ -37,7 +37,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does what one of the group has to do for all."""
+        """True if this rank does what one of the group has to do for all."""
         return self.rank == 0
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ _LONGEST_ORDER = 1 << 20
 _HANDOVER_LIMIT_S = 20.0
 _CONNECT_LIMIT_S = 10.0
 _ENDS_LIMIT_S = 20.0
-"""So long the processes may take to end once the launcher is gone; their keepers' own limits are below it."""
+"""Longest time, in s, for the processes to end after the launcher; the keepers' own limits are shorter."""
 
 
 class CannotStart(Exception):
@@ -100,11 +100,11 @@ class HostActor:
             self._kept[number].told.close()
 
     async def output(self, number: int) -> bytes:
-        """What was printed since the last call, once something was; nothing once all has ended."""
+        """Wait for output and return what was printed since the last call; nothing once everything has ended."""
         return await self._kept[number].printed.read(_CHUNK)
 
     async def exit_code(self, number: int) -> int:
-        """Of a keeper that has ended; forgets it."""
+        """Return the exit code of a keeper that has ended, and forget the keeper."""
         kept = self._kept.pop(number)
         kept.told.close()
         code = await kept.status.read()
@@ -224,7 +224,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _first_line() -> bytes:
-    """Of standard input; what follows it is left there."""
+    """Read the first line of standard input and leave the rest."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
@@ -235,7 +235,9 @@ def _first_line() -> bytes:
 
 
 def _bundle(host: HostRequest, here: str) -> dict[str, float]:
-    """What Ray reserves for a host. Each node has a resource of its own name, by which it can be asked for."""
+    """Return the resources that Ray reserves for a host. Each node has a resource of its own name, so that it can be
+    requested.
+    """
     node = host.address if host.name else here
     asked = {"CPU": host.cpus, "GPU": host.gpus, f"node:{node}": 0.001 if node else 0.0}
     return {name: amount for name, amount in asked.items() if amount}

@@ -1,4 +1,4 @@
-"""What the launcher asks of its Ray driver (`asyncrl.runtime.ray_driver`), as JSON lists."""
+"""Requests of the launcher to its Ray driver (`asyncrl.runtime.ray_driver`), as JSON lists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HostRequest(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What the launcher asks of its driver; `limit_s` for the nodes to be found."""
+    """Task of the driver; nodes must be found within `limit_s`."""
 
     address: str
     hosts: list[HostRequest]
@@ -52,8 +52,8 @@ def address_of(arguments: list[str]) -> str:
 
 
 def ambiguous_gpus(hosts: list[HostRequest], there: int) -> str | None:
-    """What is wrong where the launcher's own host uses some of the GPUs that Ray has `there`; Ray reserves a number of
-    them, and tells nobody but its own actors which.
+    """Return an error message if the launcher's host uses only some of the GPUs that Ray has `there`; Ray reserves a
+    number of them and tells only its own actors which.
     """
     for host in hosts:
         if not host.name and 0 < host.gpus < there:

@@ -40,7 +40,7 @@ SILENCE_S = 120.0
 """Longer than a launcher may be paused, a virtual machine moved, or a network down."""
 _ALIVE_EVERY_S = 10.0
 _END_LIMIT_S = 20.0
-"""So long the other end may take to end what runs there, the keeper's own limits included."""
+"""Longest time, in s, for the other end to end its processes, the keeper's own limits included."""
 _PIPE_BYTES = 60 << 10
 """So much a pipe holds in any case."""
 _OF_THE_LOGIN = frozenset(
@@ -54,7 +54,7 @@ _OF_THE_LOGIN_PREFIXES = ("SLURM", "SSH_", "XDG_", "TMUX", "SRUN_", "PMI")
 
 
 def carried_environment(plan: WorkerPlan) -> dict[str, str]:
-    """What a process on another host gets of the launcher's environment: all but what belongs to the login here."""
+    """Return the launcher's environment for a process on another host, without variables of the login here."""
     own = {
         name: value
         for name, value in os.environ.items()
@@ -70,7 +70,7 @@ class RemoteBackend(LauncherBackend):
         super().__init__(run_dir)
         self.config = read_run_config(run_dir)
         self.arguments = self.config.system.launcher_args
-        """Of the command, as the user adds them."""
+        """Arguments that the user adds to the command."""
         self._local = open_backend("local", run_dir)
         self._remote: list[_RemoteWorker] = []
         self._beating: asyncio.Task[None] | None = None

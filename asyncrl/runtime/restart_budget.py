@@ -1,4 +1,4 @@
-"""How often what dies may be started again: one process alone, then the whole run, then nothing.
+"""Restart budget: a process alone, then the whole run, then nothing.
 
 What dies of something passing is worth restarting: others carry on meanwhile and it joins them again. What dies again
 and again has a cause that restarting does not mend; perhaps the state that the others hold is part of it, so the whole
@@ -33,7 +33,7 @@ class RestartBudget:
 
 
 class AfterDeath(Enum):
-    """What is started again."""
+    """What restarts after a death."""
 
     alone = auto()
     """The process that died."""

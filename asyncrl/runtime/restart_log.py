@@ -1,4 +1,4 @@
-"""What the launcher started again, why, and what it cost: `restarts.jsonl` in the run's folder, over all launches.
+"""Log of restarts with their causes and costs, over all launches: `restarts.jsonl` in the run's folder.
 
     {"time": ..., "restarted": "rollout_worker/0", "reason": "was killed by signal SIGKILL"}     it was started again
     {"time": ..., "went_on": "rollout_worker/0", "seconds": 2.1}                                 it was ready again
@@ -21,9 +21,9 @@ from asyncrl.runtime.run_dir import RESTARTS_FILE
 
 _log = logging.getLogger(__name__)
 WHOLE_RUN = "the whole run"
-"""What is counted where everything was started again."""
+"""Entry for a restart of everything."""
 TRAINER = "the trainer"
-"""What is counted where MasterWorker and ModelWorkers were started again together."""
+"""Entry for a restart of MasterWorker and ModelWorkers together."""
 
 
 def note_restart(run_dir: Path, what: str, reason: str) -> None:
@@ -37,7 +37,7 @@ def note_went_on(run_dir: Path, what: str, seconds: float) -> None:
 
 
 def restarts_in(lines: Iterable[dict[str, Any]]) -> Counter[str]:
-    """How often each was started again, by these lines."""
+    """Count the restarts in these lines by process."""
     return Counter(line["restarted"] for line in lines if "restarted" in line)
 
 
@@ -47,7 +47,7 @@ def seconds_in(lines: Iterable[dict[str, Any]]) -> float:
 
 
 def count_restarts(run_dir: Path) -> Counter[str]:
-    """How often each was started again."""
+    """Count the restarts of the run by process."""
     return restarts_in(JsonlTail(run_dir / RESTARTS_FILE).read())
 
 

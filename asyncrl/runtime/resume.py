@@ -28,10 +28,10 @@ from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE, CHECKPOINTS_DIR, CONF
 from asyncrl.runtime.summary import is_complete
 
 _OF_THE_LAUNCH = ("resume", "logging.display")
-"""How this launch goes, not what the trial is."""
+"""Settings of a launch rather than of the trial."""
 _ABSENT = object()
 ADVICE = "choose another trial_name, or start this one over with resume=restart"
-"""What else can be done where a trial cannot be continued."""
+"""Advice if a trial cannot be continued."""
 
 
 class TrialError(RuntimeError):
@@ -52,7 +52,9 @@ class Change:
 
 
 def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
-    """What differs between `config` and the settings of the last launch in `run_dir`; nothing if there was none."""
+    """Return the differences between `config` and the settings of the last launch in `run_dir`; nothing if there was
+    none.
+    """
     file = run_dir / CONFIG_FILE
     if not file.is_file():
         return []
@@ -95,7 +97,7 @@ def newest_progress(
 
 
 def check_finished(run_dir: Path, config: ExperimentConfig) -> bool:
-    """Whether the trial is complete, so that there is nothing to run.
+    """True if the trial is complete, so that there is nothing to run.
 
     Raises:
         TrialError: it is, but with other settings.
@@ -149,7 +151,7 @@ def _plain(value: Any) -> Any:
 
 
 def _same_file(one: Any, other: Any) -> bool:
-    """Whether both are paths, spelled in two ways, of one file or folder."""
+    """True if both are paths of the same file or folder."""
     if not (isinstance(one, str) and isinstance(other, str) and one and other):
         return False
     paths = [Path(path).expanduser() for path in (one, other)]

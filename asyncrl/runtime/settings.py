@@ -19,7 +19,7 @@ PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLO
 
 
 class Resume(StrEnum):
-    """What becomes of a trial that was used before."""
+    """Treatment of a trial that was used before."""
 
     auto = "auto"
     """It is continued."""
@@ -73,7 +73,7 @@ class KubernetesConfig:
 
 @dataclass
 class EtcdConfig:
-    """Who the run is to etcd, and how the connection is encrypted. Secrets are files, the same path on every host."""
+    """Login to etcd and encryption of the connection. Secrets are files, under the same path on every host."""
 
     user: str = setting("", "as whom to log in; its role needs readwrite of the prefix /asyncrl/; empty: nobody")
     password_file: str = setting("", "file with the user's password, which nobody else may read")
@@ -158,6 +158,6 @@ class SystemConfig:
 
 
 def etcd_access(system: SystemConfig) -> EtcdAccess:
-    """How etcd is reached."""
+    """Return the members, login and certificates that these settings give."""
     files = {name: str(value) for name, value in vars(system.etcd).items()}
     return EtcdAccess.at(system.name_resolve_root, **files)

@@ -17,5 +17,5 @@ def staging_hosts(config: ExperimentConfig) -> list[HostConfig]:
 
 
 def brings_inputs(config: ExperimentConfig) -> bool:
-    """Whether RolloutWorkers read from what staging servers bring: some run on hosts that share no folder."""
+    """True if RolloutWorkers read inputs that staging servers fetch, as some of their hosts share no folder."""
     return any(host.name and ROLLOUT_WORKER in host.runs for host in staging_hosts(config))

@@ -32,7 +32,7 @@ LONGEST_STARTS = 15
 MEASURE_S = 5.0
 """Work is measured over so long: the kernel counts it in hundredths of a second."""
 _BUSY_SHARE = 0.02
-"""Of one core. A process that waits uses a tenth of that: it renews leases and follows names."""
+"""Share of a core that counts as work. A process that waits uses a tenth of it: it renews leases and follows names."""
 _BYTES_PER_S = 64 << 10
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -109,7 +109,7 @@ class Effort:
 
 
 def _work(pid: int) -> dict[int, _Work]:
-    """What the process and its descendants have done so far, by process."""
+    """Return the work of the process and its descendants so far, by process."""
     try:
         pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     except psutil.NoSuchProcess:

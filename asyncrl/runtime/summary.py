@@ -25,7 +25,7 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def is_complete(run_dir: Path, total_train_steps: int) -> bool:
-    """Whether the trial has trained all its steps."""
+    """True if the trial has trained all its steps."""
     summary = read_summary(run_dir)
     return summary is not None and summary["steps"] >= total_train_steps
 

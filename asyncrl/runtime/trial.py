@@ -30,6 +30,7 @@ from asyncrl.runtime.run_dir import (
     LOCK_FILE,
     MANAGER_LOG_FILE,
     MEETING_PREFIX,
+    REMARKS_FILE,
     SECRET_FILE,
     SUMMARY_FILE,
     run_dir_of,
@@ -121,7 +122,7 @@ class Trial:
         of the ones to come. What still runs of them, on a host that was cut off, does not put it back; `again`: they
         were of this launch. Those that joined are given up with them; whoever added them starts their successors.
         """
-        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE, EXIT_FILE):
+        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE, EXIT_FILE, REMARKS_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
         try:
             self._last_step.begin()
@@ -155,7 +156,7 @@ class Trial:
         return None if self._claim is None else self._claim.lock
 
     def is_lost(self) -> bool:
-        """Whether another launch has the trial by now.
+        """True if another launch has taken the trial.
 
         Raises:
             NameResolveError: it cannot be told now.
@@ -163,7 +164,7 @@ class Trial:
         return self._claim is not None and self._claim.is_lost()
 
     def last_step_is_there(self) -> bool:
-        """Whether the trainer's side can go on from where it stood."""
+        """True if the trainer's side can continue from its last step."""
         try:
             with open_resolver(self.config, self.run_dir) as resolver:
                 announced = names.PublishedVersion.decode(resolver.get(names.model_version_key(names.ACTOR))).version

@@ -50,7 +50,7 @@ from asyncrl.runtime.stopping import LEAVE_LIMIT_S, explain_delay
 from asyncrl.runtime.waiting import await_name
 
 _LOOKS_PER_LEASE = 3
-"""How often a process that starts looks whether it has made progress: as often as it renews its lease."""
+"""Checks for progress per lease while a process starts: as often as the lease is renewed."""
 
 
 class RestartTogether(Exception):  # it asks for something; nothing went wrong here
@@ -63,8 +63,8 @@ class _Stopped(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Which worker this process is: the `index`-th of its `kind`, of the run in `run_dir`, after `incarnation` that
-    died; reached at `host`, where that is not the `system.host` of all.
+    """Identity of a worker process: the `index`-th of its `kind` in the run of `run_dir`, after `incarnation`
+    predecessors that died. `host` is its address if it is not `system.host`.
     """
 
     kind: str
@@ -95,9 +95,9 @@ class Worker(ABC):
     """Base of a process. Subclasses override `configure`, `run` and `close`; see the module's docstring."""
 
     interruptible: ClassVar[bool] = False
-    """Whether a stop ends `run` in the middle of what it does. Else `run` looks at `stop_requested` itself."""
+    """True if a stop interrupts `run` anywhere. Otherwise `run` checks `stop_requested` itself."""
     always_reports: ClassVar[bool] = False
-    """Whether the status counts the process's progress also once it is ready: others wait for what it does then."""
+    """True if the status counts progress also after the process is ready, as others wait for its later work."""
 
     stop_limit_s: ClassVar[float | None] = LEAVE_LIMIT_S
     """Seconds to stop; then the log says where the process is. None: it finishes its work first."""
@@ -286,7 +286,7 @@ class AsyncWorker(Worker):
             self._loop.call_soon_threadsafe(self.stop.set)
 
     async def registered(self, key: str, kind: str, *, while_alive: bool = False) -> str:
-        """What a process of `kind` registers under `key` in name resolution, once it is there.
+        """Wait until a process of `kind` registers `key` in name resolution, and return the entry.
 
         Args:
             while_alive: see `StartWait`.

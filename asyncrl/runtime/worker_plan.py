@@ -1,4 +1,4 @@
-"""What a launcher back end is told of a process that it is to start: plain values, no machinery."""
+"""Description of a process for a launcher back end: plain values, no machinery."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOST_VARIABLE = "ASYNCRL_HOST"
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one process may use.
+    """Resources of one process.
 
     Attributes:
         threads: CPU threads of its numeric libraries.
@@ -39,7 +39,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where processes run.
+    """A host of processes.
 
     Attributes:
         name: by which the launcher's back end reaches it; empty: the launcher's own host.

@@ -1,4 +1,4 @@
-"""What is wrong with the ModelWorkers' settings, found before anything starts."""
+"""Checks of the ModelWorkers' settings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.models.routers import routing_shape
 from asyncrl.runtime.hardware import count_gpus, uncounted_gpus
-from asyncrl.runtime.plan import plan_workers
-from asyncrl.trainer import layout_checks, lora_checks
-from asyncrl.trainer.layout import Layout
+from asyncrl.runtime.plan import plan_workers, with_types
+from asyncrl.trainer.model import lora_checks
+from asyncrl.trainer.parallel import checks as layout_checks
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.settings import AttentionImplementation
-from asyncrl.trainer.types import with_types
-from asyncrl.trainer.worker_grid import Placement
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
@@ -32,7 +32,7 @@ NEEDS_VALUES = frozenset({"gae", "gae_turn"})
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     for name, path in (
         ("model.path", config.model.path),
         ("algorithm.critic.path", config.algorithm.critic.path),
@@ -51,7 +51,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
-    """What is allowed but slow, or makes a correction less than its name says: `setting=value: what follows`."""
+    """Yield a message for each setting that is slow, or weakens a correction: `setting=value: what follows`."""
     yield from _devices(config)
     config = with_types(config)
     algorithm, sampling, generation = config.algorithm, config.rollout.sampling, config.generation
@@ -146,7 +146,7 @@ def _proximal(config: ExperimentConfig) -> Iterator[str]:
 
 
 def hugging_face_folder(name: str, path: str) -> Iterator[str]:
-    """What is wrong with the model folder `path`, which the setting `name` has."""
+    """Yield what is wrong with the model folder `path`, the value of the setting `name`."""
     folder, fix = Path(path).expanduser(), "give the folder of a downloaded model"
     if not folder.is_dir():
         yield f"{name}={path!r}: no such folder, so there is no config.json to read; {fix}"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.observe.samples import TOKEN_SCORES, Row, forget_after, rows_of, write_samples
-from asyncrl.trainer.step_batch import StepBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
 
 _log = logging.getLogger(__name__)
 

@@ -277,7 +277,7 @@ class LoadCheckpoint(Request[LoadedCheckpoint], frozen=True):
     root: str
 
 
-KEPT_STEP_LOST, COPY_INTERRUPTED = "KeptStepLost", "CopyInterrupted"
+KEPT_STEP_LOST = "KeptStepLost"
 """Kinds of errors that ranks raise, which the master tells from others."""
 
 

@@ -7,14 +7,15 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
-from asyncrl.trainer.layout import Layout
-from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks, TrainerEngine
-from asyncrl.trainer.worker_grid import Placement as Placement
-from asyncrl.trainer.worker_grid import WorkerGrid
+from asyncrl.trainer.engines import AUTO, ENGINES
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.worker_grid import Placement as Placement
+from asyncrl.trainer.parallel.worker_grid import WorkerGrid
+from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks
 
 
 def worker_grid(config: ExperimentConfig) -> WorkerGrid:
-    """How the actor's ranks are laid out; its workers are the first ones.
+    """Return the layout of the actor's ranks; its workers are the first ones.
 
     Raises:
         ConfigError: `trainer.parallel` is not a layout.
@@ -23,7 +24,7 @@ def worker_grid(config: ExperimentConfig) -> WorkerGrid:
 
 
 def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement:
-    """Every role of the graph (default: the config's) and its workers; those with ranks of their own come last.
+    """Return every role of the graph (default: the config's) and its workers; roles with separate ranks come last.
 
     Raises:
         ConfigError: a layout is none, or one on the actor's ranks has more than there are.
@@ -50,18 +51,19 @@ def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement
     return Placement(grids)
 
 
-def engine_of(config: ExperimentConfig) -> TrainerEngine:
-    """`trainer.engine`, never `auto`."""
-    if config.trainer.engine != TrainerEngine.auto:
+def engine_of(config: ExperimentConfig) -> str:
+    """Return `trainer.engine`, or what it stands for if it is `auto`: the first engine that can train the layout."""
+    if config.trainer.engine != AUTO:
         return config.trainer.engine
-    return TrainerEngine.flat if placement(config).workers == 1 else TrainerEngine.sharded
+    alone = placement(config).workers == 1
+    return next(name for name, engine in ENGINES.items() if alone or engine.in_parts)
 
 
 def layout_of(name: str, value: str) -> Layout:
-    """The layout that the setting `name` gives.
+    """Return the layout that the setting `name` gives.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `value` is not a layout.
     """
     try:
         return Layout.parse(value)
@@ -70,7 +72,7 @@ def layout_of(name: str, value: str) -> Layout:
 
 
 def role_placement(config: ExperimentConfig, role: str) -> tuple[str, RolePlacementConfig]:
-    """The settings that place `role`, which is not the actor, and the name of their group."""
+    """Return the settings that place `role`, which is not the actor, and the name of their group."""
     algorithm = config.algorithm
     if role == "critic":
         return "algorithm.critic", algorithm.critic
@@ -80,7 +82,7 @@ def role_placement(config: ExperimentConfig, role: str) -> tuple[str, RolePlacem
 
 
 def model_of(config: ExperimentConfig, graph: Graph, role: str) -> str | None:
-    """The folder of the model of `role`; None where the run makes it first, or no call of a reward model names it."""
+    """Return the folder of the model of `role`; None if the run makes it first, or if no call names one."""
     own = {"actor": None, "critic": config.algorithm.critic.path, "ref": config.algorithm.reference.path}
     if role in own:
         return own[role] or config.model.path

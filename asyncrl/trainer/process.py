@@ -38,13 +38,13 @@ from asyncrl.runtime.starting import LONGEST_STARTS
 from asyncrl.runtime.stopping import heard_at_once
 from asyncrl.runtime.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.worker import Worker, WorkerSpec
-from asyncrl.trainer.arrivals import ArrivalCheck
+from asyncrl.trainer.batches.columns import move_columns
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.batches.redistribute import hand_down, redistribute
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import CallContext, find_function, run_call
-from asyncrl.trainer.collectives import Collectives
-from asyncrl.trainer.columns import move_columns
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
-from asyncrl.trainer.intake import Intake
 from asyncrl.trainer.kept_samples import KeptSamples
 from asyncrl.trainer.messages import (
     BeginStep,
@@ -71,15 +71,15 @@ from asyncrl.trainer.messages import (
     TakeUp,
     WrittenShare,
 )
-from asyncrl.trainer.micro_batch_layout import AttentionKind
+from asyncrl.trainer.model.proof import Layout
+from asyncrl.trainer.parallel.collectives import Collectives
+from asyncrl.trainer.parallel.worker_grid import WorkerGrid
+from asyncrl.trainer.parallel.world import all_have_started, training_world
 from asyncrl.trainer.placement import placement
-from asyncrl.trainer.proof import Layout
-from asyncrl.trainer.redistribute import hand_down, redistribute
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
-from asyncrl.trainer.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.trajectories.arrivals import ArrivalCheck
+from asyncrl.trainer.trajectories.intake import Intake
 from asyncrl.trainer.versions import Versions
-from asyncrl.trainer.worker_grid import WorkerGrid
-from asyncrl.trainer.world import all_have_started, training_world
 
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
 _MEET_LOOK_S = 0.1
@@ -274,7 +274,7 @@ class ModelWorker(Worker):
         return WrittenShare(await asyncio.shield(asyncio.wrap_future(share)))
 
     async def _commit_checkpoint(self, request: CommitCheckpoint) -> Done:
-        if request.of_last_step and not self._rank.copies.leads:
+        if request.of_last_step and not self._rank.folders.leads:
             return Done()
         writer = self._rank.writer(request.of_last_step)
         commit = partial(writer.commit, keep=request.keep, protected=request.protected)

@@ -17,17 +17,15 @@ import torch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.types import Graph
-from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine
+from asyncrl.trainer.calls import TrainState
+from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
 from asyncrl.trainer.engines.base_of import BaseOf
-from asyncrl.trainer.engines.flat import FlatLoader
-from asyncrl.trainer.engines.sharded.loader import ShardedLoader
-from asyncrl.trainer.host_copies import HostCopies
+from asyncrl.trainer.host_folders import HostFolders
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of
-from asyncrl.trainer.settings import ReferenceMode, TrainerEngine
-from asyncrl.trainer.train_state import TrainState
-from asyncrl.trainer.worker_grid import Placement
+from asyncrl.trainer.settings import ReferenceMode
 from asyncrl.weights import checkpoints
 from asyncrl.weights.checkpoints import CheckpointWriter
 
@@ -65,14 +63,14 @@ class TrainingRank:
         return CheckpointWriter(self._changing(), self.changing, self.world.everyone)
 
     @cached_property
-    def copies(self) -> HostCopies:
-        """Of the last step, on other hosts."""
-        return HostCopies.of(self.world)
+    def folders(self) -> HostFolders:
+        """Folders of the last step, one for each host."""
+        return HostFolders.of(self.world)
 
     @cached_property
     def last_step(self) -> CheckpointWriter:
         """Writes the states of the last step, beside the checkpoint that may be under way."""
-        hosts = self.copies if self.copies.spread else None
+        hosts = self.folders if self.folders.spread else None
         return CheckpointWriter(self._changing(), self.changing, self.world.everyone, patient=False, hosts=hosts)
 
     def writer(self, of_last_step: bool) -> CheckpointWriter:
@@ -85,7 +83,7 @@ class TrainingRank:
         Raises:
             PeerFailed: another rank could not.
         """
-        spread = order.of_last_step and self.copies.spread
+        spread = order.of_last_step and self.folders.spread
         train_state = self._train_state() if spread else self.state.state_dict()
         state = {"train_state": train_state, "master_state": order.master_state}
         self.writer(order.of_last_step).begin(Path(order.path), version=order.version, state=state)
@@ -119,8 +117,8 @@ class TrainingRank:
         Raises:
             KeptStepLost: something of it is not there any more.
         """
-        sources, everyone = self.last_step.sources(), self.world.everyone
-        path = self.copies.gather(root, sources, everyone, torn=torn)
+        everyone = self.world.everyone
+        path = self.folders.agree(root, everyone, torn=torn)
         return None if path is None else self._take(checkpoints.restore(self._changing(), path, everyone))
 
     def _take(self, state: dict[str, Any] | None) -> Any:
@@ -141,7 +139,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     """
     roles = dict.fromkeys((ACTOR, *graph.roles()))
     engines: dict[str, TrainingEngine] = {}
-    make = FlatLoader if engine_of(config) == TrainerEngine.flat else ShardedLoader
+    make = engine_loader(engine_of(config))
     loaders = {grid: make(config, place, device) for grid, place in world.places.items()}
     for role in filter(world.hosts, roles):
         actor = engines.get(ACTOR)

@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 from asyncrl.algorithms.spec import KLPlace, ProximalMode, ValueNormalisation
 from asyncrl.config.setting import ChoiceConfig, Device, Dtype, setting
+from asyncrl.trainer.engines import AUTO, ENGINES
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045
@@ -21,17 +22,6 @@ class AttentionImplementation(StrEnum):
     flash_attention_2 = auto()
 
 
-class TrainerEngine(StrEnum):
-    """How a role's weights, gradients and optimizer lie on the ranks."""
-
-    auto = "auto"
-    """Flat where one rank trains alone, else sharded."""
-    flat = "flat"
-    """Whole on every rank, in one vector; data-parallel ranks sum their gradients."""
-    sharded = "sharded"
-    """In shards over data-parallel ranks, tensor slices and pipeline stages."""
-
-
 class RoleRanks(StrEnum):
     """On which workers a role is."""
 
@@ -42,7 +32,7 @@ class RoleRanks(StrEnum):
 
 
 class LearningRateSchedule(StrEnum):
-    """How the learning rate goes on after its warm-up."""
+    """Course of the learning rate after its warm-up."""
 
     constant = auto()
     linear = auto()
@@ -50,7 +40,7 @@ class LearningRateSchedule(StrEnum):
 
 
 class MomentsOn(StrEnum):
-    """Where AdamW's moments are, eight bytes per trained parameter."""
+    """Memory that holds AdamW's moments, eight bytes per trained parameter."""
 
     device = auto()
     """With the weights."""
@@ -59,14 +49,14 @@ class MomentsOn(StrEnum):
 
 
 class BestDirection(StrEnum):
-    """Which value of a metric is the best."""
+    """Direction in which a metric is better."""
 
     highest = auto()
     lowest = auto()
 
 
 class ReferenceMode(StrEnum):
-    """What the reference model does while the actor learns."""
+    """Behaviour of the reference model while the actor learns."""
 
     frozen = auto()
     """It stays the model it was loaded from."""
@@ -79,7 +69,7 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraPublish(StrEnum):
-    """What a version of a policy with adapters holds."""
+    """Content of a version of a policy with adapters."""
 
     auto = "auto"
     """Adapters where all servers can load them, else merged weights."""
@@ -163,10 +153,11 @@ class TrainerConfig:
         "parallel layout of the actor: d<N> data-parallel ranks, t<N> tensor slices, p<N> pipeline stages, r<N> "
         "replicas of d, in any order, for example d2t2p2",
     )
-    engine: TrainerEngine = setting(
-        TrainerEngine.auto,
+    engine: str = setting(
+        AUTO,
         "whole weights on every rank (flat), or weights, gradients and moments in shards (sharded); auto: flat where "
         "one rank trains alone, else sharded",
+        choices=(AUTO, *ENGINES),
     )
     device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda where there is one")
     threads: int = setting(1, "CPU threads per rank", minimum=1)
@@ -213,7 +204,7 @@ class MoeConfig:
 
 @dataclass
 class RolePlacementConfig:
-    """Where a role other than the actor is."""
+    """Placement of a role other than the actor."""
 
     parallel: Optional[str] = setting(None, "parallel layout of this role; null: the actor's, trainer.parallel")
     ranks: RoleRanks = setting(
@@ -253,7 +244,7 @@ _COMPARING = ("grpo", "dr_grpo", "opo", "gpg")
 
 @dataclass
 class AlgorithmConfig:
-    """What is optimised, by which graph of calls."""
+    """Objective, and the graph of calls that computes it."""
 
     graph: str = setting(
         "grpo", "built-in graph (grpo, ppo, dapo, reinforce) or import path of a function that builds one", fixed=True
@@ -302,7 +293,7 @@ class AlgorithmConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What a run needs to continue, and the policy it leaves behind."""
+    """Checkpoints, from which a run continues and policies are exported."""
 
     interval: int = setting(
         10, "train steps between checkpoints; one is always written at exit; 0: only at exit", unit="steps", minimum=0

@@ -35,11 +35,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 
 from asyncrl.config.setting import Dtype
 from asyncrl.models.transformers_internals import EXPERTS_PARAMETER
+from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.engines.adamw import PIECE
-from asyncrl.trainer.layout import Layout, slice_of, stage_layers
-from asyncrl.trainer.scoring import MAX_LOGITS_BYTES
-from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
-from asyncrl.trainer.worker_grid import Coordinates
+from asyncrl.trainer.model.scoring import MAX_LOGITS_BYTES
+from asyncrl.trainer.parallel.layout import Layout, slice_of, stage_layers
+from asyncrl.trainer.parallel.worker_grid import Coordinates
+from asyncrl.trainer.settings import AttentionImplementation
 
 LOGITS_COPIES = 4
 """fp32 copies of a chunk's logits at the peak, in its backward pass: logits, log-softmax, and a gradient of each."""
@@ -84,7 +85,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What activations depend on; `feed_forward` is one expert's where there are `experts_per_token`.
+    """Sizes that activations depend on; `feed_forward` is one expert's if there are `experts_per_token`.
 
     Attributes:
         shared_feed_forward: width of what every token goes through beside its experts; 0: nothing.
@@ -140,7 +141,7 @@ class SizedModel:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What bears on memory beside model and layout.
+    """Conditions that memory depends on beside model and layout.
 
     Attributes:
         dtype: type of compute and of frozen weights.
@@ -149,7 +150,7 @@ class Workload:
         moments_on_host: they pass through the device piece by piece.
     """
 
-    engine: TrainerEngine
+    engine: str
     dtype: Dtype
     attention: AttentionImplementation
     tokens: int
@@ -158,7 +159,7 @@ class Workload:
 
     @property
     def bytes(self) -> int:
-        """Of one value in compute."""
+        """Bytes of one value in compute."""
         return 2 if self.dtype == Dtype.bfloat16 else 4
 
 
@@ -202,7 +203,7 @@ class Need:
         return self.kept + self._passing(self.checkpointed, self.recomputed)
 
     def beside(self, other: Need) -> Need:
-        """Of two roles on one rank, which work one after the other."""
+        """Return the need of two roles on one rank, which work one after the other."""
         kept, largest = (self, other), max(self, other, key=lambda need: need.total - need.kept)
         return replace(
             largest,
@@ -219,7 +220,7 @@ class Need:
 
 
 def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, *, trained: bool) -> Need:
-    """What `model` needs of the rank at `place` of `layout`."""
+    """Return the memory that `model` needs of the rank at `place` of `layout`."""
     shapes = [
         (parameter, parameter.slice(layout.tensor, place.tensor)) for parameter in model.stage(layout, place.pipeline)
     ]
@@ -252,7 +253,7 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
 
 
 def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int:
-    """What autograd keeps of one decoder layer, per token, on one of `tensor` slices.
+    """Return the bytes that autograd keeps of one decoder layer, per token, on one of `tensor` slices.
 
     A norm keeps its input (in fp32) and its normalised input, a linear layer its input, SwiGLU gate, silu(gate), up and
     their product, attention queries, keys, values and output. Experts are taken to be chosen equally often.
@@ -279,7 +280,7 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
 
 
 def total(needs: Sequence[Need], *, offload: bool = False) -> Need:
-    """What all roles of a rank need together.
+    """Return the memory that all roles of a rank need together.
 
     Args:
         offload: one role at a time is on the device, and each has room on the host for its weights and moments.
@@ -295,10 +296,10 @@ def total(needs: Sequence[Need], *, offload: bool = False) -> Need:
 
 def _kept(whole: int, sharded: int, work: Workload, *, trained: bool) -> tuple[int, int, int]:
     """Weights, gradients, moments."""
-    values = whole if work.engine == TrainerEngine.flat else sharded
+    values = sharded if ENGINES[work.engine].in_parts else whole
     if not trained:
         return values * work.bytes, 0, 0
-    rounded = 2 * values if work.engine == TrainerEngine.flat and work.dtype == Dtype.bfloat16 else 0
+    rounded = 2 * values if not ENGINES[work.engine].in_parts and work.dtype == Dtype.bfloat16 else 0
     return 4 * values + rounded, 4 * values, 8 * values
 
 
@@ -306,7 +307,7 @@ def _whole_for_a_while(
     shapes: Sequence[tuple[Parameter, tuple[int, ...]]], work: Workload, *, trained: bool
 ) -> tuple[int, int, int]:
     """Weights that are gathered, gradients that are whole beside activations, and those that are at the end."""
-    if work.engine == TrainerEngine.flat:
+    if not ENGINES[work.engine].in_parts:
         largest = max(prod(shape) for _, shape in shapes)
         return 0, largest * work.bytes if trained and work.dtype == Dtype.bfloat16 else 0, 0
     units = dict(_units(shapes))
@@ -341,7 +342,7 @@ def _logits(model: SizedModel, tensor: int, work: Workload) -> int:
 
 
 def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedModel:
-    """The model of the `config.json` whose content is `described`.
+    """Count the model of the `config.json` whose content is `described`.
 
     Args:
         value_model: count its trunk with a scalar head, as critics and reward models have.
@@ -358,7 +359,7 @@ def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedMo
 
 
 def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
-    """The same of a model that is there."""
+    """Do as `count` for a model that is loaded."""
     text = model.config.get_text_config()
     sizes = _sizes(model, text)
     cut = _Cuts(model, sizes)

@@ -11,10 +11,10 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.trainer.engines.base import PolicyEngine
-from asyncrl.trainer.lora import adapter_config
-from asyncrl.trainer.lora_checks import publishes_adapters
 from asyncrl.trainer.messages import CollectWeights, Publish
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.model.lora import adapter_config
+from asyncrl.trainer.model.lora_checks import publishes_adapters
+from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.weights import publishing
 from asyncrl.weights.canary import Canary, canary_tokens

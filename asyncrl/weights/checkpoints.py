@@ -68,16 +68,15 @@ Parts = Mapping[str, RoleState]
 
 
 class Hosts(Protocol):
-    """The ranks' hosts, where each has a folder of its own: with the files of its ranks, and copies of others'."""
+    """The ranks' hosts, where each has a folder of its own, with all that its ranks hold."""
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Of all ranks."""
 
     @property
     def leads(self) -> bool:
         """Whether this rank makes and commits the folder on its host."""
-
-    def exchange(self, directory: Path, file: Path | None) -> None:
-        """Called in the thread that writes, by all ranks, with the file that each has written into `directory`; None:
-        it could not.
-        """
 
     def forget(self, root: Path, *, but: Collection[str]) -> None:
         """Remove the versions in `root` but those named."""
@@ -149,12 +148,9 @@ class CheckpointWriter:
 
     def _made_plan(self) -> SavePlan:
         if self._plan is None:
-            self._plan = SavePlan(_all_tensors(self._parts), self._ranks)
+            hosts = None if self._hosts is None else self._hosts.hosts
+            self._plan = SavePlan(_all_tensors(self._parts), self._ranks, hosts)
         return self._plan
-
-    def sources(self) -> list[int]:
-        """The ranks whose files this one reads. Called by all ranks."""
-        return self._made_plan().sources
 
     def _make_room(self, path: Path) -> None:
         if self._hosts is not None:  # the version before is kept until here, where all hosts have committed the newest
@@ -217,14 +213,7 @@ class CheckpointWriter:
 
     def _write(self, directory: Path, parts: dict[Part, Tensor]) -> dict[str, FileEntry]:
         with at_once(not self._patient):
-            try:
-                file = write_shard(directory, parts, self._ranks)
-            except Exception:
-                if self._hosts is not None:  # the others wait for it
-                    self._hosts.exchange(directory, None)
-                raise
-            if self._hosts is not None:
-                self._hosts.exchange(directory, file.path)
+            file = write_shard(directory, parts, self._ranks)
         with atomic_dir.syncing([file.path]):
             return {file.path.name: file.entry()}
 

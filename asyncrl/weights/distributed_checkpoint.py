@@ -42,20 +42,20 @@ class SavePlan:
     """Which parts of `state`, the same on all ranks or DTensors, this rank writes. Made by all ranks together.
 
     It holds as long as tensors are only written into, so one plan serves every checkpoint of a run.
+
+    Args:
+        hosts: of the ranks, where each host's ranks together write all that they hold; None: all ranks together do.
     """
 
-    def __init__(self, state: Mapping[str, Tensor], ranks: Ranks) -> None:
+    def __init__(self, state: Mapping[str, Tensor], ranks: Ranks, hosts: Sequence[str] | None = None) -> None:
         self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._planner.set_up_planner(dict(state), None, is_coordinator=False)
         held = {_part(item): item for item in self._planner.create_local_plan().items}
         plans = ranks.all_gather_bytes(msgspec.json.encode([(part, _bytes(item)) for part, item in held.items()]))
         decoded = [dict(msgspec.json.decode(plan, type=list[tuple[Part, int]])) for plan in plans]
-        shares = share_out(decoded)
-        self._items = {part: held[part] for part in shares[ranks.rank]}
-        self.sources = [
-            rank for rank, share in enumerate(shares) if rank == ranks.rank or not held.keys().isdisjoint(share)
-        ]
-        """The ranks whose files together have all that this rank holds."""
+        if hosts is not None:
+            decoded = [plan if host == hosts[ranks.rank] else {} for plan, host in zip(decoded, hosts, strict=True)]
+        self._items = {part: held[part] for part in share_out(decoded)[ranks.rank]}
 
     def copy(self, prefix: str = "") -> dict[Part, Tensor]:
         """The parts that this rank writes of tensors whose names begin so, as they are now, in host memory."""

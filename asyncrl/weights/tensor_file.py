@@ -16,6 +16,7 @@ order it is read back from the file; that is left to the caller, who may do it w
 from __future__ import annotations
 
 import logging
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -29,7 +30,6 @@ import xxhash
 from torch import Tensor
 
 from asyncrl.comm.patient_writing import patiently_blocking
-from asyncrl.weights.early_writeback import EarlyWriteback
 from asyncrl.weights.manifest import FileEntry, file_entry
 from asyncrl.weights.published import TensorSpec
 
@@ -84,7 +84,6 @@ class TensorFile:
         self._missing = {spec.name: (spec, len(start) + places[spec.name]) for spec in specs}
         self._digest, self._summed = xxhash.xxh3_64(), 0
         self._file = patiently_blocking(partial(FileIO, path, "x"), f"{path}", _log)
-        self._writer = EarlyWriteback(self._file.fileno(), self._size)
         self._put(memoryview(start), 0)
 
     def __enter__(self) -> TensorFile:
@@ -123,7 +122,13 @@ class TensorFile:
             if self._summed == place + begin:
                 self._digest.update(piece)
                 self._summed += len(piece)
-            self._writer.write(piece, place + begin)
+            self._write(piece, place + begin)
+
+    def _write(self, data: memoryview, place: int) -> None:
+        """Write all of `data` at `place`; wait for room where the disk is full."""
+        while data:
+            count = patiently_blocking(partial(os.pwrite, self._file.fileno(), data, place), f"{self.path}", _log)
+            data, place = data[count:], place + count
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> TensorFile:

@@ -10,8 +10,8 @@ from typing import Any
 
 from asyncrl.api import Trajectory
 from asyncrl.comm.request_reply import Done
-from asyncrl.trainer.inbox import Inbox
 from asyncrl.trainer.messages import Discard, PollBuffer
+from asyncrl.trainer.trajectories.inbox import Inbox
 
 
 @dataclass(frozen=True, slots=True)

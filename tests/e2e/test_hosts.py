@@ -85,39 +85,41 @@ def test_a_server_that_dies_on_another_host_is_started_again_and_nothing_there_o
     await_that(lambda: not workers_of(run), f"the end of {workers}")
 
 
-def test_with_ranks_on_two_hosts_the_death_of_one_costs_the_step_in_hand_alone(
+def test_with_ranks_on_two_hosts_a_death_costs_the_step_in_hand_and_a_lost_host_those_since_the_checkpoint(
     start_run: Any, ctrl_c: Any, ssh: dict[str, Any]
 ) -> None:
-    """First a rank's, then that of a host, with which its memory is gone, and whatever else runs there. There is no
-    checkpoint to go back to.
-    """
+    """First a rank's, then that of a host with its memory: the run goes back to its newest checkpoint."""
     hosts = {"system__hosts": TRAINING_HOSTS % ("box2", "box3")}
-    settings = {"trainer__parallel": "d2", "checkpoint__interval": 0, "eval__interval": 0, "seed": 1}
+    settings = {"trainer__parallel": "d2", "checkpoint__interval": 3, "eval__interval": 0, "seed": 1}
     run = start_run(total_train_steps=100_000, **ssh | hosts | settings)
-    kept, memory = 2, [LastStep(run.run_dir, host).folder for host in ("127.0.0.2", "127.0.0.3")]
-    for times, there in enumerate((["model_worker/1"], ["model_worker/1", "rollout_worker/0"]), 1):
-        run.wait_for_step(kept + 2)
-        before, memory = kept + 2, [LastStep(run.run_dir, host).folder for host in ("127.0.0.2", "127.0.0.3")]
-        killed = [process for process in workers_of(run) if any(f" {name} " in titled(process) for name in there)]
-        for process in killed:
-            process.suspend()
-        if len(there) > 1:
-            shutil.rmtree(memory[1])  # where nobody writes, neither these nor those that follow them
-        for process in killed:
-            process.kill()
-        run.wait_for_line("the trainer went on after", times=times)
-        log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
-        kept = int(log.rpartition("going on after step ")[2].partition(",")[0])
-        assert kept >= before
+    run.wait_for_step(4)
+    kill(run, "model_worker/1")
+    run.wait_for_line("the trainer went on after")
+    log = (run.run_dir / "logs" / "master_worker-0.log").read_text()
+    kept = int(log.rpartition("going on after step ")[2].partition(",")[0])
+    assert kept >= 4
     run.wait_for_step(kept + 2)
+    kill(run, "model_worker/1", "rollout_worker/0", memory=LastStep(run.run_dir, "127.0.0.3").folder)
+    run.wait_for_line("the whole run is started again")
+    run.wait_for_step(kept + 8)  # some checkpoint's interval further
     ctrl_c(run)
     assert run.wait() == 130, run.output + run.logs()
     assert [row["step"] for row in run.rows()] == list(range(1, len(run.rows()) + 1))
-    assert run.summary()["restarts"] == {"rollout_worker/0": 1, "the trainer": 2}
-    assert "cost the steps since the last checkpoint" not in run.logs()
+    assert "is not whole any more: all of it on 127.0.0.3" in run.logs()
     assert audit(run.run_dir).findings == ()
     assert_gone(run)
-    assert not [folder for folder in memory if folder.exists()]
+    assert not [host for host in ("127.0.0.2", "127.0.0.3") if LastStep(run.run_dir, host).folder.exists()]
+
+
+def kill(run: Any, *names: str, memory: Path | None = None) -> None:
+    """End processes of a host at once, and with them its memory."""
+    killed = [process for process in workers_of(run) if any(f" {name} " in titled(process) for name in names)]
+    for process in killed:
+        process.suspend()
+    if memory is not None:
+        shutil.rmtree(memory)  # where nobody writes, neither these nor those that follow them
+    for process in killed:
+        process.kill()
 
 
 def test_a_host_that_is_not_there_is_named(start_run: Any, ssh: dict[str, Any]) -> None:

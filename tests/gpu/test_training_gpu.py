@@ -23,13 +23,13 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.trainer.settings import AttentionImplementation, MomentsOn, TrainerEngine
-from asyncrl.trainer.step_batch import build_step_batch
-from asyncrl.trainer.world import training_world
+from asyncrl.trainer.settings import AttentionImplementation, MomentsOn
 
 CUDA = pytest.param(
     "cuda",
@@ -105,7 +105,7 @@ def steps(config: ExperimentConfig, rank: TrainingRank, device: str, count: int 
 def built(config: ExperimentConfig, device: str, folder: Path) -> Iterator[TrainingRank]:
     """The rank of a run that has one: flat alone, or the sharded engine in a world of one."""
     graph, at = load_graph(config), torch.device(device)
-    if config.trainer.engine != TrainerEngine.sharded:
+    if config.trainer.engine != "sharded":
         yield build_rank(config, graph, World(), at)
         return
     resolver = make_resolver("file", str(folder / "names"))
@@ -118,7 +118,7 @@ def built(config: ExperimentConfig, device: str, folder: Path) -> Iterator[Train
 def test_fp32_losses_are_those_of_the_cpu(device: str, engine: str, config: ExperimentConfig, tmp_path: Path) -> None:
     with built(config, "cpu", tmp_path) as rank:
         expected = steps(config, rank, "cpu")
-    config.trainer.engine = TrainerEngine(engine)
+    config.trainer.engine = engine
     with built(config, device, tmp_path) as rank:
         got = steps(config, rank, device)
     assert got["ppo/loss_per_minibatch"] == pytest.approx(expected["ppo/loss_per_minibatch"], abs=1e-4)
@@ -136,7 +136,7 @@ def test_bf16_stays_near_fp32(
         pytest.skip("needs a GPU and the flash-attn package")
     with built(config, "cpu", tmp_path) as rank:
         expected = steps(config, rank, "cpu")
-    config.model.dtype, config.trainer.engine = Dtype.bfloat16, TrainerEngine(engine)
+    config.model.dtype, config.trainer.engine = Dtype.bfloat16, engine
     config.model.attn_implementation = AttentionImplementation(attention)
     with built(config, device, tmp_path) as rank:
         got = steps(config, rank, device)
@@ -151,7 +151,7 @@ def test_what_is_kept_on_the_host_trains_as_on_the_device(
     device: str, engine: str, config: ExperimentConfig, tmp_path: Path
 ) -> None:
     """Through pinned memory, and the device is free of what is idle."""
-    config.trainer.engine, config.model.dtype = TrainerEngine(engine), Dtype.bfloat16
+    config.trainer.engine, config.model.dtype = engine, Dtype.bfloat16
 
     def train(on_host: bool) -> tuple[Any, Any, int, weakref.ref[torch.nn.Parameter]]:
         config.trainer.offload = on_host

@@ -44,8 +44,8 @@ from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, write_run_config
 from asyncrl.runtime.worker import WorkerSpec
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
-from asyncrl.trainer.micro_batch_layout import AttentionKind
 from asyncrl.weights.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
 from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest
 from asyncrl.weights.published import WholeModel

@@ -33,7 +33,7 @@ from asyncrl.master.graph.builtin import grpo
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.starting import NotStarted
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
-from asyncrl.trainer.worker_grid import WorkerGrid
+from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 
 LIMIT_S = 60.0
 LIMIT_MS = 60_000

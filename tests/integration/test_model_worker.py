@@ -49,7 +49,7 @@ from asyncrl.trainer.messages import (
     Standing,
     TakeUp,
 )
-from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.weights.canary import read_canary
 from asyncrl.weights.manifest import verify
 

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class NameBackend(StrEnum):
-    """Where the entries lie."""
+    """Storage of the entries."""
 
     file = auto()
     """A folder: on one machine, or shared by several."""

@@ -58,15 +58,15 @@ MAX_NAME_LENGTH = 200  # leaves room for the prefix and suffix of a temporary fi
 MIN_LEASE_S = 0.05
 PATIENCE_S = 60.0
 HURRY_S = 2.0
-"""How long an outage may last for a process that was asked to stop."""
+"""Longest outage, in s, that a process waits for after it was asked to stop."""
 _LAST_RENEWAL_S = 0.5
-"""How long a process that is about to end waits for a renewal under way."""
+"""Longest wait, in s, for a running renewal when the process is about to end."""
 FIRST_POLL_S = 0.002
 LAST_POLL_S = 0.05
 FOLLOW_POLL_S = 0.1
-"""How often a back end that cannot tell of changes is looked at for what is followed."""
+"""Interval, in s, between polls of a back end that reports no changes by itself."""
 _SETTLED_S = 5.0
-"""What was followed for so long before it broke was not away just before."""
+"""A subscription that lasted this long, in s, before it broke counts as one that worked."""
 
 
 def check_name(name: str) -> str:
@@ -296,7 +296,7 @@ class NameResolver(ABC):
                 return
 
     def is_fenced(self) -> bool:
-        """Whether this owner was given up, as its `fences` say."""
+        """True if this owner was replaced, according to its `fences`."""
         return self._patiently("get", self._fenced)
 
     def _fenced(self) -> bool:
@@ -354,7 +354,7 @@ class NameResolver(ABC):
             self._remove(name, only_own=True)
 
     def _patiently(self, kind: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `call` returns, once it works."""
+        """Retry `call` until it works and return its result."""
         for failures in itertools.count(1):
             try:
                 result = call(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What can go wrong in name resolution."""
+"""Errors of name resolution."""
 
 from __future__ import annotations
 

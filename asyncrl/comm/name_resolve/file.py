@@ -50,7 +50,7 @@ _SLOW_LOOK_S = 1.0
 _RACY_S = 2.0
 """Within so long of a change there may be another one with the same modification time: clocks of file systems tick."""
 _REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""What is no matter of time."""
+"""Errors that a retry cannot fix. They raise NameResolveError at once; other OSErrors are retried."""
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,9 +21,9 @@ _log = logging.getLogger(__name__)
 
 RENEWALS_PER_LEASE = 3
 AGAIN_S = 0.5
-"""How long after one that failed a renewal is made again."""
+"""Delay, in s, before a failed renewal is retried."""
 STOP_LIMIT_S = 5.0
-"""How long the end waits for a renewal under way."""
+"""Longest wait, in s, for a running renewal at the end."""
 
 
 class LeaseKeeper:

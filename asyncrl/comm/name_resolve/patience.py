@@ -1,4 +1,4 @@
-"""How long a back end may be away: etcd elects a leader or restarts, a file system has a stale handle or is full.
+"""Retries while a back end is away: etcd elects a leader or restarts, a file system has a stale handle or is full.
 
 A call that fails is made again, with growing waits, until it works or calls of its kind have failed for `limit_s`
 without one that worked. Kinds are told apart because a full disk can be read and not written. An outage is one line in

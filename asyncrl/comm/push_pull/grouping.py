@@ -1,4 +1,4 @@
-"""Which pusher sends to which puller, for any number of either.
+"""Assignment of pushers to pullers, for any number of either.
 
 With N pushers and M pullers the larger side is dealt out over the smaller in turn: for N >= M every pusher has one
 puller and the pullers' loads differ by at most one; for N < M every puller has one pusher and the pushers' shares

@@ -27,7 +27,7 @@ DEFAULT_MAX_BYTES = 256 << 20
 
 
 class Batch:
-    """What is to share one message."""
+    """Trajectories that share one message."""
 
     def __init__(self) -> None:
         self.entries: list[OutboxEntry[Prepared]] = []
@@ -84,7 +84,7 @@ def decode_numbers(frame: Frame) -> list[int]:
 
 
 def decode_reply(frame: Frame) -> Reply:
-    """What a puller says.
+    """Decode a puller's reply.
 
     Raises:
         CodecError: it is no reply of a puller.

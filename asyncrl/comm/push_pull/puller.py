@@ -30,7 +30,7 @@ _CLOSE_LINGER_MS = 500  # for the acknowledgements of what was accepted just bef
 
 @dataclass(slots=True)
 class PullerCounters:
-    """What arrived: each trajectory counts in one of the first four; refused handshakes in the last."""
+    """Counters of arrivals. Each trajectory counts in one of the first four, a refused handshake in the last."""
 
     received: int = 0
     """Accepted by the consumer."""

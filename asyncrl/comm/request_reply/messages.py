@@ -1,4 +1,4 @@
-"""What a call is: a request's type and its reply's, and how both travel.
+"""Format of a call: the types of a request and its reply, and their encoding.
 
 A room defines the calls that it serves, and whoever calls it uses the same types:
 
@@ -48,7 +48,7 @@ class Done(Reply, frozen=True):
 
 
 class Failure(Reply, frozen=True):
-    """What the client is told of an exception: its type's name, its message and its traceback as text."""
+    """An exception as the client receives it: its type's name, message and traceback as text."""
 
     kind: str
     message: str

@@ -53,9 +53,9 @@ class Prepared:
     truncated: list[bool] | list[int]
     episodes: list[int]
     token_rewards: Array | None
-    """Of the tokens after the prompt, all samples' end to end."""
+    """Rewards of the tokens after the prompt, all samples concatenated."""
     routing: list[Array]
-    """Of the prompt, then of what follows in each sample; empty where there is none."""
+    """Expert choices of the prompt, then of the rest of each sample; empty if there are none."""
     nbytes: int
 
 

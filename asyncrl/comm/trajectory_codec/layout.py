@@ -1,4 +1,4 @@
-"""What a message of trajectories is made of: dtypes of its arrays, and what its header says of each trajectory."""
+"""Layout of a message of trajectories: dtypes of its arrays, and its header's entry per trajectory."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ class RoutingHeader(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Of one token."""
+        """Bytes per token."""
         return self.layers * self.per_token * self.width
 
 
 class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the header says of a trajectory; by name and sample its samples' reward parts and metrics, None for none."""
+    """A trajectory's entry in the header. Reward parts and metrics are lists by name with one value per sample, None if
+    absent.
+    """
 
     rollout_id: _Id
     prompt_id: _Id

@@ -1,4 +1,5 @@
-"""Which waiting samples may join: first come, first served, under the bounds of rows and memory. No tensors, no clocks.
+"""Admission of waiting samples to the batch: first come, first served, within the limits of rows and memory. No
+tensors, no clocks.
 
 The KV cache is a rectangle of rows x longest sample, so a sample is admitted while `(running + 1) * longest reserved
 length <= max_total_tokens`, the reserved length being prompt + max_new_tokens. With that rule the rectangle never

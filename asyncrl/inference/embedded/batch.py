@@ -126,7 +126,10 @@ class DecodeBatch:
         return self.runner.decode(tokens, positions, full_rows).index_select(0, self._slot_of_rows)
 
     def _refresh_slots(self) -> None:
-        """Which row feeds each slot, and which slot each row draws from; a hole is fed by any row and read by none."""
+        """Rebuild the index tensors between rows (samples) and slots (model inputs). `_first_rows[slot]` is the row
+        whose token is fed to the slot; `_slot_of_rows[row]` is the slot whose output the row samples from. An empty
+        slot is fed from an arbitrary live row; nothing reads its output.
+        """
         any_row = next(row for row, sequence in enumerate(self.rows) if sequence is not None)
         first = [members[0].row if members else any_row for members in self._slots.members]
         slots = [0 if sequence is None else sequence.slot for sequence in self.rows]
@@ -157,8 +160,9 @@ class DecodeBatch:
         self._copy(copies, cached)
 
     def _reorganisation_due(self) -> bool:
-        """Whether enough has changed to pay for joining and packing: one row in `CHANGE_SHARE`, or anything for
-        long."""
+        """True if admitting new samples and closing holes is worth its cost: at least one row in `CHANGE_SHARE` would
+        change, the last reorganisation was long ago, or nothing is running.
+        """
         live = self.live
         arrivals = min(len(self.queue.waiting), self.queue.max_running - live) if self.queue.has_admissible() else 0
         changes = self._holes + arrivals

@@ -66,7 +66,7 @@ class PrefillPlan:
         return self.paths_NL.shape[1]
 
     def along_paths(self, states_BU: Tensor) -> Tensor:
-        """Of `[B, U, ...]` what the slots take, `[N, L, ...]`."""
+        """Gather from `[B, U, ...]` what the slots take, `[N, L, ...]`."""
         return states_BU[self.rows_N[:, None], self.paths_NL]
 
 
@@ -165,12 +165,12 @@ class HybridLayer(StateLayer, SlotLayer):  # type: ignore[no-untyped-call,overri
         StateLayer.__init__(self, states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of keys and values where they are given, by place; else of states, by name."""
+        """Allocate keys and values if they are given, by place; otherwise states, by name."""
         (SlotLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
 
 
 class Companion(Protocol):
-    """What is kept of every position beside keys and values, in the same layout."""
+    """Data kept for every position beside keys and values, in the same layout."""
 
     def relayout(self, rows: int, length: int) -> None:
         """As `SlotLayer.relayout`."""
@@ -200,7 +200,7 @@ class SlotCache(Cache):
         self.length = 0
         self.tokens = 0
         self.plan: PrefillPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
-        """What the coming forward writes."""
+        """Plan of the writes of the next forward pass."""
         self._spares: dict[int, Tensor] = {}
         self._bases: dict[int, Tensor] = {}
         self._index: tuple[int, Tensor] | None = None

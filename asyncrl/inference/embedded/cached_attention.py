@@ -24,7 +24,7 @@ DECODE_ATTENTION_NAME = "asyncrl_slots_decode"
 
 
 class Reach(NamedTuple):
-    """How far back a layer looks: at the last `size` keys, or, `chunked`, at those of its own chunk of `size`."""
+    """Keys that a layer sees: the last `size` keys or, if `chunked`, those of its own chunk of `size`."""
 
     size: int
     chunked: bool = False

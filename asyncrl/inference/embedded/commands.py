@@ -1,4 +1,4 @@
-"""How other threads speak to the engine's: commands in a mailbox, run between two steps, answered by futures."""
+"""Commands of other threads to the engine's thread: a mailbox, run between two steps, answered by futures."""
 
 from __future__ import annotations
 

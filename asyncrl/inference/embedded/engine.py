@@ -244,7 +244,9 @@ class GenerationEngine:
         return change.future
 
     def _stage(self, folder: Path) -> tuple[list[tuple[Tensor, Tensor]], frozenset[str] | None]:
-        """What the weights in `folder` replace, and the names of what differs from the base then."""
+        """Return the tensors that the weights in `folder` replace, and the names of those that then differ from the
+        base.
+        """
         if not are_adapters(folder):
             return stage_weights(self._weights, folder), None
         adapters = read_adapters(folder)

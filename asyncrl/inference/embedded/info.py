@@ -1,4 +1,4 @@
-"""What the engine says of itself, in the form of SGLang's state endpoints."""
+"""State of the engine in the form of SGLang's state endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which jobs are under way: their outputs as they come in, their rids, and the answers that are due."""
+"""Running jobs: their outputs as they arrive, their rids, and the answers that are due."""
 
 from __future__ import annotations
 

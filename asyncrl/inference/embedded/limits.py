@@ -1,4 +1,4 @@
-"""What a request must keep to, checked on its caller's thread before it is queued."""
+"""Limits of a request, checked on its caller's thread before it is queued."""
 
 from __future__ import annotations
 

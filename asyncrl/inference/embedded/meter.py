@@ -1,9 +1,9 @@
-"""How much the engine works: seconds spent in steps, and tokens per second while it does."""
+"""Load of the engine: seconds spent in steps, and tokens per second during them."""
 
 from __future__ import annotations
 
 INTERVAL_S = 0.1
-"""How often a working engine takes a reading."""
+"""Interval, in s, between readings of a working engine."""
 WINDOW_S = 1.0
 """Longest time between two readings that still says how fast it was: after a pause the first one does not."""
 

@@ -40,7 +40,7 @@ PAIRS_PER_WIDTH = 6
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """Which keys the model's layers see.
+    """Keys that the model's layers see.
 
     Attributes:
         window: of the sliding or chunked layers.
@@ -104,14 +104,14 @@ class ModelRunner:
         self.patterns = AttentionPattern.of(model.config)
         """Those that it may have."""
         self.pattern = 0
-        """Which of them it has; the proof finds out."""
+        """Index of the model's pattern; the proof finds it."""
         self._attends = any(memory.keys for memory in self._memories)
         self._draws_masks = self._attends and not attention_is_replaceable(model)
         self._linears = PackedLinears((), ()) if lean else PackedLinears.of(model)
         self._program = DecodeProgram(model, self._linears.weights, usable=not lean)
         self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
         self.pairs_per_token: int | None = None if self.cache.states else PAIRS_PER_WIDTH * _width(model)
-        """What sharing between prefixes is weighed with, see `PrefixRow.pays`; None: they do not share."""
+        """Cost of a token in attention pairs, for `PrefixRow.pays`; None if prefixes are not shared."""
         self.prefilled_tokens = 0
         """Distinct tokens of prefixes that were computed."""
         self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
@@ -180,7 +180,7 @@ class ModelRunner:
         )
 
     def _tree_mask(self, rows: RowTensors) -> Tensor | dict[str, Tensor | None] | None:
-        """What each token sees of its row, where prefixes branch."""
+        """Return the attention mask of rows whose prefixes branch."""
         assert rows.ends_BU is not None
         window = self._pattern.window
         full, windowed = (
@@ -235,7 +235,7 @@ class ModelRunner:
 
 
 def _width(model: PreTrainedModel) -> int:
-    """Of its embeddings."""
+    """Return the width of the model's embeddings."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.shape[1]

@@ -1,4 +1,5 @@
-"""What is prefilled together: prefixes that begin alike are one row, in which every distinct prefix is one token.
+"""Rows of prefixes that are prefilled together: prefixes with a common beginning form one row, in which every distinct
+prefix is one token.
 
 When samples come back to be prefilled, those of a group have their prompt in common, and often much of their answers.
 What a causal model computes at a token depends on the tokens up to it alone. So several prefixes can be one row that
@@ -47,11 +48,11 @@ class PrefixRow:
 
     @property
     def branching(self) -> bool:
-        """Whether it has several prefixes, and so needs a mask of its own."""
+        """True if the row has several prefixes and so needs its own mask."""
         return len(self.prefixes) > 1
 
     def pays(self, prefix: Prefix, shared: int, pairs: int) -> bool:
-        """Whether `prefix`, which shares so much with the last one, costs less here than alone.
+        """True if `prefix`, which shares `shared` tokens with the last one, costs less here than alone.
 
         Args:
             prefix: what might join.

@@ -50,7 +50,7 @@ class AttentionMasks:
     mixed: bool
 
     def argument(self) -> Tensor | dict[str, Tensor | None] | None:
-        """What the model's `attention_mask` is to be."""
+        """Return the model's argument `attention_mask`."""
         if self.mixed:
             nothing = dict.fromkeys(RECURRENT_LAYERS)  # these mask padding, and there is none
             windowed = dict.fromkeys(("sliding_attention", "chunked_attention"), self.windowed)  # models have one
@@ -60,7 +60,7 @@ class AttentionMasks:
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What a decode step takes: a token a row, its position, where its key goes, and what the layers read."""
+    """Inputs of a decode step: a token per row, its position, where its key goes, and what the layers read."""
 
     tokens_R: Tensor
     positions_R: Tensor
@@ -74,7 +74,7 @@ class DecodeInputs:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Which masks there are: every combination has its own program."""
+        """Return which masks are present; every combination has its own program."""
         return (self.masks.full is not None, self.masks.windowed is not None)
 
     @property

@@ -145,7 +145,7 @@ class _Subject:
         return min(self._lengths.values())
 
     def fault(self, pattern: int, pairs_per_token: int | None) -> str | None:
-        """What is wrong with what the runner makes of the sequences; None for nothing.
+        """Describe how the runner's results for the sequences are wrong; None if they are right.
 
         Args:
             pattern: which of the runner's it is set to.

@@ -41,7 +41,7 @@ FREE_PARAMS = frozenset({"skip_special_tokens", "spaces_between_special_tokens",
 
 
 class CustomParams(Struct, frozen=True):
-    """What `custom_params` may hold."""
+    """Allowed content of `custom_params`."""
 
     seed_offset: int = 0
     """Numbers of the sample's stream that are used already, by tokens at the end of its prompt."""

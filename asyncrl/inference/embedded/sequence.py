@@ -53,7 +53,7 @@ class Sequence:
 
     @property
     def request(self) -> GenerationInput:
-        """What was asked for."""
+        """Return the request."""
         return self.job.inputs[self.index]
 
     @property

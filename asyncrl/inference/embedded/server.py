@@ -49,7 +49,7 @@ from asyncrl.weights.loading import DamagedWeights, WeightUpdateError
 logger = logging.getLogger(__name__)
 
 MAX_PROMPTS_BYTES = 64 << 20
-"""Of `/generate`: 256 prompts of 32k tokens fit. Any other body is small."""
+"""Largest body of `/generate`, in bytes: 256 prompts of 32k tokens fit. Any other body is small."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Which slot of the KV cache each running sample reads: samples whose tokens have been the same so far share one.
+"""Slots of the KV cache by running sample: samples whose tokens have been the same so far share one.
 
 The samples of a group begin with one prompt, and a policy that is sure of itself goes on alike in many of them. What
 the model computes for a sample depends on its tokens alone, so as long as several have the same, one row of the model
@@ -29,7 +29,7 @@ class Slots:
 
     @property
     def shared(self) -> bool:
-        """Whether a slot has several samples."""
+        """True if a slot has several samples."""
         return any(len(members) > 1 for members in self.members)
 
     def enter(self, sequences: Iterable[Sequence]) -> int:

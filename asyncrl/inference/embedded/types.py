@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: plain data, no torch."""
+"""Inputs and outputs of the engine: plain data, no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EngineStoppedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """How one sample is drawn. Lengths in tokens; `temperature` 0 is greedy; `top_k` -1 keeps every token."""
+    """Sampling parameters of one sample. Lengths in tokens; `temperature` 0 is greedy; `top_k` -1 keeps every token."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -82,8 +82,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a sample ended. `matched` is the stop token's id or the stop string; `queued` marks an abort before it ever
-    ran."""
+    """End of a sample. `matched` is the stop token's id or the stop string; `queued` marks an abort before the sample
+    ran.
+    """
 
     reason: FinishReason
     matched: int | str | None = None

@@ -27,7 +27,7 @@ _STOP: Final = {ChatFinish.stop: "end_turn", ChatFinish.length: "max_tokens", Ch
 
 
 class Thinking(msgspec.Struct):
-    """Whether the answer holds what the policy thought."""
+    """Setting that includes the policy's reasoning in the answer."""
 
     type: str = "disabled"
 
@@ -83,7 +83,7 @@ class _Tool(msgspec.Struct):
 
 
 class CountBody(msgspec.Struct):
-    """What is counted."""
+    """Request to count tokens."""
 
     messages: list[Json]
     system: str | list[Json] = ""
@@ -243,7 +243,7 @@ def _blocks(body: Body, reply: ChatReply) -> list[Json]:
 
 
 def _streamed(block: Json) -> tuple[Json, Iterator[Json]]:
-    """How a block begins, and what is added to it."""
+    """Return the beginning of a streamed block and the additions to it."""
     if block["type"] == "tool_use":
         arguments = pieces(msgspec.json.encode(block["input"]).decode())
         return {"input": {}}, ({"type": "input_json_delta", "partial_json": piece} for piece in arguments)

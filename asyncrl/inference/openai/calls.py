@@ -45,7 +45,9 @@ class Call:
     body: Any = None
 
     def sampled_by(self, session: SamplingParams) -> SamplingParams:
-        """How the answers are drawn: the session's way, in what the request does not say. Its length is a limit."""
+        """Return the sampling parameters: the request's, and the session's where the request has none. The session's
+        length is a limit.
+        """
         own = dict(self.sampling)
         if "max_new_tokens" in own:
             own["max_new_tokens"] = min(own["max_new_tokens"], session.max_new_tokens)
@@ -81,7 +83,7 @@ class Api(Protocol):
 
 
 def sampling_of(**given: Any) -> Json:
-    """What of `given` (by the names of `SamplingParams`) is there, checked.
+    """Check the parameters that are present in `given` (by the names of `SamplingParams`) and return them.
 
     Raises:
         ApiError: a value that nothing can be sampled with.

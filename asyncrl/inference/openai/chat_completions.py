@@ -26,7 +26,7 @@ from asyncrl.inference.openai.surface import Surface, convert
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream holds besides the answer."""
+    """Content of a stream besides the answer."""
 
     include_usage: bool = False
 
@@ -329,7 +329,7 @@ def arguments_of(call: ToolCall) -> str:
 
 
 def finished_at_length(reply: ChatReply) -> bool:
-    """Whether the answer was cut off."""
+    """True if the answer was cut off."""
     return reply.finish_reason == ChatFinish.length
 
 
@@ -347,7 +347,9 @@ def _usage(replies: Sequence[ChatReply]) -> Json:
 
 
 def _logprobs(reply: ChatReply) -> Json:
-    """Of the sampled tokens, which are named by their ids: text of single tokens need not be text."""
+    """Return the log-probabilities of the sampled tokens. Tokens are named by their ids, as the text of a single token
+    need not be valid text.
+    """
     answer = reply.completion
     return {"content": token_logprobs(answer.token_ids, answer.logprobs), "refusal": None}
 

@@ -49,7 +49,7 @@ class RecordingClient(ChatClient, Protocol):
 
 
 class Session:
-    """What an agent is given: where the policy is, and the key to it. Made by `Endpoint.open`.
+    """Address of the policy and the key to it, for an agent. Made by `Endpoint.open`.
 
     Attributes:
         base_url: for OpenAI's clients: `http://127.0.0.1:<port>/s/<session>/v1`.
@@ -89,7 +89,7 @@ class Session:
             self._delivered.clear()
 
     def accepts(self, key: str) -> bool:
-        """Whether `key` is this session's."""
+        """True if `key` belongs to this session."""
         return hmac.compare_digest(key.encode(errors="surrogateescape"), self.api_key.encode())
 
     def ask(self, call: Call) -> asyncio.Task[Sequence[ChatReply]]:

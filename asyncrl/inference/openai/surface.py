@@ -1,4 +1,4 @@
-"""What of an API's parameters is used, ignored or refused.
+"""Parameters of an API that are used, ignored or refused.
 
 Every parameter of a request belongs to one of four kinds:
 

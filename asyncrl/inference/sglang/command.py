@@ -48,7 +48,7 @@ OWNED_FLAGS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """How to start a server: `argv`, what to add to the environment, the URL where it will answer."""
+    """Command of a server: `argv`, additions to the environment, and the URL where it will answer."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Where an SGLang server's HTTP address comes from: a server started here, or one that already runs.
+"""HTTP address of an SGLang server that is started here or already runs.
 
 Both are `asyncrl.inference.engine_host.EngineHost`s: `start` returns once the server takes requests, with the initial
 model's weights under version label "0"; `failed` waits for its end; `stop` lets go of it.

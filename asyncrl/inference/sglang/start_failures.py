@@ -1,4 +1,4 @@
-"""What the log of an SGLang server that did not start says of the cause, and what to do about it."""
+"""Causes of a failed start in the log of an SGLang server, and their fixes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ BATCH_KEYS: tuple[str, ...] = (
     "episodes",
     "minibatches",
 )
-"""Keys that every step's batch has before its first call; see `asyncrl.trainer.step_batch`."""
+"""Keys that every step's batch has before its first call; see `asyncrl.trainer.batches.step_batch`."""
 
 
 TRAINED_ROLES: tuple[str, ...] = ("actor", "critic", "ref")

@@ -60,7 +60,7 @@ class OpenAIAgent(Agent):
 
 
 def _loaded(path: str, args: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What is called, and with which further arguments."""
+    """Load the function at `path`; return it with its remaining arguments."""
     found = load_plugin(path)
     if inspect.isclass(found):
         made = found(**args)

@@ -30,7 +30,9 @@ class RetryAgent(Agent):
         self._max_turns, self._turn_discount = max_turns, turn_discount
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sequence[Sample]:
-        """What the client recorded, with the last try's reward and the number of `turns` as a metric."""
+        """Play one episode; return what the client recorded, with the last try's reward and the number of `turns` as a
+        metric.
+        """
         await env.reset(options={"data": prompt.data})
         converse = self._in_messages if self._chat else self._in_tokens
         reward, turns = await converse(prompt, env, client)

@@ -23,7 +23,7 @@ from asyncrl.api import Agent, Environment, Prompt, Sample
 
 HOST: Final = Path(__file__).with_name("verifiers_host.py")
 START_LIMIT_S: Final = 300.0
-"""So long an environment may take to load: some fetch data."""
+"""Longest time, in s, for an environment to load: some fetch data."""
 SPLITS: Final = ("train", "held_out")
 LINE_LIMIT: Final = 256 << 20
 """Most bytes of a reply: the rows of a large dataset."""
@@ -172,7 +172,7 @@ class _Host:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing can be asked any more."""
+        """True if the program answers no more requests."""
         return self._reading is None or self._reading.done()
 
     async def __aenter__(self) -> None:

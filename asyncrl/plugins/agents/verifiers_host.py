@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 EMPTY_ANSWER = "EmptyModelResponseError"
-"""What verifiers calls an answer without text and calls: the model's fault, and worth nothing; no failure."""
+"""Name in verifiers of an answer without text and calls: the model's fault, worth nothing, and not a failure."""
 MODEL = "policy"
 
 

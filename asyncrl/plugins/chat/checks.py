@@ -12,7 +12,7 @@ from asyncrl.plugins.chat.settings import AUTO
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     chat = config.rollout.chat
     if chat.parser not in (AUTO, *FORMATS):
         yield not_a_choice("rollout.chat.parser", chat.parser, (AUTO, *FORMATS))

@@ -49,7 +49,7 @@ class EpisodeOver(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ChatPolicy:
-    """How episodes converse: limits of a conversation, and the choices of `rollout.chat`."""
+    """Rules of conversations: their limits, and the choices of `rollout.chat`."""
 
     limits: Limits = Limits()
     reasoning: Reasoning = Reasoning.keep
@@ -58,7 +58,7 @@ class ChatPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What an answer goes on from: a recorded turn and the ids after it, or the ids of the whole."""
+    """Context of an answer: a recorded turn and the ids after it, or the ids of the whole conversation."""
 
     parent: Turn | None
     given: tuple[int, ...]
@@ -101,10 +101,10 @@ class EpisodeClient:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What was counted so far, as `chat/...`: `calls`, those that `extended` a conversation, `branches` begun,
+        """Return the counts so far, as `chat/...`: `calls`, those that `extended` a conversation, `branches` begun,
         conversations that met a limit (`limit_context_length` and so on, by the setting), `malformed_calls`, `tool_s`
         (seconds between an answer that calls tools and what follows it), and of the drift check `drift_checks`, of
-        which `drift_text`, `drift_tokens` and `drift_refused` (the template cannot render it anew).
+        which `drift_text`, `drift_tokens` and `drift_refused` (the template cannot render it again).
         """
         return {f"chat/{name}": count for name, count in self._counts.items()}
 
@@ -115,7 +115,7 @@ class EpisodeClient:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """What was recorded, in order."""
+        """Return the recorded turns in order."""
         return tuple(self._recorder.turns)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -222,7 +222,7 @@ class EpisodeClient:
         return self._format
 
     def _context(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> _Context:
-        """What the answer to `messages` goes on from."""
+        """Return the context of the answer to `messages`."""
         chat = self._chat()
         if (wrong := wrong_messages(messages)) is not None:
             raise ChatError(f"these messages are no conversation: {wrong}")
@@ -319,7 +319,9 @@ class EpisodeClient:
         return state
 
     def _seed(self, ids: Sequence[int], own: int | None) -> int:
-        """Of the prompt, the member, the conversation and how often it was asked to go on, whatever else is under way.
+        """Derive the random seed of the next answer from the prompt's seed, the caller's seed `own`, the group member,
+        the conversation's token ids and the number of earlier requests with the same ids. It does not depend on
+        concurrent requests, so runs are reproducible.
 
         `own` is the seed that the caller gave, or the prompt's.
         """

@@ -1,4 +1,4 @@
-"""What was said in one episode: answers in a tree, each branch of which is a conversation.
+"""Tree of the answers of one episode; each branch is a conversation.
 
 A `Turn` is one answer of the policy with the token ids that came before it since the previous one. A turn knows what it
 follows; several may follow the same, so turns form trees, and every leaf is the end of a branch.

@@ -1,4 +1,4 @@
-"""Whether an extended conversation differs from what rendering and tokenising its messages anew would give.
+"""Drift check: compares an extended conversation with rendering and tokenising its messages again.
 
 Extending by ids is what is right: it is the very tokens that the policy sampled and saw. The comparison tells how far
 whoever renders anew (a server behind an OpenAI API, an evaluation of the trained model) is from that.

@@ -21,7 +21,7 @@ from enum import StrEnum, auto
 
 
 class Phase(StrEnum):
-    """Where a conversation is."""
+    """State of a conversation."""
 
     pending = auto()
     """Nothing was sampled yet."""
@@ -36,7 +36,7 @@ class Phase(StrEnum):
 
 
 class Finish(StrEnum):
-    """How the latest answer, or the conversation, ended."""
+    """End of the latest answer or of the conversation."""
 
     stop = auto()
     """The policy ended its answer, or a stop string did."""
@@ -54,7 +54,7 @@ class IllegalStep(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a conversation may take; 0 is no limit."""
+    """Limits of a conversation; 0 is no limit."""
 
     max_turns: int = 0
     """Answers of the policy."""
@@ -63,7 +63,7 @@ class Limits:
     max_tool_s: float = 0.0
     """Seconds that its tools take, all calls of a turn together counted as long as the longest."""
     context_setting: str = "generation.context_length"
-    """Where `max_context` comes from."""
+    """Setting that `max_context` comes from."""
 
 
 @dataclass(frozen=True, slots=True)

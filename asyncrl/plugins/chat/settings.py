@@ -11,7 +11,7 @@ AUTO = "auto"
 
 
 class Reasoning(StrEnum):
-    """What becomes of earlier reasoning where the chat template leaves it out of the history."""
+    """Treatment of earlier reasoning that the chat template leaves out of the history."""
 
     keep = auto()
     """The conversation is extended with it: one sample, and the policy sees its earlier reasoning."""
@@ -20,7 +20,7 @@ class Reasoning(StrEnum):
 
 
 class DriftCheck(StrEnum):
-    """Whether extended conversations are compared with what rendering and tokenising them anew would give."""
+    """Comparison of extended conversations with the result of rendering and tokenising them again."""
 
     off = auto()
     """They are not."""

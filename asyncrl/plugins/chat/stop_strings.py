@@ -30,7 +30,7 @@ def check_stop_strings(strings: Sequence[str]) -> None:
 
 
 def kept_tokens(token_ids: Sequence[int], strings: Sequence[str], decode: Decode) -> int | None:
-    """How many of `token_ids` an answer keeps; None where it holds none of the stop `strings`.
+    """Return the number of `token_ids` that an answer keeps; None if it contains none of the stop `strings`.
 
     `decode` gives the text with special tokens; of more tokens it gives more text. O(log T) decodings.
     """

@@ -1,4 +1,4 @@
-"""How messages become token ids, and how a conversation goes on by appending ids.
+"""Rendering of messages to token ids, and extension of a conversation by appending ids.
 
 A first call renders the whole conversation. A later one keeps the ids of what was there and appends
 
@@ -64,7 +64,7 @@ def kind_of(new: Sequence[Message]) -> str | None:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a template does. `end_id` is the token that ends an assistant's turn; None where no single one does.
+    """Properties of a template. `end_id` is the token that ends an assistant's turn; None if no single one does.
 
     `refused` says for each kind of continuation that is not extended by ids why not. `shows_reasoning` is whether
     reasoning stays in view after another user's message, `rewrites` whether an answer without any looks otherwise in
@@ -77,7 +77,7 @@ class Findings:
     rewrites: bool
 
     def lines(self) -> list[str]:
-        """What a person should know before the run."""
+        """Return remarks about the template for the user, before the run."""
         found = [
             f"after {kind} messages each call is rendered anew, as a sample of its own: {why}"
             for kind, why in self.refused.items()
@@ -175,8 +175,8 @@ class ChatFormat:
     def hides_reasoning_of(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], which: Sequence[int]
     ) -> bool:
-        """Whether the template shows `messages` without the reasoning of one at the positions `which`; where it refuses
-        them it hides nothing.
+        """True if the template renders `messages` without the reasoning of one at the positions `which`; False if it
+        refuses them.
         """
         sentinels = {number: f"{_absent(messages)}{number}z" for number in which}
         turns = [

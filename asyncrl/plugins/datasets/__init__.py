@@ -16,7 +16,7 @@ from asyncrl.plugins.datasets.readers import is_data_path
 
 @runtime_checkable
 class Dataset(Protocol):
-    """What `dataset.path` names: a class whose constructor takes `split`, `seed` and `dataset.args`."""
+    """Interface of classes that `dataset.path` names; the constructor takes `split`, `seed` and `dataset.args`."""
 
     def __len__(self) -> int:
         """Number of rows."""

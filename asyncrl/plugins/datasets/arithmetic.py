@@ -33,7 +33,7 @@ def split_of(numbers: Sequence[int]) -> Split:
 
 
 def add_without_carry(left: int, right: int) -> int:
-    """What a pupil writes who forgets every carry; the last column's sum is written in full."""
+    """Add as a pupil who forgets every carry; the last column's sum is written in full."""
     total, place = 0, 1
     while left >= 10 or right >= 10:
         total += (left % 10 + right % 10) % 10 * place

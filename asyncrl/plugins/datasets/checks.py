@@ -20,7 +20,7 @@ def check(data: DatasetConfig) -> Iterator[str]:
 
 
 def source_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the dataset `path` and `args` of a group of settings, as far as one can tell unloaded."""
+    """Yield what is wrong with `<group>.path` and `<group>.args` of a dataset, as far as that is known unloaded."""
     if is_data_path(path):
         if not Path(path).expanduser().exists():
             yield f"{group}.path={path!r}: no such file; give a data file, or a dataset class as package.module:Name"
@@ -36,7 +36,7 @@ def source_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[
 
 
 def _paths(data: DatasetConfig) -> Iterator[str]:
-    """What is wrong with `dataset`'s path or sources, and their fields."""
+    """Yield what is wrong with the path or the sources of `dataset`, and their fields."""
     if data.curriculum.low > data.curriculum.high:
         yield (
             f"dataset.curriculum.low={data.curriculum.low}: above dataset.curriculum.high={data.curriculum.high}, so "
@@ -78,7 +78,7 @@ def _chat(data: DatasetConfig) -> Iterator[str]:
 
 
 def held_out_problems(data: DatasetConfig, evaluation: EvalConfig) -> Iterator[str]:
-    """Whether evaluation would take rows of the training file that are trained on."""
+    """Yield a message if evaluation would take rows of the training file that are trained on."""
     args = evaluation.args
     yield from source_problems("eval", data.path, {**data.args, **args}) if args else ()
     if not is_data_path(data.path) or "path" in args:

@@ -45,7 +45,7 @@ class Curriculum:
             self._newest[row] = (epoch, success)
 
     def rests(self, prompt_id: str) -> bool:
-        """Whether `prompt_id` is left out of its epoch."""
+        """True if `prompt_id` is left out of its epoch."""
         parsed = parse_prompt_id(prompt_id)
         if parsed is None or (newest := self._newest.get(parsed[1])) is None:
             return False

@@ -55,7 +55,7 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationFormat:
-    """How rows become demonstrations."""
+    """Conversion of rows to demonstrations."""
 
     prompts: PromptFormat
     train_on: TrainOn = TrainOn.all
@@ -178,7 +178,7 @@ def wrong_conversation(messages: Sequence[Any]) -> str | None:
 
 
 Rows = Sequence[Sequence[Demonstration]]
-"""Of each row its demonstrations."""
+"""Demonstrations by row."""
 
 
 class LazyRows(Sequence[list[Demonstration]]):

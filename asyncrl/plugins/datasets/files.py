@@ -88,7 +88,7 @@ class FileDataset:
         return self._rows[index]
 
     def place(self, index: int) -> str:
-        """Where row `index` stands: file and line, or number of the row in the file, from 1."""
+        """Return the place of row `index`: file and line, or the number of the row in the file, from 1."""
         return self._places[index]
 
     def sums(self) -> NDArray[np.uint32]:

@@ -60,7 +60,7 @@ class Mixture:
         return {"source": self._names[source], **self._sources[source].row(row)}
 
     def place(self, index: int) -> str:
-        """Where row `index` comes from."""
+        """Return the place of row `index` in its source."""
         source, row = self._at(index)
         of = self._sources[source]
         return of.place(row) if isinstance(of, Placed) else f"{self._names[source]}: row {row}"

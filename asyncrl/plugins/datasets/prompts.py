@@ -32,7 +32,7 @@ SHORTENED = (Overlong.left, Overlong.right, Overlong.middle)
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How rows become token ids.
+    """Rendering of rows to token ids.
 
     `chat` is None where prompts are plain text. `tools` are those that the agent offers in its first call, which the
     template shows the model beside the messages. A prompt longer than `max_tokens`, all of it counted as rendered, is

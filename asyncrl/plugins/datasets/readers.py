@@ -16,9 +16,9 @@ from typing import Any
 from zlib import crc32
 
 JSONL, PARQUET = ".jsonl", ".parquet"
-"""What the names of such files end in."""
+"""Suffixes of supported files."""
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
-"""What `datasets` writes beside a saved dataset's Arrow files, and above the folders of several splits."""
+"""Files that `datasets` writes beside a saved dataset's Arrow files, and above the folders of several splits."""
 
 
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
@@ -36,7 +36,7 @@ class Record:
 
 
 def is_data_path(path: str) -> bool:
-    """Whether `path` is, by its name, a file that is read here, or is a folder."""
+    """True if `path` is a folder or, by its name, a supported file."""
     return path.endswith((JSONL, PARQUET)) or Path(path).expanduser().is_dir()
 
 
@@ -87,7 +87,7 @@ def _files_of(folder: Path, pattern: str) -> list[Path]:
 
 
 def _saved(path: Path, key: str) -> dict[str, Any]:
-    """What `datasets` wrote to `path`: a map that has `key`."""
+    """Read a map with `key` that `datasets` wrote to `path`."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

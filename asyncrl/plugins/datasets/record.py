@@ -1,4 +1,4 @@
-"""What a trial's training data was when it began, so that a launch which continues it notices that it is other data.
+"""Record of a trial's training data when it began, so that a launch that continues it notices other data.
 
 A prompt id names a row by its number. If rows go, come or change places, the ids of used prompts name others: some rows
 would be trained twice and some never, without a word. So the first launch writes down how many rows there are, and of a
@@ -18,7 +18,7 @@ import xxhash
 from asyncrl.plugins.datasets import Dataset, Placed
 
 _SAMPLED_ROWS = 256
-"""Of a set, so many are made to compare it: making the rows of a class may take time."""
+"""Rows of a set that are compared: making the rows of a class may take time."""
 
 
 def content_sum(dataset: Dataset, folder: Path) -> str:
@@ -40,7 +40,7 @@ def content_sum(dataset: Dataset, folder: Path) -> str:
 
 
 def _kind(value: object) -> str:
-    """What stands for a value of a class's own, whose text may have its address."""
+    """Return a stable name for a value of a user's class, whose text may contain its address."""
     return type(value).__qualname__
 
 
@@ -69,7 +69,7 @@ class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         aside.replace(file)
 
     def difference(self, dataset: Dataset, path: str) -> str | None:
-        """How `dataset`, of the setting `dataset.path`, differs from what was recorded; None where it does not."""
+        """Describe how `dataset`, from the setting `dataset.path`, differs from the record; None if it does not."""
         now = len(dataset)
         if self.line_sums is None or not isinstance(dataset, Placed):
             return None if now == self.rows else f"{path!r} has {now} rows; this trial began with {self.rows}"

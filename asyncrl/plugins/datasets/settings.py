@@ -13,7 +13,7 @@ AUTO, OFF = "auto", "off"
 
 
 class Overlong(StrEnum):
-    """What becomes of a prompt that is longer than `dataset.max_prompt_tokens`."""
+    """Treatment of a prompt that is longer than `dataset.max_prompt_tokens`."""
 
     filter = "filter"
     """Its row is left out."""
@@ -28,7 +28,7 @@ class Overlong(StrEnum):
 
 
 class TrainOn(StrEnum):
-    """Which of the assistant's turns are imitated."""
+    """Choice of the assistant's turns that are imitated."""
 
     all = auto()
     """All of them."""
@@ -62,7 +62,7 @@ class CurriculumConfig:
 
     @property
     def is_on(self) -> bool:
-        """Whether any prompt can be outside."""
+        """True if any prompt can be outside."""
         return self.low > 0.0 or self.high < 1.0
 
 

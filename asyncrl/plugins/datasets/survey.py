@@ -14,7 +14,7 @@ SHOWN_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class Survey:
-    """What was found in the `looked_at` rows of a dataset's `rows`.
+    """Findings in the `looked_at` rows of a dataset's `rows`.
 
     `longest` is in tokens, of the prompts as they are before any is shortened and that make one. `bad` counts rows that
     make no prompt for another reason than their length, and those up to the first prompt that is used which even
@@ -35,7 +35,7 @@ class Survey:
     mcp: bool = False
 
     def lines(self, max_tokens: int, overlong: Overlong) -> list[str]:
-        """What was found, for a person."""
+        """Return the findings as text."""
         of = "" if self.looked_at == self.rows else f" (of the first {self.looked_at})"
         found = [f"{self.rows} rows; prompts of up to {self.longest} tokens{of}"]
         if self.tools:

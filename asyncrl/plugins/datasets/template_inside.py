@@ -27,9 +27,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LENGTH = struct.Struct("<Q")
-"""Of a request."""
+"""Header of a request: its length."""
 HEADER = struct.Struct("<cQ")
-"""Of an answer: its kind, and the length of the text that follows."""
+"""Header of an answer: its kind, and the length of the text that follows."""
 RENDERED, REFUSED, NO_TEMPLATE, TOO_LARGE = b"r", b"f", b"n", b"l"
 
 

@@ -23,7 +23,7 @@ import msgspec
 from asyncrl.plugins.datasets.template_inside import HEADER, LENGTH, NO_TEMPLATE, REFUSED, TOO_LARGE, Request
 
 CPU_LIMIT_S: Final = 5.0
-"""Of one rendering; a usual one takes a ten-thousandth of it."""
+"""CPU limit of one rendering, in s; a usual one takes a ten-thousandth of it."""
 MEMORY_LIMIT_BYTES: Final = 1 << 30
 TEXT_LIMIT_CHARS: Final = 64_000_000
 
@@ -113,7 +113,7 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
-    """How it ended; waits for its end, which its closed pipes bring about."""
+    """Wait for the end of the process, which its closed pipes cause, and return its exit status."""
     _pipe(process.stdin).close()
     _pipe(process.stdout).close()
     return process.wait()

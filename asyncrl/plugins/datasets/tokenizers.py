@@ -40,7 +40,7 @@ SPECIAL_TOKENS = (PAD, EOS, UNK)
 
 
 class ChatTokenizer(Tokenizer, Protocol):
-    """What chat needs of a tokenizer besides; each of those below has it."""
+    """Further methods of a tokenizer that chat needs; each class below has them."""
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
@@ -288,8 +288,8 @@ def load_tokenizer(path: str | Path) -> ChatTokenizer:
 
 
 def _is_whole(file: Path, described: Mapping[str, Any]) -> bool:
-    """Whether the `tokenizer.json` at `file` has every added token that `tokenizer_config.json` describes, and no code
-    of its own goes before it.
+    """True if the `tokenizer.json` at `file` has every added token that `tokenizer_config.json` describes, and no code
+    of its own precedes it.
     """
     if not file.is_file() or "auto_map" in described:
         return False

@@ -20,7 +20,7 @@ from zlib import crc32
 from asyncrl.plugins.datasets.arithmetic import HELD_OUT_SHARE, Split
 
 SIGNATURE = "calculator(expression)"
-"""How the demo's chat template tells the model of its tool."""
+"""Description of the demo's tool in its chat template."""
 
 
 def problem(rng: random.Random) -> str:
@@ -38,7 +38,7 @@ def split_of(expression: str) -> Split:
 
 
 def value_of(expression: str) -> int:
-    """What `expression`, one of `problem`'s, comes to."""
+    """Return the value of `expression`, which comes from `problem`."""
     product, sign, rest = expression, 1, 0
     for operator in "+-":
         if operator in expression:
@@ -136,7 +136,7 @@ class CalculatorDemonstrations(CalculatorQuestions):
 
 
 def conversation(expression: str) -> str:
-    """What the model reads before its first answer."""
+    """Return the text that the model reads before its first answer."""
     return (
         f"<|im_start|>system\nTools: {SIGNATURE}<|im_end|>\n"
         f"<|im_start|>user\nWhat is {expression}?<|im_end|>\n<|im_start|>assistant\n"
@@ -149,7 +149,7 @@ def call_text(expression: str) -> str:
 
 
 def answered(prompt: str, call: str, result: str) -> str:
-    """What the model reads after its call."""
+    """Return the text that the model reads after its call."""
     response = f"<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>"
     return f"{prompt}{call}<|im_end|>\n{response}\n<|im_start|>assistant\n"
 

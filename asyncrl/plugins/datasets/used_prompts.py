@@ -1,4 +1,4 @@
-"""Which prompts are used, that is, trained or dropped for good; kept small and ready for JSON.
+"""Set of used prompts, that is, trained or dropped for good; compact and ready for JSON.
 
 A prompt id is `e<epoch>-<row>`, so the set is one bitmap of rows per epoch: a million rows take 125 kB, and
 compressed a finished epoch takes next to nothing. Ids of another form (a user's own stream) are kept as they are.

@@ -21,16 +21,16 @@ _SHOWN = (spaces.Discrete, spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete,
 
 
 class Game(Protocol):
-    """What words for a game are made from."""
+    """A game as far as its text needs it."""
 
     @property
     def observation_space(self) -> Space[Any]:
-        """What is seen."""
+        """Space of observations."""
         ...
 
     @property
     def action_space(self) -> Space[Any]:
-        """What can be done."""
+        """Space of actions."""
         ...
 
     @property
@@ -67,7 +67,9 @@ class GameText:
             raise ValueError(f"env.args.actions names {len(self._actions)} actions, and the game's are {done}")
 
     def observation(self, observation: Any, env: Game, rendered: Any = None) -> str:
-        """What the policy reads; `rendered` is the game's own picture in text, where it draws one."""
+        """Return the observation as text for the policy; `rendered` is the game's own picture in text, if it draws
+        one.
+        """
         if self._observe is not None:
             return str(self._observe(observation, env))
         if rendered is not None:

@@ -77,7 +77,7 @@ class VectorGames:
         return await self._together(member, seed)  # type: ignore[no-any-return]
 
     async def step(self, member: int, text: str) -> StepResult:
-        """What became of the member's action, once all that play have said theirs."""
+        """Apply the member's action once all members have chosen theirs, and return its result."""
         if member not in self._playing:
             raise RuntimeError("the game has ended")
         try:

@@ -40,7 +40,7 @@ class EnvConfig(PluginConfig):
 
 
 GYMNASIUM = "gymnasium:"
-"""What `env.path` begins with for a registered environment; its name follows, or module:name."""
+"""Beginning of `env.path` for a registered environment; its name follows, or module:name."""
 
 
 GYMNASIUM_ENV = "asyncrl.plugins.envs.gymnasium_env:GymnasiumEnv"

@@ -1,4 +1,4 @@
-"""What a row holds to compare an answer with."""
+"""Reference answers in rows."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from asyncrl.config import signatures
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.import_paths import PluginError
 from asyncrl.plugins.rewards.settings import RewardConfig
 
 _ROW_METRICS = ("mean", "std", "groups_without_variance")
@@ -15,7 +16,7 @@ _ROW_METRICS = ("mean", "std", "groups_without_variance")
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with `reward` and `rewards`."""
+    """Yield an error message for each invalid setting of `reward` and `rewards`."""
     if not config.rewards:
         yield from _reward("reward", config.reward)
         return
@@ -40,4 +41,13 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 def _reward(group: str, reward: RewardConfig) -> Iterator[str]:
     if reward.failure_reward is not None and not math.isfinite(reward.failure_reward):
         yield f"{group}.failure_reward={reward.failure_reward}: no reward; give a finite number, or null"
-    yield from signatures.reward_problems(group, reward.path, reward.args)
+    try:
+        taken = signatures.function_arguments(reward.path)
+    except PluginError as error:
+        yield f"{group}.path={error}"
+        return
+    positional = 0  # a class: its constructor takes none
+    if taken is not None:  # the name of a function's first parameter tells what it scores
+        first = next((arg.arg for arg in (*taken.posonlyargs, *taken.args)), "")
+        positional = 1 if first in ("episode", "group") else 2
+    yield from signatures.problems(group, reward.path, reward.args, positional=positional)

@@ -79,7 +79,9 @@ def math_answer_reward(data: Mapping[str, Any], completion: str, *, last_number:
 
 
 def final_answer(text: str) -> str | None:
-    r"""What the last `\boxed{...}` or `\fbox{...}` holds, else the line after the last `####`; None without either."""
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`, else the line after the last `####`; None without
+    either.
+    """
     boxed = _last_boxed(text)
     if boxed is not None:
         return boxed
@@ -88,7 +90,7 @@ def final_answer(text: str) -> str | None:
 
 
 def answers_agree(given: str, expected: str) -> bool:
-    """Whether `given` is the answer `expected`; see the module's docstring."""
+    """True if `given` is the answer `expected`; the rules are in the module's docstring."""
     if max(len(given), len(expected)) > MAX_ANSWER_CHARS:
         return False
     given, expected = _bare(given), _bare(expected)
@@ -147,7 +149,7 @@ def _is_percent(text: str) -> bool:
 
 
 def _verified(given: str, expected: str) -> bool:
-    """What math-verify says.
+    """Return the verdict of math-verify.
 
     Raises:
         RuntimeError: not in a main thread.
@@ -197,7 +199,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 def _for_verify(text: str) -> str:
-    """What it reads as LaTeX does: of `10^-3` that would be `10^{-}3`."""
+    """Rewrite text so that math-verify reads it as LaTeX does: it would read `10^-3` as `10^{-}3`."""
     return re.sub(r"\^(-\d+)", r"^{\1}", without_unit(text)[0])
 
 

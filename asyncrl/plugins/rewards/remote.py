@@ -69,7 +69,7 @@ class _Server:
 
 @run_in("loop")
 class HttpReward:
-    """What a server of yours says: `POST url` with `{"data": row, "completion": text}` answers `{"reward": number}`.
+    """Reward from your server: `POST url` with `{"data": row, "completion": text}` answers `{"reward": number}`.
 
     Args:
         url: of the server.
@@ -95,7 +95,7 @@ class HttpReward:
 
 @run_in("loop")
 class JudgeReward:
-    """What a language model says of the answer, asked over `<base_url>/chat/completions`.
+    """Reward from a language model that judges the answer, over `<base_url>/chat/completions`.
 
     Args:
         base_url: of the server, with its `/v1`.

@@ -46,7 +46,7 @@ def numeric_match(data: Mapping[str, Any], completion: str, *, tolerance: float 
 
 @run_in("loop")
 def f1(data: Mapping[str, Any], completion: str) -> float:
-    """How far the answer's words are those of `data["answer"]` (of a list: the best), from 0 to 1.
+    """Return the F1 score of the answer's words and those of `data["answer"]` (of a list: the best), from 0 to 1.
 
     The harmonic mean of precision and recall over words, as for SQuAD (arXiv:1606.05250): in lower case, without
     punctuation and English articles. Two texts without a word agree.

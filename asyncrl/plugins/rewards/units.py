@@ -1,4 +1,4 @@
-r"""What may follow an answer's number: a unit (`cm`, `dollars per hour`, `\text{ eggs}`), or words that change it."""
+r"""Words after an answer's number: a unit (`cm`, `dollars per hour`, `\text{ eggs}`), or words that change it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _UNITS = re.compile(
 
 
 def says_more(text: str) -> bool:
-    """Whether a number is followed by words that make it another one."""
+    """True if a number is followed by words that change its value."""
     match = _UNITS.search(text)
     return match is not None and _NO_UNITS.search(match[0].replace("\\text", "")) is not None
 
 
 def units_differ(given: str, expected: str) -> bool:
-    """Whether both end in units that are known and not the same, as `3 am` and `3 pm`."""
+    """True if both end in known units that differ, as `3 am` and `3 pm`."""
     first, second = _known_unit(given), _known_unit(expected)
     return first is not None and second is not None and first != second
 

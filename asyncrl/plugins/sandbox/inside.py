@@ -20,7 +20,7 @@ _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 22, 24, 38
 _SECCOMP_MODE_FILTER = 2
 _LAST_CAPABILITY = 63
 _ROOT = "/tmp"
-"""Where the file system is built, in a mount namespace of its own: the real one's content is not touched."""
+"""Place where the file system is built, in a separate mount namespace: the real content is not touched."""
 _KEPT = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | 8 | 1024 | 2048
 """Flags of a mount that a new user namespace may not take away."""
 

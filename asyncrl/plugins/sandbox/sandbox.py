@@ -46,7 +46,7 @@ _FILES_PER_MB = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one program and all that it starts.
+    """Limits of one program and everything it starts.
 
     Attributes:
         wall_s: from start to end.
@@ -67,7 +67,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a program ended.
+    """End of a program.
 
     Attributes:
         exit_code: 128 and a signal's number where that killed it; negative where it was `stopped`.
@@ -117,7 +117,7 @@ class Sandbox:
             )
 
     def run(self, files: Mapping[str, str], arguments: Sequence[str], stdin: str = "") -> Ended:
-        """How `python arguments...` ends in a folder with `files` (text by name), given `stdin`."""
+        """Run `python arguments...` in a folder with `files` (text by name) and `stdin`, and return how it ended."""
         limits = self.limits
         spec: dict[str, object] = {
             "command": [self._python, "-I", "-S", *arguments],

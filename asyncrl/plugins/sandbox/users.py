@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable
 
 _LOCKS: Final = Path("/run/asyncrl-sandbox-users")
-"""Of this name since its boot; writable by root alone."""
+"""Folder of locks, since boot; writable by root alone."""
 _UNASSIGNED: Final = range(1_879_048_192, 2_147_483_647)
 """Ids that no distribution and no container gives to anyone (systemd's table of users and groups)."""
 _IN_A_CONTAINER: Final = range(20_000, 60_000)

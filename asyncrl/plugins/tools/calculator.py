@@ -12,7 +12,7 @@ from asyncrl.api import run_in
 
 MAX_CHARS = 1000
 MAX_BITS = 10_000
-"""Of an integer, also on the way: about 3,000 digits."""
+"""Largest integer in bits, also of intermediate results: about 3,000 digits."""
 
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

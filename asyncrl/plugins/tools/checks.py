@@ -10,15 +10,17 @@ from urllib.parse import urlsplit
 from asyncrl.api.tool_schema import TOOL_NAME
 from asyncrl.config import signatures
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig
+from asyncrl.config.import_paths import PluginError
+from asyncrl.config.suggestions import did_you_mean
+from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig, ToolConfig
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What is wrong with `tools` and `mcp`, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each invalid setting of `tools` and `mcp`."""
     names: set[str] = set()
     for number, tool in enumerate(config.tools):
         group = f"tools[{number}]"
-        yield from signatures.tool_problems(group, tool.path, tool.args)
+        yield from _arguments(group, tool)
         if tool.name:
             yield from _name(f"{group}.name", tool.name, names)
         yield from _limits(group, tool.timeout_s, tool.max_result_chars)
@@ -33,6 +35,26 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"agent.path={config.agent.path!r}: this agent calls no tools, and there are some in the settings; use "
             "asyncrl.plugins.agents.tool_agent:ToolAgent, or give its constructor a parameter `tools`"
         )
+
+
+def _arguments(group: str, tool: ToolConfig) -> Iterator[str]:
+    """Yield what is wrong with a tool's path and args: settings give a function's parameters after `*`."""
+    try:
+        taken = signatures.function_arguments(tool.path)
+    except PluginError as error:
+        yield f"{group}.path={error}"
+        return
+    if taken is None:
+        yield from signatures.problems(group, tool.path, tool.args)
+        return
+    hidden = [arg.arg for arg in taken.kwonlyargs]
+    for key in tool.args:
+        if key not in hidden:
+            yield (
+                f"{group}.args={dict(tool.args)}: {tool.path!r} has no parameter {key!r} after `*`"
+                f"{did_you_mean(key, hidden)}; those are the ones that settings give "
+                f"({', '.join(hidden) or 'none'}), the others are the model's"
+            )
 
 
 def _name(setting_name: str, name: str, taken: set[str]) -> Iterator[str]:

@@ -49,7 +49,7 @@ class McpServer:
         self._broken = asyncio.Event()
         self._closing = False
         self.starts = 0
-        """How often it was started."""
+        """Number of starts."""
         self._owner = asyncio.create_task(self._own())
 
     async def tools(self) -> list[McpTool]:
@@ -205,7 +205,7 @@ def installed() -> str | None:
 
 
 def _is_closed(error: BaseException) -> bool:
-    """Whether `error` says that the connection is gone, rather than that the server refused this call."""
+    """True if `error` means that the connection is gone, rather than that the server refused this call."""
     import anyio
     from mcp import MCPError
 

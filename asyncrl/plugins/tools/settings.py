@@ -9,7 +9,7 @@ from asyncrl.api.reward import RunIn
 from asyncrl.config.setting import PluginConfig, setting
 
 PYTHON = "python"
-"""As a command: the interpreter of the worker, which has the packages that asyncrl has."""
+"""Command that stands for the worker's interpreter, which has the packages that asyncrl has."""
 
 
 @dataclass

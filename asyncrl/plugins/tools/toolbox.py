@@ -1,4 +1,4 @@
-"""What carries a sample's calls to the tools: names, arguments, limits, counts; and what the model reads of a failure.
+"""Execution of a sample's tool calls: names, arguments, limits, counts, and the text that the model reads of a failure.
 
     async with toolbox.session(prompt.data) as session:
         results = await asyncio.gather(*map(session.call, reply.tool_calls))
@@ -27,7 +27,7 @@ from asyncrl.api.tool import as_result
 from asyncrl.api.tool_schema import wrong_arguments
 
 MAX_ARGUMENT_CHARS = 200_000
-"""Of one call's arguments as JSON; no model's answer has more for a reason."""
+"""Longest arguments of a call as JSON, in characters; no sensible call has more."""
 SAID_EVERY_S = 10.0
 """Between two lines of the log about failures of one tool."""
 UNKNOWN = "unknown"
@@ -44,7 +44,7 @@ class Host(Protocol):
     """Runs a tool's method where it belongs, with a limit."""
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the method returns.
+        """Call `method` and return its result.
 
         Raises:
             ToolFailure: it raised, took too long, or its process was lost.
@@ -86,7 +86,7 @@ class Toolbox:
         self.tools: dict[str, HostedTool] = {}
         self.report = report
         self.waits_for = ""
-        """What is missing yet; while something is, the tools cannot be used."""
+        """Condition that the tools still wait for; empty if they can be used."""
         self._schemas: dict[str, ToolSchema] = {}
         self._numbers = itertools.count()
         self._said_at: dict[str, float] = {}
@@ -109,7 +109,7 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
-        """What the model is told of.
+        """Return the schemas of all tools that the model is offered.
 
         Raises:
             RuntimeError: the toolbox is not whole yet.
@@ -118,7 +118,7 @@ class Toolbox:
         return tuple(self._schemas.values())
 
     def schema_of(self, name: str) -> ToolSchema:
-        """What the model is told of the tool `name`."""
+        """Return the schema of the tool `name`."""
         return self._schemas[name]
 
     def session(self, data: Mapping[str, Any]) -> ToolSession:
@@ -198,7 +198,7 @@ class ToolSession:
         return result
 
     async def rewards(self) -> dict[str, float]:
-        """What the sample earned by its tools, by name: `tool/<name>`, only where it is not 0.
+        """Return the sample's rewards from its tools by name: `tool/<name>`, only those that are not 0.
 
         Raises:
             ToolFailure: a `calc_reward` failed, or gave no finite number: then nobody knows what the sample is worth.
@@ -243,7 +243,7 @@ class ToolSession:
 
 
 def _checked(value: object) -> ToolResult:
-    """What a tool returned, as a result with finite numbers."""
+    """Convert the return value of a tool to a result with finite numbers."""
     try:
         result = as_result(value)
         finite = all(map(math.isfinite, (result.reward, *result.metrics.values())))

@@ -24,9 +24,9 @@ class WorkerHandle(ABC):
     def __init__(self, plan: WorkerPlan, description: str, log: Path) -> None:
         self.plan = plan
         self.description = description
-        """Which process it is, in the back end's own terms, for example `pid 17`."""
+        """Identity of the process in the back end's terms, for example `pid 17`."""
         self.log = log
-        """Where its output is, here."""
+        """Local file with the output of the process."""
 
     @property
     @abstractmethod

@@ -13,7 +13,7 @@ from asyncrl.runtime.process_tree import adopt_orphans, kept, kill_descendants
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 _GONE_LIMIT_S = 3.0
-"""So long killed processes may take to be gone; the kernel frees what they had."""
+"""Longest time, in s, for killed processes to vanish; the kernel has to free their memory."""
 
 
 class Backend(LauncherBackend):

@@ -34,7 +34,9 @@ from asyncrl.runtime.worker_plan import WorkerPlan
 
 _DRIVER_LOG = "ray_driver.log"
 _PLACEMENT_SHARE = 0.5
-"""Of `system.start_timeout_s`: so long Ray may look for nodes, before the processes give up waiting for each other."""
+"""Share of `system.start_timeout_s` in which Ray may look for nodes, before processes give up waiting for each
+other.
+"""
 _DRIVER_END_LIMIT_S = 10.0
 _BACKLOG = 4096
 
@@ -101,7 +103,7 @@ class Backend(RemoteBackend):
         self._driver.stdin.flush()
 
     def host_requests(self) -> list[HostRequest]:
-        """What each of `system.hosts` asks of Ray."""
+        """Return the resources that each of `system.hosts` requests from Ray."""
         threads = Counter[str]()
         for plan in plan_workers(self.config):
             threads[plan.host.name] += plan.resources.threads

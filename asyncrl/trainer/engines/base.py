@@ -19,21 +19,26 @@ All verbs are called by all ranks together, in the same order, also by a rank th
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from asyncrl.algorithms.stats import Stats
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.scoring import EntropyMode
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.engines import ENGINES
+from asyncrl.trainer.model.scoring import EntropyMode
+from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.published import TensorSpec as TensorSpec
 
 
@@ -217,7 +222,10 @@ class ValueEngine(TrainingEngine):
 
 
 class EngineLoader(ABC):
-    """Makes engines from model folders."""
+    """Makes engines from model folders, onto `device`, as `config` sets them, for the rank at `place`."""
+
+    @abstractmethod
+    def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None: ...
 
     @abstractmethod
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> PolicyEngine:
@@ -238,3 +246,9 @@ class EngineLoader(ABC):
         Raises:
             ValueError: it gives no single score.
         """
+
+
+def engine_loader(name: str) -> type[EngineLoader]:
+    """Return the loader of the engine `name` of `ENGINES`."""
+    loader: type[EngineLoader] = pkgutil.resolve_name(ENGINES[name].loader)
+    return loader

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from asyncrl.algorithms.stats import Stats
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, StepOutcome, TensorSpec
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.step_batch import StepBatch
 
 
 class BaseOf(PolicyEngine):

@@ -22,6 +22,8 @@ from asyncrl.config.setting import Dtype
 from asyncrl.models.proof import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import trunk_of
+from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import (
     EngineLoader,
     PolicyEngine,
@@ -33,9 +35,10 @@ from asyncrl.trainer.engines.base import (
 )
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
-from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.engines.role import RoleEngine
-from asyncrl.trainer.lora import (
+from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
+from asyncrl.trainer.model.loading import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
+from asyncrl.trainer.model.lora import (
     Merged,
     WholeAdapters,
     WholeBase,
@@ -44,14 +47,11 @@ from asyncrl.trainer.lora import (
     initialise,
     plain_name,
 )
-from asyncrl.trainer.lora_checks import publishes_adapters
-from asyncrl.trainer.micro_batch import MicroBatch, one_micro_batch
-from asyncrl.trainer.models import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
-from asyncrl.trainer.parallel import Place
-from asyncrl.trainer.proof import refuse_longer_than_independent, settle_attention
-from asyncrl.trainer.scoring import EntropyMode, logits_function, token_logprobs
+from asyncrl.trainer.model.lora_checks import publishes_adapters
+from asyncrl.trainer.model.proof import refuse_longer_than_independent, settle_attention
+from asyncrl.trainer.model.scoring import EntropyMode, logits_function, token_logprobs
+from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
-from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.published import Published, TensorSpec, WholeModel
 
 
@@ -290,8 +290,8 @@ Engine = TypeVar("Engine", FlatPolicyEngine, FlatValueEngine)
 class FlatLoader(EngineLoader):
     """Loads whole models onto `device`, as `config` sets them, for the rank at `place`.
 
-    Each is proven before it is handed out (`asyncrl.trainer.proof`); `UnsupportedModelError` (a ValueError) is raised
-    for one that cannot be trained right.
+    Each model is proven before it is returned (`trainer.model.proof`); a model that cannot be trained right raises
+    `UnsupportedModelError`, a ValueError.
     """
 
     def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Kept = Callable[[], Iterable[Tensor]]
 
@@ -96,3 +97,18 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.device, torch.U
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device, size: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; shares its memory. A plain one is all its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def zeros_on_host(like: Tensor) -> Tensor:
+    """Zeros of the type and shape of `like`, spread as it is, in host memory: pinned where `like` is on a GPU."""
+    mine = local(like)
+    zeros = torch.zeros(mine.shape, dtype=like.dtype, device="cpu", pin_memory=mine.device.type == "cuda")
+    if not isinstance(like, DTensor):
+        return zeros
+    # As FSDP2 makes the parameters that it off-loads; DTensor.from_local would move them to the mesh's device.
+    return DTensor(zeros, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from asyncrl.models.routing import Routers
+from asyncrl.trainer.batches.micro_batch import MicroBatch, micro_batches, wanted_lengths
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
 from asyncrl.trainer.engines.base import TrainingEngine
-from asyncrl.trainer.engines.parts import local
-from asyncrl.trainer.engines.residence import HostResidence, own_storage
-from asyncrl.trainer.micro_batch import MicroBatch, micro_batches, wanted_lengths
-from asyncrl.trainer.micro_batch_layout import AttentionKind
-from asyncrl.trainer.parallel import Place
-from asyncrl.trainer.step_batch import StepBatch
+from asyncrl.trainer.engines.residence import HostResidence, local, own_storage
+from asyncrl.trainer.parallel.place import Place
 
 Optimizer = TypeVar("Optimizer", bound=ScheduledAdamW)
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from asyncrl.algorithms.inputs import PolicyLossInputs
 from asyncrl.algorithms.objective import should_stop
 from asyncrl.algorithms.stats import Stat, Stats, count_stat, merge_stats
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.engines.base import PolicyOutputs, StepOutcome
 from asyncrl.trainer.functions.minibatches import global_normalisers
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.scoring import EntropyMode
+from asyncrl.trainer.model.scoring import EntropyMode
 from asyncrl.trainer.settings import ReferenceMode
-from asyncrl.trainer.step_batch import StepBatch
 
 PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"
 STREAM_RATIO = "tokens/stream_ratio"

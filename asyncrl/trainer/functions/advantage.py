@@ -11,8 +11,8 @@ from asyncrl.algorithms.kl import kl_token_rewards
 from asyncrl.algorithms.spec import KLPlace
 from asyncrl.algorithms.stats import Stats, mean_stat
 from asyncrl.config.catalog import resolve
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
-from asyncrl.trainer.step_batch import StepBatch
 
 GREEDY_REWARD = "agent/greedy_reward"
 """The greedy answer's reward, ReMax's baseline; an agent gives it as `Sample.metrics["greedy_reward"]`."""

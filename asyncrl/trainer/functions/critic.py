@@ -8,10 +8,10 @@ from torch import Tensor
 from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
 from asyncrl.algorithms.stats import Stats, merge_stats
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 from asyncrl.trainer.functions.minibatches import global_normalisers
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.step_batch import StepBatch
 
 
 @model_function("critic_train")

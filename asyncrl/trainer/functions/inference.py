@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
-from asyncrl.trainer.step_batch import StepBatch
 
 
 @model_function("actor_inf")

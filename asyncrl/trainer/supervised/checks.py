@@ -10,15 +10,15 @@ from asyncrl.config.setting import ConfigError, Device
 from asyncrl.plugins.datasets.checks import source_problems
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.trainer.checks import hugging_face_folder
-from asyncrl.trainer.lora_checks import lora_problems
+from asyncrl.trainer.model.lora_checks import lora_problems
+from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.placement import layout_of
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
-from asyncrl.trainer.worker_grid import WorkerGrid
 
 
 def check(config: SFTConfig) -> Iterator[str]:
-    """What is wrong with these settings, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     data = config.dataset
     args = [{**data.args, **phase.args} for phase in config.phases] or [data.args]
     yield from dict.fromkeys(problem for each in args for problem in source_problems("dataset", data.path, each))
@@ -49,7 +49,7 @@ def check(config: SFTConfig) -> Iterator[str]:
 
 
 def _held_out(config: SFTConfig) -> Iterator[str]:
-    """What is wrong with the rows that the held-out loss is measured on."""
+    """Yield what is wrong with the rows that the held-out loss is measured on."""
     data, held_out = config.dataset, config.eval
     if not held_out.interval:
         return
@@ -64,7 +64,7 @@ def _held_out(config: SFTConfig) -> Iterator[str]:
 
 
 def _engine(config: SFTConfig) -> Iterator[str]:
-    """What is wrong with how the ranks train."""
+    """Yield what is wrong with the settings of optimizer, adapters and layout."""
     lora, parallel = config.model.lora, config.trainer.parallel
     if config.optimizer == SupervisedOptimizer.muon:
         given: dict[str, Any] = {

@@ -24,15 +24,13 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.plugins.datasets.demonstrations import Demonstration
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
-from asyncrl.trainer.engines.base import PolicyOutputs
-from asyncrl.trainer.engines.flat import FlatLoader
-from asyncrl.trainer.engines.sharded.loader import ShardedLoader
-from asyncrl.trainer.lora import adapter_config
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.engines.base import PolicyOutputs, engine_loader
+from asyncrl.trainer.model.lora import adapter_config
+from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.placement import engine_of
-from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig, TrainerEngine
-from asyncrl.trainer.step_batch import StepBatch
+from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights import atomic_dir, checkpoints
 from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
@@ -66,7 +64,7 @@ class EngineLearner:
         self._model = model
         self._place = world.place(ACTOR)
         settings = engine_settings(config, model, total)
-        make = FlatLoader if engine_of(settings) == TrainerEngine.flat else ShardedLoader
+        make = engine_loader(engine_of(settings))
         self._engine = make(settings, self._place, device).policy(str(model), Dtype.float32, settings.optimizer)
         engines = {ACTOR: self._engine}
         state = checkpoints.load(engines, run_dir / CHECKPOINTS_DIR, world.everyone)

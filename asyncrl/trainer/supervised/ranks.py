@@ -16,12 +16,12 @@ from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.private_files import make_private_folder
 from asyncrl.runtime.run_dir import LOCK_FILE, NAMES_DIR
-from asyncrl.trainer.parallel import World
+from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.worker_grid import Placement
+from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import worker_grid
 from asyncrl.trainer.supervised.engine_learner import engine_settings
 from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.trainer.worker_grid import Placement
-from asyncrl.trainer.world import training_world
 
 END_S = 10.0
 """How long the other ranks are waited for, once the first one is done."""

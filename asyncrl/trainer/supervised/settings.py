@@ -30,7 +30,7 @@ DEMO_MODEL: Mapping[str, Any] = {
 
 
 class SupervisedOptimizer(StrEnum):
-    """Which optimizer learns what."""
+    """Choice of optimizers."""
 
     muon = auto()
     """Muon for matrices, AdamW for the rest."""
@@ -50,7 +50,7 @@ class SFTPhaseConfig:
 
 @dataclass
 class SFTModelConfig:
-    """What is trained."""
+    """The model."""
 
     path: Optional[str] = setting(
         None, "Hugging Face folder to start from; null: a random start of `model.architecture`"
@@ -117,7 +117,7 @@ class SFTTrainerConfig:
 
 @dataclass
 class SFTCheckpointConfig:
-    """What a run that was cut off goes on from, with optimizer=adamw."""
+    """Checkpoints, from which a run that was cut off continues, with optimizer=adamw."""
 
     interval: int = setting(
         0, "steps between checkpoints; 0: none, a run that was cut off starts over", unit="steps", minimum=0

@@ -1,4 +1,4 @@
-"""What a run left on the disk, checked from its files alone: `docs/ledger.md` says what that proves and what it cannot.
+"""Audit of a run from its files alone. `docs/ledger.md` says what it proves and what it cannot.
 
 Nothing here decides anything in a run, and nothing that decides there is used here: only the types of the ledger's
 lines are shared. `history` reads the ledger, `rules` replays it, `outcome` is what it came to, and `documents` (the

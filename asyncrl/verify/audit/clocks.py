@@ -13,7 +13,7 @@ from itertools import pairwise
 from asyncrl.verify.audit.history import Report
 
 CLOCKS_S = 60.0
-"""What a clock may be corrected by without a word."""
+"""Largest correction of a clock, in s, that is not reported."""
 _LONG = 2.0
 """A pause is no explanation if it is so many times as long as every other."""
 

@@ -1,4 +1,4 @@
-"""What the surviving history of a ledger came to, for those who hold the run's other files against it."""
+"""Totals of the surviving history of a ledger, for checks of the run's other files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.comm.ledger_lines import LedgerBooks, RunSettings, Saved, Trained
 
 @dataclass(slots=True)
 class StepTotals:
-    """What the trained lines of a step add up to."""
+    """Sums over the trained lines of a step."""
 
     samples: int = 0
     episodes: int = 0
@@ -31,19 +31,19 @@ class SavedLine:
 
     line: Saved
     used: int
-    """How many prompts of `Outcome.used` were used by then."""
+    """Number of prompts of `Outcome.used` that were used up to this step."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What the history came to."""
+    """Result of the history."""
 
     version: int = 0
     """The last step."""
     ended: bool = False
-    """Whether the last launch ended by itself."""
+    """True if the last launch ended by itself."""
     summed_up: bool = False
-    """Whether the last launch left a summary, which comes after the end of the ledger."""
+    """True if the last launch left a summary, which is written after the end of the ledger."""
     submitted: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -59,9 +59,9 @@ class Outcome:
     saved: dict[int, SavedLine] = field(default_factory=dict)
     """By their numbers, the lines of checkpoints."""
     rollouts: dict[str, Trained] = field(default_factory=dict)
-    """What was trained, by rollout."""
+    """Trained lines by rollout."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Of rollouts that finished, all their tokens."""
+    """All tokens of each finished rollout."""
     books_at: dict[int, LedgerBooks | None] = field(default_factory=dict)
     """By step, the books in its line."""
     begun: list[int] = field(default_factory=list)
@@ -69,13 +69,13 @@ class Outcome:
     steps_of_launch: int = 0
     """Steps of the last launch."""
     resumed: bool = False
-    """Whether a launch went on from a checkpoint."""
+    """True if a launch continued from a checkpoint."""
     admitted: bool = False
-    """Whether a rollout was admitted to a worker, not read from kept samples."""
+    """True if a rollout was admitted to a worker, not read from kept samples."""
     whole: bool = True
-    """Whether the ledger has all of the run's history."""
+    """True if the ledger has the run's whole history."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the last launch ended by itself, by the ledger or, where that is cut off, by the summary."""
+        """True if the last launch ended by itself, according to the ledger or, if that is cut off, to the summary."""
         return self.ended or self.summed_up

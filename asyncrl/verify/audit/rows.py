@@ -17,7 +17,7 @@ _TOLERANCE = 1e-6
 _SUMMARY = "summary.json"
 _DROPPED = "rollout/dropped_"
 Row: TypeAlias = tuple[str, dict[str, Any]]
-"""Where a row of metrics stands, and itself."""
+"""A row of metrics and its place."""
 
 
 def check_metrics(

@@ -1,4 +1,4 @@
-"""What is done to a run and when: a plan that a seed makes, and the clock that follows it. Pure.
+"""Plan of faults made from a seed, and the clock that follows it. Pure.
 
 A fault is tied to a train step, so that the faults are spread over the run whatever its speed, and all of them happen
 before its end. Fault i of n is due once `step` steps are done, `offset` of a typical step later: somewhere within a
@@ -28,7 +28,7 @@ _STEPS_REMEMBERED = 9
 
 
 class FaultKind(StrEnum):
-    """What can be done."""
+    """Kinds of faults."""
 
     kill = "kill"
     """SIGKILL."""
@@ -49,7 +49,7 @@ SECONDS = {
     FaultKind.delay: (2.0, 6.0),
     FaultKind.full_disk: (3.0, 12.0),
 }
-"""How long each lasts, at least and at most."""
+"""Shortest and longest duration of each kind, in s."""
 DELAY_S = 0.2
 """By so much a message is late, each way."""
 

@@ -25,7 +25,7 @@ class LinkProxy:
         self.delay_s = 0.0
         """By so much everything is late, each way."""
         self.refuses = False
-        """Whether connections are closed as they come."""
+        """True if new connections are closed at once."""
 
     async def start(self) -> int:
         """Listen; returns the port."""
@@ -35,7 +35,7 @@ class LinkProxy:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """Number of open connections."""
         return len(self._pairs)
 
     def cut(self) -> int:

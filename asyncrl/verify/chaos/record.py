@@ -1,4 +1,4 @@
-"""What became of each fault: how long the run took to go on, and what the fault cost, by the run's own files.
+"""Effects of each fault by the run's own files: time until the run continued, and costs.
 
 Times are seconds since 1970, as in the files.
 """
@@ -20,10 +20,12 @@ from asyncrl.verify.audit.history import Entry
 from asyncrl.verify.chaos.plan import Fault, FaultKind
 
 LAUNCHER = "launcher"
-"""What the launcher is called among the processes."""
+"""Name of the launcher among the processes."""
 _TRAINERS = (names.MASTER_WORKER, names.MODEL_WORKER)
 READY_SEEN_S = 0.5
-"""So long after it was ready a process may be seen to be (`launcher.REFRESH_S`, and the time to look)."""
+"""Longest delay, in s, between a process being ready and this being seen (`launcher.REFRESH_S`, and the time to
+look).
+"""
 _DEATHS = frozenset({DropReason.worker_died, DropReason.crashed_worker})
 
 
@@ -72,7 +74,7 @@ class Done:
 
 
 def replaced_as(target: str) -> str:
-    """What `restarts.jsonl` calls that which is started again after the death of `target`."""
+    """Return the name in `restarts.jsonl` of what restarts after the death of `target`."""
     return TRAINER if target.partition("/")[0] in _TRAINERS else target
 
 
@@ -100,7 +102,7 @@ def complete(done: Sequence[Done], steps: Sequence[tuple[float, int]], restarts:
 
 
 def _covers(later: Done, earlier: Done) -> bool:
-    """Whether what is started again after `later` is what was to be started again after `earlier`, too."""
+    """True if the restart after `later` includes the restart that was due after `earlier`."""
     return later.kind == LAUNCHER or replaced_as(later.fault.target) == replaced_as(earlier.fault.target)
 
 
@@ -142,7 +144,7 @@ def _works(entries: Sequence[Entry]) -> list[tuple[float, str]]:
 
 
 def _is_of(each: Done, worker: str) -> bool:
-    """Whether a line about `worker` shows that the replacement of `each` works."""
+    """True if a line about `worker` shows that the replacement of `each` works."""
     return each.kind == names.GSERVER_MANAGER or worker == each.fault.target
 
 
@@ -185,7 +187,7 @@ def _drops(entries: Sequence[Entry]) -> tuple[dict[str, float], dict[str, int], 
 
 
 def _forgotten(entries: Sequence[Entry]) -> list[tuple[Begin, list[Entry]]]:
-    """What each launch forgot of those before it."""
+    """Return the entries that each launch forgot of earlier launches."""
     kept: list[Entry] = []
     found = []
     for entry in entries:

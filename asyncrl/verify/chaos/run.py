@@ -47,7 +47,7 @@ _CALL_LIMIT_S = 2.0
 
 @dataclass(slots=True)
 class Watched:
-    """What was seen of a run.
+    """Observations of a run.
 
     Attributes:
         code: exit code of its last launcher; None where it had to be killed.
@@ -100,7 +100,7 @@ class ChaosRun:
         self._killed: set[int] = set()
         """Ids of those that were killed; the kernel gives none again before thousands of others."""
         self._launched = asyncio.Event()
-        """Whether there is a launcher that was not killed yet."""
+        """Set while there is a launcher that has not been killed."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._resolver: NameResolver | None = None
 
@@ -322,7 +322,7 @@ class ChaosRun:
 
 
 def _is_worker(process: psutil.Process, target: str) -> bool:
-    """Whether it is that worker: before it has its title, its command line says so."""
+    """True if the process is that worker. Before it sets its title, its command line is compared."""
     arguments = process.cmdline()
     if " ".join(arguments).startswith(f"asyncrl {target} "):
         return True

@@ -1,4 +1,4 @@
-"""How weights come from the trainer to the generation servers: `manager.weight_transport`. Importing this loads no
+"""Transports of weights from the trainer to the generation servers: `manager.weight_transport`. Importing this loads no
 torch.
 
 A transport is one file here with both of its ends, and one line of `TRANSPORTS`; `base` says what it must be able to

@@ -1,4 +1,4 @@
-"""What a weight transport consists of: a description for the settings, the manager's end and the trainer's end.
+"""The parts of a weight transport: a description for the settings, the manager's end and the trainer's end.
 
     manager ── pause ──▶ server                                       manager.fleet decides, and carries this out
     manager ── ManagerEnd.bring(server, version) ──▶ ...              the transport
@@ -17,17 +17,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.client import GenerationServerClient
+from asyncrl.trainer.client import PublisherClient
+from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports import TRANSPORTS
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from asyncrl.comm.security import HttpSecurity
-    from asyncrl.config.experiment import ExperimentConfig
-    from asyncrl.inference.client import GenerationServerClient
-    from asyncrl.trainer.client import PublisherClient
-    from asyncrl.trainer.messages import SendWeights
 
 
 class ManagerEnd(ABC):
@@ -46,7 +45,7 @@ class ManagerEnd(ABC):
 
 
 class TrainerEnd:
-    """What the publishing process does beside writing folders; of a transport that only reads those, nothing."""
+    """The publishing process's work beside writing folders; none if servers only read those."""
 
     def hold(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keep a copy of `tensors`, by their names in a Hugging Face folder, as `version`.
@@ -79,16 +78,16 @@ class WeightTransport(ABC):
     """A transport; `name` is its value of `manager.weight_transport`."""
 
     needs_folders: ClassVar[bool]
-    """Whether servers read every version's folder; else one is written only with checkpoints and at the end."""
+    """True if servers read every version's folder; else one is written only with checkpoints and at the end."""
     needs_sglang: ClassVar[bool]
-    """Whether the embedded engine cannot take weights this way."""
+    """True if the embedded engine cannot take weights this way."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     @abstractmethod
     def check(self, config: ExperimentConfig) -> Iterator[str]:
-        """What else is wrong with `config` for this transport, each as `setting=value: what is wrong; what to do`."""
+        """Yield what else is wrong with `config` for this transport: `setting=value: what is wrong; what to do`."""
 
     @abstractmethod
     def manager_end(self, publisher: PublisherClient) -> ManagerEnd:

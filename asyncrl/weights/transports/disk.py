@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.client import GenerationServerClient
+from asyncrl.trainer.client import PublisherClient
+from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.base import ManagerEnd, TrainerEnd, WeightTransport
 
 if TYPE_CHECKING:
     import torch
-
-    from asyncrl.comm.security import HttpSecurity
-    from asyncrl.config.experiment import ExperimentConfig
-    from asyncrl.inference.client import GenerationServerClient
-    from asyncrl.trainer.client import PublisherClient
-    from asyncrl.trainer.messages import SendWeights
 
 
 class DiskTransport(WeightTransport):

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from asyncrl.comm.http import HttpError, JsonHttp
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import UpdateFailed
 from asyncrl.runtime.hardware import LOOPBACK
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.weights.transports.from_memory import NamedTensors
 
 

@@ -21,18 +21,17 @@ from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 from asyncrl.comm.http import HttpRefused, JsonHttp
+from asyncrl.comm.security import HttpSecurity
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
 from asyncrl.runtime.hardware import LOOPBACK
+from asyncrl.trainer.client import PublisherClient
+from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.base import ManagerEnd, TrainerEnd, WeightTransport
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from asyncrl.comm.security import HttpSecurity
-    from asyncrl.config.experiment import ExperimentConfig
-    from asyncrl.trainer.client import PublisherClient
-    from asyncrl.trainer.messages import SendWeights
 
     NamedTensors = Sequence[tuple[str, Tensor]]
 

@@ -7,13 +7,11 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.plan import plan_workers
-
-if TYPE_CHECKING:
-    from asyncrl.config.experiment import ExperimentConfig
 
 _ASK = "import torch; print(torch.__version__, '.'.join(map(str, torch.cuda.nccl.version())))"
 _ASK_LIMIT_S = 120.0

@@ -15,12 +15,12 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING
 
 from asyncrl.comm.http import JsonHttp
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.weights.transports.from_memory import MemoryTransport, ServerConnection
 
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.weights.transports.from_memory import NamedTensors
 
 _sharing = threading.Lock()  # the sharing strategy is the process's, and a tensor moves into shared memory once

@@ -44,7 +44,7 @@ from asyncrl.trainer.messages import (
     TakeUp,
     WrittenShare,
 )
-from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.weights.checkpoint_dir import prune
 from asyncrl.weights.manifest import FileEntry
 

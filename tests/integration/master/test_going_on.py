@@ -15,7 +15,6 @@ from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import (
-    COPY_INTERRUPTED,
     KEPT_STEP_LOST,
     CollectWeights,
     FinishShare,
@@ -205,10 +204,10 @@ async def test_a_master_that_follows_touches_nothing_where_the_ranks_do_not_stan
 async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
     tmp_path: Path, last_step: LastStep, left: str
 ) -> None:
-    """As after the loss of two hosts, which had copies of each other's parts."""
+    """As after the loss of a host."""
     workers = FakeWorkers(kept={"version": 1} if left == "an older version" else None)
     if left == "a part":
-        lost = Failure(KEPT_STEP_LOST, "shard-00001-of-00003.safetensors is whole on none", "")
+        lost = Failure(KEPT_STEP_LOST, "version 2 is not whole any more: all of it on b", "")
         workers.fail[LoadLastStep] = RemoteError("model_worker/0", "load_last_step", lost)
     run = Run(tmp_path, make_config(), workers, last_step=last_step)
     run.board.versions = [2]
@@ -224,12 +223,15 @@ async def test_a_step_that_is_not_kept_is_told_to_others_only_if_the_ranks_live(
 ) -> None:
     """Whoever goes on after a rank's death begins with the step before; without room nobody goes on from there."""
     first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(2), last_step=last_step)
-    kind = COPY_INTERRUPTED if cause == "a rank died" else "OSError"
-    first.workers.fail[FinishShare] = RemoteError("model_worker/1", "finish_share", Failure(kind, "", ""))
+    first.workers.fail[FinishShare] = (
+        PeerGone("killed")
+        if cause == "a rank died"
+        else RemoteError("model_worker/1", "finish_share", Failure("OSError", "", ""))
+    )
     async with running(first) as task:
         await first.deliver(range(4), oldest=0)
         if cause == "a rank died":
-            with pytest.raises(RemoteError):
+            with pytest.raises(PeerGone):
                 await task
         else:
             await until(lambda: bool(first.manager.reports))

@@ -19,7 +19,7 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
 )
-from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from tests.integration.master.fakes import (
     FakeManager,
     FakeWorkers,

@@ -12,8 +12,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime import hardware
 from asyncrl.runtime.hardware import Gpu
+from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.settings import HostConfig
-from asyncrl.trainer.types import with_types
 
 GIB = 1 << 30
 

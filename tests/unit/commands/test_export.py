@@ -19,13 +19,13 @@ from asyncrl.config.setting import Dtype
 from asyncrl.launch import main
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import read_run_config, write_run_config
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import StatValues
-from asyncrl.trainer.lora import adapter_config
-from asyncrl.trainer.lora_checks import publishes_adapters
 from asyncrl.trainer.messages import SaveCheckpoint
+from asyncrl.trainer.model.lora import adapter_config
+from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.settings import LoraPublish
-from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.loading import read_checkpoint
 from asyncrl.weights.manifest import file_entry, read_manifest, write_manifest
 from asyncrl.weights.publishing import publish, tokenizer_assets

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -38,3 +39,12 @@ LIGHT_MODULES = (
 def test_the_plug_ins_of_a_rollout_worker_import_neither_torch_nor_transformers(module: str) -> None:
     program = f"import sys, {module}; sys.exit(int('torch' in sys.modules or 'transformers' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], timeout=170, check=False).returncode == 0
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Whatever the imports are for: `TYPE_CHECKING` and imports within functions count."""
+    grimp = pytest.importorskip("grimp", reason="it comes with import-linter")
+    graph = grimp.build_graph("asyncrl", cache_dir=None)
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert "asyncrl.config.experiment" in imported["asyncrl.config.load"]
+    TopologicalSorter(imported).prepare()  # raises CycleError with the circle

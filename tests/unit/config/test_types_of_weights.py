@@ -11,8 +11,8 @@ from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.canary_check import COARSE_TOLERANCE, FLOAT32_TOLERANCE, canary_tolerance
 from asyncrl.runtime import hardware
+from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.settings import HostConfig
-from asyncrl.trainer.types import with_types
 
 
 @pytest.mark.parametrize(

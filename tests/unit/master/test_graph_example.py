@@ -46,7 +46,7 @@ def sample(answer: int, reward: float) -> Sample:
 
 def test_long_right_answers_lose_reward_and_wrong_ones_none() -> None:
     pytest.importorskip("torch")
-    from asyncrl.trainer.step_batch import build_step_batch
+    from asyncrl.trainer.batches.step_batch import build_step_batch
 
     group = Trajectory("r0", "e0-0", 0, (sample(2, 1.0), sample(8, 1.0), sample(8, 0.0)))
     batch = build_step_batch([group], [0], version=0, num_minibatches=1)

@@ -12,7 +12,7 @@ from asyncrl.comm.request_reply.messages import encode
 from asyncrl.master.assignment import Assignment
 from asyncrl.master.step_plan import plan_step
 from asyncrl.trainer.messages import BeginStep
-from asyncrl.trainer.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 
 PLACEMENTS = [
     Placement({"actor": WorkerGrid()}),

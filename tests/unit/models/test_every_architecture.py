@@ -43,20 +43,20 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.proof import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.engines.sharded.architectures import PIPELINE_PARALLEL, TENSOR_PARALLEL
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
-from asyncrl.trainer.layout import Layout
-from asyncrl.trainer.micro_batch import MicroBatch
-from asyncrl.trainer.micro_batch_layout import AttentionKind
-from asyncrl.trainer.parallel import Place
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
-from asyncrl.trainer.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.worker_grid import Placement, WorkerGrid
-from asyncrl.trainer.world import training_world
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 VOCABULARY = 64

@@ -18,11 +18,11 @@ from asyncrl.inference.embedded import cached_attention, model_io
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.proof import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
-from asyncrl.trainer import packed_attention, proof
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
-from asyncrl.trainer.micro_batch_layout import AttentionKind
-from asyncrl.trainer.models import Critic
-from asyncrl.trainer.proof import first_layout, settle_attention
+from asyncrl.trainer.model import packed_attention, proof
+from asyncrl.trainer.model.loading import Critic
+from asyncrl.trainer.model.proof import first_layout, settle_attention
 from asyncrl.trainer.settings import AttentionImplementation
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
@@ -156,7 +156,7 @@ def test_a_leak_that_raises_nothing_is_seen_by_its_gradient(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Without `seq_idx` torch's convolution mixes neighbours and says nothing."""
-    monkeypatch.setattr("asyncrl.trainer.micro_batch.packing_arguments", lambda *_: {})
+    monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.packing_arguments", lambda *_: {})
     with caplog.at_level(logging.WARNING):
         assert settle(build(model_type, spread, dtype)) == AttentionKind.padded
     if model_type == "lfm2" and spread == SPREADS[0]:  # what it does to the log-probabilities looks like rounding
@@ -174,7 +174,7 @@ def test_a_packed_attention_that_leaks_is_refused(
         return packed_attention_blocks([sum(lengths)], device)
 
     packed_attention_blocks = packed_attention.attention_blocks
-    monkeypatch.setattr("asyncrl.trainer.micro_batch.attention_blocks", one_row)
+    monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.attention_blocks", one_row)
     assert settle(build("llama", spread, dtype), share_prefixes=False) == AttentionKind.padded
 
 
@@ -186,7 +186,7 @@ def test_a_tree_whose_branches_see_each_other_is_not_used(spread: float, monkeyp
         return [replace(b, first=None if b.first is None else b.first + 1) for b in on_device(made, device)]
 
     on_device = packed_attention.on_device
-    monkeypatch.setattr("asyncrl.trainer.micro_batch.on_device", shifted)
+    monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.on_device", shifted)
     assert settle(build("llama", spread)) == AttentionKind.packed
 
 

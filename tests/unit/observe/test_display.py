@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from asyncrl.observe.display import LiveDisplay, PlainDisplay, main_figures, trend, wrapped
@@ -163,6 +164,23 @@ def test_the_tail_reads_each_whole_line_once_and_survives_a_cut(tmp_path: Path) 
     assert tail.read() == [{"step": 2}]
     file.write_text(json.dumps({"step": 9}) + "\n")
     assert tail.read() == [{"step": 9}]
+
+
+@pytest.mark.parametrize("added", [1, 5])
+def test_what_is_left_after_a_cut_is_not_read_again(tmp_path: Path, added: int) -> None:
+    """Also where the file has grown beyond its former length before anybody looks."""
+    file = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "time": 0} for step in range(4)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tail = JsonlTail(file)
+    assert tail.read() == rows
+    trained_again = [{"step": 2 + number, "time": 1} for number in range(added)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows[:2], *trained_again]))
+    assert tail.read() == trained_again
+    file.write_text(json.dumps(rows[0]) + "\n")
+    assert tail.read() == []
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tail.read() == rows[1:]
 
 
 def test_long_lines_break_between_words_on_a_terminal_alone_and_paths_stay_whole() -> None:

@@ -110,9 +110,11 @@ def test_built_in_rewards_that_tell_right_from_wrong_are_verdicts() -> None:
 
 
 def test_arguments_of_a_marked_reward_are_checked_before_anything_is_run(mine: str) -> None:
-    from asyncrl.config.signatures import reward_problems
+    from asyncrl.plugins.rewards.checks import check
 
-    assert "has no parameter 'eech'" in "".join(reward_problems("reward", f"{mine}:right", {"eech": 1}))
+    config = ExperimentConfig()
+    config.reward.path, config.reward.args = f"{mine}:right", {"eech": 1}
+    assert "has no parameter 'eech'" in "".join(check(config))
 
 
 def test_an_evaluation_set_has_its_own_settings_and_those_of_eval_where_it_gives_none() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
+from asyncrl.runtime.remarks import remark
 from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, count_restarts
-from asyncrl.runtime.run_dir import run_dir_of
+from asyncrl.runtime.run_dir import METRICS_FILE, run_dir_of
 from asyncrl.runtime.worker import open_resolver
 from asyncrl.runtime.worker_plan import WorkerPlan
 
@@ -140,6 +142,40 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Proce
 
 def ends(code: int) -> Callable[[Played], None]:
     return lambda worker: worker.end(code)
+
+
+@pytest.mark.usefixtures("kinds")
+def test_a_launch_shows_the_rows_of_its_own_steps_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It continues from step 2 of three that an earlier launch has shown."""
+    config = ExperimentConfig(fileroot=str(tmp_path))
+    file = run_dir_of(config) / METRICS_FILE
+    file.parent.mkdir(parents=True)
+    write_rows(file, [(1, 0), (2, 0), (3, 0)])
+
+    def train(leader: Played) -> None:
+        write_rows(file, [(1, 0), (2, 0), (3, 1)])
+        leader.end(0)
+
+    shown: list[tuple[int, int]] = []
+    display = Notes()
+    monkeypatch.setattr(display, "row", lambda row: shown.append((row["step"], row["launch"])))
+    monkeypatch.setattr(launcher_module, "open_backend", lambda name, run_dir: Stage(tmp_path, {"leader/0": train}))
+    launcher = Launcher(config, display)
+    launcher.prepare()
+    assert launcher.run() == EXIT_OK
+    assert shown == [(3, 1)]
+
+
+def test_a_remark_of_a_process_is_shown_once(play: Play, tmp_path: Path) -> None:
+    def train(leader: Played) -> None:
+        remark(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))), "WARNING: nothing is learnt")
+        leader.end(0)
+
+    assert play(leader=train)[2].count("WARNING: nothing is learnt") == 1
+
+
+def write_rows(file: Path, rows: Sequence[tuple[int, int]]) -> None:
+    file.write_text("".join(json.dumps({"step": step, "launch": launch}) + "\n" for step, launch in rows))
 
 
 def test_the_leaders_end_is_the_runs_and_clients_are_stopped_before_servers(play: Play) -> None:

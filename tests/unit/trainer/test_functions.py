@@ -15,9 +15,9 @@ from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.catalog import known
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, Dtype
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
 from asyncrl.trainer.roles import TrainingRank
-from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
@@ -408,7 +408,7 @@ def test_a_reward_model_scores_whole_sequences(
     from transformers import AutoModelForSequenceClassification
 
     from asyncrl.master.graph.types import Call, Graph
-    from asyncrl.trainer.parallel import World
+    from asyncrl.trainer.parallel.place import World
     from asyncrl.trainer.roles import build_rank
 
     model = AutoModelForSequenceClassification.from_pretrained(str(qwen_dir), num_labels=1)

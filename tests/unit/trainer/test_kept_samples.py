@@ -13,8 +13,8 @@ pytest.importorskip("pyarrow")
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.observe.samples import read_samples, sample_files
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.kept_samples import KeptSamples
-from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 
 
 def decode(tokens: Sequence[int]) -> str:

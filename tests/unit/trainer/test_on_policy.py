@@ -16,12 +16,12 @@ from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
-from asyncrl.trainer.micro_batch_layout import AttentionKind
-from asyncrl.trainer.models import load_causal_lm
+from asyncrl.trainer.model.loading import load_causal_lm
 from asyncrl.trainer.roles import TrainingRank
-from asyncrl.trainer.step_batch import StepBatch, build_step_batch
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]

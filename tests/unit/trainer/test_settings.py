@@ -25,7 +25,6 @@ from asyncrl.trainer.settings import (
     ReferenceMode,
     RolePlacementConfig,
     RoleRanks,
-    TrainerEngine,
 )
 
 SetGpus = Callable[[int], None]
@@ -135,15 +134,15 @@ def test_the_flat_engine_has_whole_models(
     config: ExperimentConfig, gpus: SetGpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus(0)
-    config.trainer.parallel, config.trainer.engine = "d2t2", TrainerEngine.flat
+    config.trainer.parallel, config.trainer.engine = "d2t2", "flat"
     message = the_message(config)
     assert message.startswith("trainer.engine='flat': ")
     assert "trainer.parallel='d2t2' cuts it; use d4, or trainer.engine=sharded" in message
-    assert engine_of(config) == TrainerEngine.flat
-    config.trainer.engine = TrainerEngine.auto
-    assert engine_of(config) == TrainerEngine.sharded
+    assert engine_of(config) == "flat"
+    config.trainer.engine = "auto"
+    assert engine_of(config) == "sharded"
     config.trainer.parallel = "d1"
-    assert engine_of(config) == TrainerEngine.flat
+    assert engine_of(config) == "flat"
 
 
 def test_a_model_that_does_not_fit_its_layout_is_told_by_role_once(

@@ -20,10 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config.setting import Dtype
-from asyncrl.trainer.layout import Layout
-from asyncrl.trainer.models import Critic
-from asyncrl.trainer.packed_attention import PACKED, attention_blocks
-from asyncrl.trainer.settings import AttentionImplementation, TrainerEngine
+from asyncrl.trainer.model.loading import Critic
+from asyncrl.trainer.model.packed_attention import PACKED, attention_blocks
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid
+from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.trainer.sizing import (
     Need,
     Workload,
@@ -33,7 +34,6 @@ from asyncrl.trainer.sizing import (
     sized,
     total,
 )
-from asyncrl.trainer.worker_grid import Coordinates, WorkerGrid
 
 BASE = {
     "hidden_size": 64,
@@ -71,7 +71,7 @@ def real(name: str, **changes: Any) -> PreTrainedModel:
 
 
 def workload(engine: str = "sharded", dtype: str = "float32", tokens: int = 512) -> Workload:
-    return Workload(TrainerEngine(engine), Dtype(dtype), AttentionImplementation.sdpa, tokens, 128)
+    return Workload(engine, Dtype(dtype), AttentionImplementation.sdpa, tokens, 128)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.manager.fleet.canary_check import FLOAT32_TOLERANCE
 from asyncrl.runtime.ranks import Ranks
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
-from asyncrl.trainer.micro_batch_layout import AttentionKind
-from asyncrl.trainer.models import attention_kind, load_causal_lm
-from asyncrl.trainer.packed_attention import attention_blocks
+from asyncrl.trainer.model.loading import attention_kind, load_causal_lm
+from asyncrl.trainer.model.packed_attention import attention_blocks
 from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.weights import publishing as weights
 from asyncrl.weights.canary import CANARY_FILE, CANARY_LENGTHS, Canary, canary_tokens, encode_canary, read_canary
@@ -96,7 +96,8 @@ def test_packed_sequences_that_leak_into_each_other_show_in_the_canary(
     tokens = canary_tokens(17, context=100)
     right = engine.score_sequences(tokens)
     monkeypatch.setattr(
-        "asyncrl.trainer.micro_batch.attention_blocks", lambda lengths, device: attention_blocks([sum(lengths)], device)
+        "asyncrl.trainer.batches.micro_batch.attention_blocks",
+        lambda lengths, device: attention_blocks([sum(lengths)], device),
     )
     leaked = engine.score_sequences(tokens)
     worst = [max(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in zip(right, leaked, strict=True)]

@@ -17,10 +17,10 @@ import torch
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.runtime.run_dir import versions_in
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.roles import TrainingRank
-from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights import atomic_dir, checkpoints
 from asyncrl.weights.checkpoint_dir import latest, prune, which_to_keep
 from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, verify, write_manifest

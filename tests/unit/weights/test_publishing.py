@@ -17,7 +17,7 @@ from asyncrl.plugins.datasets.chat import template_source
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import versions_in
-from asyncrl.trainer.models import load_causal_lm
+from asyncrl.trainer.model.loading import load_causal_lm
 from asyncrl.weights import atomic_dir
 from asyncrl.weights import publishing as weights
 from asyncrl.weights.canary import CANARY_FILE, Canary, read_canary

@@ -47,7 +47,7 @@ async def test_where_servers_read_folders_the_trainer_holds_nothing_and_sends_no
 def test_the_managers_end_of_every_transport_comes_without_torch() -> None:
     code = """
 import sys
-import asyncrl.trainer.client, asyncrl.trainer.settings, asyncrl.trainer.worker_grid
+import asyncrl.trainer.client, asyncrl.trainer.settings, asyncrl.trainer.parallel.worker_grid
 from asyncrl.weights.transports import TRANSPORTS
 from asyncrl.weights.transports.base import weight_transport
 for name in TRANSPORTS:

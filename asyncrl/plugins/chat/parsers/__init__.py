@@ -1,4 +1,4 @@
-"""How models write tool calls, one format a file: what a model wrote becomes content, reasoning and calls.
+"""Formats of tool calls, one per file: a model's text becomes content, reasoning and calls.
 
 | format   | who writes so              | a call                                                                   |
 |----------|----------------------------|--------------------------------------------------------------------------|
@@ -37,7 +37,7 @@ _FOREIGN = {
     "<|channel|>": "gpt-oss",
     "<minimax:tool_call>": "MiniMax",
 }
-"""What gives away the templates of formats that are not read here."""
+"""Marks of templates whose formats are not supported."""
 
 
 def parser(name: str) -> Parser:
@@ -52,7 +52,7 @@ def parser(name: str) -> Parser:
 
 
 def unsupported(template_source: str | None) -> str | None:
-    """Whose format of tool calls the template asks for, where that is one which is not read here."""
+    """Return whose format of tool calls the template uses, if that format is not supported; otherwise None."""
     return next((whose for mark, whose in _FOREIGN.items() if mark in (template_source or "")), None)
 
 

@@ -1,4 +1,4 @@
-"""What all formats of tool calls share: one walk over the text, for reasoning and calls; exact JSON."""
+"""Base of all formats of tool calls: one pass over the text for reasoning and calls; exact JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_CHARS = 4_000_000
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a model wrote.
+    """A parsed answer.
 
     Attributes:
         content: its text without reasoning and calls; malformed calls are in it.
@@ -51,10 +51,10 @@ class Found:
 
 
 class CallFormat(ABC):
-    """How one family of models writes calls."""
+    """Format in which one family of models writes calls."""
 
     opening: re.Pattern[str]
-    """What a call begins with."""
+    """Beginning of a call."""
     only_at_start = False
     """A call is one only where nothing but blanks and reasoning stands before it."""
 
@@ -67,7 +67,7 @@ class CallFormat(ABC):
         """
 
     def is_meant(self, text: str, begin: re.Match[str]) -> bool:
-        """Whether what begins at `begin` and is no call was meant as one, or is ordinary text."""
+        """True if the text at `begin`, which is not a valid call, was meant as one; False if it is ordinary text."""
         return True
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Parser:
         self.name, self._format = name, call_format
 
     def parse(self, text: str, tools: Sequence[ToolSchema] = (), *, reasoning_open: bool = False) -> Parsed:
-        """What the model said in `text`; see `Parsed`. Nothing raises.
+        """Parse an answer; see `Parsed`. Never raises.
 
         Args:
             tools: those that the model was told of: formats without types take the types from them.

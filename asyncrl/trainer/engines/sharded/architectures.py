@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.trainer.layout import Layout
+from asyncrl.trainer.parallel.layout import Layout
 
 _BOTH = frozenset(
     {

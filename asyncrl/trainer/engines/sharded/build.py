@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import has_more_than_head, set_attention, trunk_of
 from asyncrl.trainer.engines.decay_groups import embedding_names
-from asyncrl.trainer.engines.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.engines.sharded.gathering import own_parts
 from asyncrl.trainer.engines.sharded.stage import (
     EMBEDDING,
@@ -36,9 +35,10 @@ from asyncrl.trainer.engines.sharded.stage import (
     cut_stage,
 )
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
-from asyncrl.trainer.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
-from asyncrl.trainer.proof import Layout
-from asyncrl.trainer.scoring import logits_function
+from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
+from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
+from asyncrl.trainer.model.proof import Layout
+from asyncrl.trainer.model.scoring import logits_function
 from asyncrl.trainer.settings import LoraConfig
 from asyncrl.weights.distributed_checkpoint import StoredTensors
 from asyncrl.weights.model_folder import FolderTensor, folder_tensors
@@ -52,7 +52,7 @@ class BuildPlan:
     """How a role's model is spread and held.
 
     Attributes:
-        mesh: of all ranks, with the axes `asyncrl.trainer.parallel.MESH_AXES`.
+        mesh: of all ranks, with the axes `asyncrl.trainer.parallel.place.MESH_AXES`.
         attention: how sequences are laid out, and transformers' name of the attention function.
         dtype: of the arithmetic.
         trained: parameters are then held in fp32, whatever `dtype`; else in `dtype`.

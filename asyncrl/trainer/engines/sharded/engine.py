@@ -25,6 +25,8 @@ from transformers import PretrainedConfig
 
 from asyncrl.algorithms.kl import ema_update_
 from asyncrl.algorithms.stats import Stats, merge_stats
+from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import (
     PolicyEngine,
     PolicyLoss,
@@ -33,22 +35,19 @@ from asyncrl.trainer.engines.base import (
     ValueEngine,
     ValueLoss,
 )
-from asyncrl.trainer.engines.parts import local
+from asyncrl.trainer.engines.residence import local
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.engines.sharded.adamw import ShardedAdamW
 from asyncrl.trainer.engines.sharded.build import (
     BuildPlan,
     Built,
 )
-from asyncrl.trainer.engines.sharded.gathering import Gathering
+from asyncrl.trainer.engines.sharded.gathering import Gathering, several_collectives_expected
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
-from asyncrl.trainer.engines.sharded.torch_warnings import several_collectives_expected
-from asyncrl.trainer.lora import Merged, adapters_off, is_adapter
-from asyncrl.trainer.micro_batch import MicroBatch, one_micro_batch
-from asyncrl.trainer.parallel import Place
-from asyncrl.trainer.scoring import EntropyMode
+from asyncrl.trainer.model.lora import Merged, adapters_off, is_adapter
+from asyncrl.trainer.model.scoring import EntropyMode
+from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.trainer.step_batch import StepBatch
 from asyncrl.weights.adapters import published_name
 from asyncrl.weights.published import Published, TensorSpec
 

@@ -6,7 +6,9 @@ it, one parameter at a time.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.trainer.engines.parts import local
-from asyncrl.trainer.engines.sharded.torch_warnings import several_collectives_expected
-from asyncrl.trainer.parallel import Place
-from asyncrl.trainer.worker_grid import Coordinates
+from asyncrl.trainer.engines.residence import local
+from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.weights.model_folder import FolderTensor
 from asyncrl.weights.published import TensorSpec
 
@@ -100,3 +101,25 @@ class Gathering:
             if self.place.worker == owner:
                 assert tensor is not None
                 yield spec.name, tensor
+
+
+_LOGGER = logging.getLogger("torch.distributed.tensor._redistribute")
+_BEGINS = "While redistributing from"
+
+
+@contextmanager
+def several_collectives_expected() -> Iterator[None]:
+    """Within it torch does not warn that bringing a tensor of two mesh dimensions together takes two collectives.
+
+    One of both dimensions at once would need a flattened mesh; a norm is one number, and a whole tensor is asked for
+    when weights are published, not in a step.
+    """
+    _LOGGER.addFilter(_is_other)
+    try:
+        yield
+    finally:
+        _LOGGER.removeFilter(_is_other)
+
+
+def _is_other(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_BEGINS)

@@ -3,12 +3,17 @@
 All stages cut the same samples into the same micro-batches, so each knows the shape of what its neighbour sends; no
 shape crosses the wire. Sends are not waited for until the step's end; activations and gradients travel in groups of
 their own, so that a send in one direction never stands behind one in the other.
+
+The order of a step's micro-batches (`schedule`) is one forward, one backward (Narayanan et al., "PipeDream-2BW", 2021):
+a stage first runs as many forward passes as there are stages after it, then alternates, then runs the backward passes
+that are left. So it never keeps the activations of more micro-batches than there are stages from it to the last, and as
+every stage sends in the order in which its neighbour receives, no stage waits for one that waits for it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.algorithms.stats import Stat, Stats
-from asyncrl.trainer.engines.sharded.schedule import Forward, one_forward_one_backward
-from asyncrl.trainer.micro_batch import MicroBatch
+from asyncrl.trainer.batches.micro_batch import MicroBatch
 
 Outputs = tuple[Tensor, ...]
 
@@ -137,3 +141,27 @@ class Pipeline:
         tensor = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
         dist.recv(tensor, group=group, group_src=stage)
         return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run micro-batch `index` forward."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run micro-batch `index` backward."""
+
+    index: int
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Iterator[Forward | Backward]:
+    """What `stage` of `stages` does, in order; both passes of every micro-batch, in ascending order each."""
+    ahead = min(stages - 1 - stage, micro_batches)
+    yield from map(Forward, range(ahead))
+    for index in range(micro_batches):
+        if index + ahead < micro_batches:
+            yield Forward(index + ahead)
+        yield Backward(index)

@@ -1,0 +1,83 @@
+"""A warning where filters drop nearly every group, so that no step comes.
+
+Under dynamic sampling (`rollout.filters`) a group without a difference between its rewards is not trained, and another
+prompt takes its place. With a reward that is always the same, rollouts are made and dropped without end. Nothing fails,
+and no row of metrics is written that could show it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final, NoReturn
+
+from asyncrl.comm.drop_reasons import is_filter_reason
+from asyncrl.comm.http import HttpError
+from asyncrl.manager.client import ManagerClient, ManagerGone
+from asyncrl.master.replay import OfflineGate
+from asyncrl.observe.learning import ADVICE
+
+LEAST_GROUPS: Final = 64
+"""So many groups that filters drop between two steps are enough to warn, ..."""
+LEAST_KEPT: Final = 0.05
+"""... if the share of groups that they keep meanwhile is less than this."""
+LOOK_S: Final = 5.0
+_log = logging.getLogger(__name__)
+
+
+class FilteredOut:
+    """Finds that filters drop nearly all groups between two steps.
+
+    Args:
+        batch_size: groups of a step.
+        stall_s: `system.stall_timeout_s`.
+    """
+
+    def __init__(self, batch_size: int, stall_s: float) -> None:
+        self._batch_size, self._stall_s = batch_size, stall_s
+        self._version: int | None = None
+        self._before: dict[str, int] = {}
+        self._warned = False
+
+    def take(self, version: int, kept: int, dropped: Mapping[str, int]) -> str | None:
+        """Take the state of the run; returns a warning, once between two steps.
+
+        Args:
+            version: of the policy.
+            kept: groups that wait to be trained.
+            dropped: groups of the run by reason, whoever dropped them.
+        """
+        by_filter = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
+        if version != self._version:
+            self._version, self._before, self._warned = version, by_filter, False
+        counts = {reason: count - self._before.get(reason, 0) for reason, count in by_filter.items()}
+        total = sum(counts.values())
+        if self._warned or total < LEAST_GROUPS or kept >= LEAST_KEPT * (kept + total):
+            return None
+        self._warned = True
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if count)
+        return (
+            f"WARNING: since step {version} filters dropped {total} groups ({reasons}) and kept {kept} of the "
+            f"{self._batch_size} that a step needs; without a step for {self._stall_s:g} s "
+            f"(system.stall_timeout_s) the run ends; {ADVICE}, or change rollout.filters"
+        )
+
+
+async def watch_filters(
+    filtered: FilteredOut,
+    manager: ManagerClient | OfflineGate,
+    version: Callable[[], int],
+    kept: Callable[[], int],
+    tell: Callable[[str], None],
+) -> NoReturn:
+    """Look every `LOOK_S` seconds at what filters drop, and `tell` a warning."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        try:
+            status = await manager.status()
+        except (HttpError, ManagerGone) as error:
+            _log.info("it is not known what filters drop: %s", error)
+            continue
+        if (warning := filtered.take(version(), kept(), status.dropped)) is not None:
+            tell(warning)

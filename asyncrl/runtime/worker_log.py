@@ -1,0 +1,66 @@
+"""The lines that a worker process's log gets, and the limit on those that others cause.
+
+Libraries log what peers do: a connection that breaks while bytes are sent is a traceback of uvloop's, and a busy peer
+breaks thousands. So a message of a library is written `MOST_ALIKE` times within `WINDOW_S` seconds, and all libraries
+write `MOST` messages in that time. What is left out is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+WINDOW_S: Final = 60.0
+MOST_ALIKE: Final = 5
+MOST: Final = 100
+_ALIKE_CHARS: Final = 80
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_log = logging.getLogger(__name__)
+
+
+class WorkerLogFilter(logging.Filter):
+    """Passes all of asyncrl and of the user's own files, and warnings of libraries within the module's limits.
+
+    HTTP clients, which agents use thousands of times a minute, log a line for each request: that is no warning.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._since = clock()
+        self._seen: Counter[str] = Counter()
+        self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """True if `record` is written."""
+        if not _is_of_library(record):
+            return True
+        return record.levelno >= logging.WARNING and self._has_room(record)
+
+    def _has_room(self, record: logging.LogRecord) -> bool:
+        if (now := self._clock()) - self._since > WINDOW_S:
+            left_out, self._left_out = self._left_out, 0
+            self._since, self._seen = now, Counter()
+            if left_out:
+                _log.warning("%d messages of libraries were left out of this log", left_out)
+        first_line = str(record.msg).partition("\n")[0][:_ALIKE_CHARS]
+        alike = f"{record.name}: {first_line}"
+        if self._seen.total() < MOST and self._seen[alike] < MOST_ALIKE:
+            self._seen[alike] += 1
+            return True
+        if not self._left_out:
+            _log.warning("messages as %r are left out for up to %g s: there are too many", alike, WINDOW_S)
+        self._left_out += 1
+        return False
+
+
+def _is_of_library(record: logging.LogRecord) -> bool:
+    """True if neither asyncrl nor a file of the user logs it. uvloop's own frames are invisible, so that its messages,
+    which have asyncio's name, seem to come from the file that called it.
+    """
+    package = record.name.partition(".")[0]
+    return package != "asyncrl" and (package == "asyncio" or record.pathname.startswith(_LIBRARIES))

@@ -1,0 +1,228 @@
+"""Samples as the trie of their prefixes, so that a prefix which several share is computed once. Pure; numpy only.
+
+The answers of a group begin with one prompt, the turns of a conversation with the turns before, forks of it with what
+they have in common, and a policy that is sure of itself writes the same first words many times. Of a causal model, what
+is computed at a token depends on the tokens up to it alone: on its prefix. So a micro-batch is laid out as one stream
+that holds every distinct prefix once, as its last token; sequences index into it, and what they want of a shared token
+is read several times, its gradients being added up. Positions are depths in the trie. Objective, advantages and
+statistics are of sequences, and know nothing of it.
+
+No trie is built. Sequences in lexicographic order are its branches in pre-order: each begins with what it shares with
+the one before (the longest common prefix, LCP), and the rest of it is new. Of sequences that are not neighbours the LCP
+is the least of those between them, so the order is found once for a batch (`PrefixOrder`) and serves every part of it.
+
+Attention
+---------
+A row of a block is a sequence's own tokens as queries, and its whole path (shared prefix, then own tokens) as keys,
+gathered from the stream; a mask of rows x queries x keys hides what comes later. A sequence that shares nothing is a
+row of the causal kernel, without a mask. Where a mask would take more than `MAX_MASK_BYTES`, a row asks with its whole
+path, so that it needs none, and only what it owns is read.
+
+That model, sharing of groups on their prompt only, is verl's PrefixGrouper; the trie is AReaL's tree training
+(arXiv 2602.00482). `benchmarks/prefix.py` compares it with packing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.api.trajectory import Sample, SampleColumns, SharedPrompt
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks, cut
+
+MAX_MASK_BYTES = 16 << 20
+MAX_MASK_WASTE = 0.25
+"""Padding of queries times keys that a masked block may have, as a part of what is wanted: another block pays above."""
+WORTHWHILE = 0.95
+"""Sharing is used where the stream has at most this part of the sequences' tokens: below, planning costs more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixOrder:
+    """A batch's sequences in lexicographic order: `order` [S], and what each shares with the one before it, `shared`
+    [S] tokens; `rank` [S] is a sequence's place in the order."""
+
+    order: Ints
+    shared: Ints
+    rank: Ints
+
+    @classmethod
+    def of(cls, tokens_T: NDArray[np.integer], starts_S: Ints, lengths_S: Ints) -> PrefixOrder:
+        """The order of sequences that lie end to end."""
+        big_endian = tokens_T.astype(">u4")  # whose bytes compare as the tokens do
+        sequences = [big_endian[start : start + size] for start, size in zip(starts_S, lengths_S, strict=True)]
+        keys = [sequence.tobytes() for sequence in sequences]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        shared = np.zeros(len(keys), dtype=np.int64)
+        for place in range(1, len(order)):
+            shared[place] = _common(sequences[order[place - 1]], sequences[order[place]])
+        rank = np.empty(len(order), dtype=np.int64)
+        rank[order] = np.arange(len(order))
+        return cls(np.array(order, dtype=np.int64), shared, rank)
+
+    def branches(self, seqs: Sequence[int], lengths_S: Ints) -> Branches:
+        """The trie of the sequences `seqs`, each cut to its length in `lengths_S`."""
+        ranks = np.sort(self.rank[np.asarray(seqs, dtype=np.int64)])
+        members = self.order[ranks]
+        lengths = lengths_S[members]
+        shared = np.zeros(len(members), dtype=np.int64)
+        if len(members) > 1:
+            least = np.minimum.reduceat(self.shared[: ranks[-1] + 1], ranks[:-1] + 1)
+            shared[1:] = np.minimum(np.minimum(least, lengths[:-1]), lengths[1:])
+        return Branches(members, lengths, shared)
+
+
+def symbols(tokens_T: NDArray[np.integer], routing: NDArray[Any] | None) -> NDArray[np.integer]:
+    """Numbers [T] that are equal where what is computed of a token by itself is: the tokens, or where it is told which
+    experts each went through ([T, layers, per_token]), numbers of token and experts.
+    """
+    if routing is None:
+        return tokens_T
+    numbers: dict[tuple[int, bytes], int] = {}
+    rows = zip(tokens_T.tolist(), map(bytes, routing.reshape(len(routing), -1)), strict=True)
+    return np.array([numbers.setdefault(row, len(numbers)) for row in rows], dtype=np.int64)
+
+
+def distinct_tokens(group: Sequence[Sample]) -> int:
+    """Tokens of a rollout's samples when every prefix that they share, in tokens and experts, is counted once."""
+    prompt, rest = (
+        (len(group.prompt), group.rest) if isinstance(group, SharedPrompt) else (0, SampleColumns.join(group))
+    )
+    order = PrefixOrder.of(symbols(rest.tokens, rest.routing), np.cumsum(rest.lengths) - rest.lengths, rest.lengths)
+    return prompt + int(rest.lengths.sum() - order.shared.sum())
+
+
+def _common(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    at = int(differ.argmax()) if size else 0
+    return at if size and differ[at] else size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branches:
+    """Sequences `members` in the trie's pre-order, with their `lengths` and what each shares with the one before."""
+
+    members: Ints
+    lengths: Ints
+    shared: Ints
+
+    @property
+    def tokens(self) -> int:
+        """Distinct prefixes: tokens of the stream."""
+        return int((self.lengths - self.shared).sum())
+
+    def __getitem__(self, part: slice) -> Branches:
+        shared = self.shared[part].copy()
+        shared[:1] = 0
+        return Branches(self.members[part], self.lengths[part], shared)
+
+
+class Prefixes(NamedTuple):
+    """What sequences of a batch share: their order, the group of each [S]; `always`: also where little is saved."""
+
+    order: PrefixOrder
+    groups_S: Ints
+    always: bool = False
+
+
+def cut_tree(prefixes: Prefixes, seqs: Sequence[int], lengths_S: Ints, budget: int) -> list[Branches]:
+    """Cut `seqs` into micro-batches of at most `budget` stream tokens, groups whole where they fit.
+
+    A group is counted with what it shares within itself. One that exceeds the budget is cut in the trie's order, where
+    neighbours share most; a sequence longer than the budget is alone in its own.
+    """
+    order, groups_S, _ = prefixes
+    by_group: dict[int, list[int]] = {}
+    for seq in seqs:
+        by_group.setdefault(int(groups_S[seq]), []).append(seq)
+    units = [unit for group in by_group.values() for unit in _fitting(order.branches(group, lengths_S), budget)]
+    parts = cut([unit.tokens for unit in units], budget, AttentionKind.packed)
+    return [order.branches([int(seq) for index in part for seq in units[index].members], lengths_S) for part in parts]
+
+
+def _fitting(group: Branches, budget: int) -> list[Branches]:
+    if group.tokens <= budget:
+        return [group]
+    units, first, cost = [], 0, 0
+    for place, (length, shared) in enumerate(zip(group.lengths.tolist(), group.shared.tolist(), strict=True)):
+        if place > first and cost + length - shared > budget:
+            units.append(group[first:place])
+            first, cost = place, length
+        else:
+            cost += length - (shared if place > first else 0)
+    return [*units, group[first:]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stream:
+    """Where everything lies. `places_I`: of every token of every sequence, in their order, its position in the stream
+    of `size` tokens; `blocks`: the rows of attention, whose outputs, one after the other, are the stream."""
+
+    size: int
+    places_I: Ints
+    blocks: list[Block[Ints]]
+
+
+def lay_out(tree: Branches) -> Stream:
+    """The stream of `tree`: rows without a shared prefix first, longest first; then the others, by their paths."""
+    own = tree.lengths - tree.shared
+    rows = np.flatnonzero(own)
+    alone = [int(row) for row in rows if tree.shared[row] == 0]
+    alone.sort(key=lambda row: -int(tree.lengths[row]))
+    sharing = [int(row) for row in rows if tree.shared[row] > 0]
+    sharing.sort(key=lambda row: (-int(tree.lengths[row]), -int(own[row])))
+    in_stream = np.array([*alone, *sharing], dtype=np.int64)
+    starts = np.zeros(len(own), dtype=np.int64)
+    starts[in_stream] = np.cumsum(own[in_stream]) - own[in_stream]
+    paths: list[Ints] = []
+    for row, (first, new, shared) in enumerate(zip(starts.tolist(), own.tolist(), tree.shared.tolist(), strict=True)):
+        mine = np.arange(first, first + new)
+        paths.append(np.concatenate((paths[row - 1][:shared], mine)) if shared else mine)
+    made = blocks([int(tree.lengths[row]) for row in alone])
+    made += [_sharing_block([paths[row] for row in part], tree.shared[part]) for part in _cut_rows(sharing, tree)]
+    return Stream(int(own.sum()), np.concatenate(paths), made)
+
+
+def _cut_rows(rows: Sequence[int], tree: Branches) -> list[list[int]]:
+    """Rows in blocks whose padding, and whose masks, are within limits."""
+    parts: list[list[int]] = []
+    real = queries = 0
+    for row in rows:
+        length = int(tree.lengths[row])
+        own = length - int(tree.shared[row])
+        if parts:
+            part = parts[-1]
+            padded = max(queries, own) * int(tree.lengths[part[0]]) * (len(part) + 1)
+            if padded <= min((1.0 + MAX_MASK_WASTE) * (real + own * length), MAX_MASK_BYTES):
+                part.append(row)
+                real, queries = real + own * length, max(queries, own)
+                continue
+        parts.append([row])
+        real, queries = own * length, own
+    return parts
+
+
+def _sharing_block(paths: Sequence[Ints], shared: Ints) -> Block[Ints]:
+    """A block of rows whose keys are `paths`, longest first, of which the first `shared` tokens are others'."""
+    rows, width = len(paths), len(paths[0])
+    lengths = np.array([len(path) for path in paths], dtype=np.int64)
+    own = lengths - shared
+    masked = rows * int(own.max()) * width <= MAX_MASK_BYTES
+    first = shared if masked else np.zeros_like(shared)  # the first token that a row asks with
+    queries = int((lengths - first).max())
+    gather = np.zeros((rows, width), dtype=np.int64)
+    asking = np.zeros((rows, queries), dtype=np.int64)
+    for row, path in enumerate(paths):
+        gather[row, : len(path)] = path
+        asking[row, : len(path) - first[row]] = path[first[row] :]
+    column = np.arange(queries)
+    is_own = (column >= (shared - first)[:, None]) & (column < (lengths - first)[:, None])
+    scatter = np.flatnonzero(is_own)
+    if not masked:
+        return Block(rows, width, gather.reshape(-1), scatter)
+    return Block(rows, width, gather.reshape(-1), scatter, queries, asking.reshape(-1), first)

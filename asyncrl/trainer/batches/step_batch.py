@@ -1,0 +1,222 @@
+"""One train step's samples on one rank, as packed tensors, and what the step's calls write beside them.
+
+Samples lie end to end in canonical order (by rollout, then by sample within it). Keys before the first call:
+
+    tokens            [T] int64
+    loss_mask         [T] bool      tokens that the policy sampled (and, with `min_version`, that are not too old)
+    behave_logprobs   [T] float32   under the distribution sampled from; 0 where not generated
+    versions          [T] int64     policy version that produced the token; -1 where not generated
+    rewards           [S] float64
+    token_rewards     [T] float32   rewards of turns, each at the turn's last generated token; they add to `rewards`
+    truncated         [S] bool
+    lengths           [S] int64     tokens of each sample
+    group_ids         [S] int64     position of the sample's rollout in this rank's batch
+    episodes          [S] int64     which of its group's episodes the sample is of; an episode may have several
+    minibatches       [S] int64     the optimizer step of this train step that the sample belongs to
+
+Where the engine's choices of experts are replayed, `StepBatch.routing` has them too.
+
+A call adds keys with `batch[key] = tensor`. `defer` adds one whose tensor is computed when it is first read: proximal
+log-probabilities are put off so, as the first minibatch gets them for nothing and samples without a signal need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.api.trajectory import SampleColumns, Trajectory, join_routing, unrecorded
+from asyncrl.master.graph.types import BATCH_KEYS
+from asyncrl.models.routing import UNRECORDED
+from asyncrl.trainer.batches.prefix_tree import Prefixes, PrefixOrder, symbols
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+Compute = Callable[[Tensor], Tensor]
+"""Computes a deferred [T] column at the tokens of a bool mask [T], 0 elsewhere."""
+
+
+class StepBatch:
+    """The batch of one rank. Build it with `build_step_batch`.
+
+    Attributes:
+        version: policy version at the step's start; the step makes version + 1.
+        rollout_ids: this rank's rollouts in canonical order; the number of groups is their number.
+        lengths_S, starts_S: length and first position in T of each sample (host memory, int64).
+        seq_ids_T: sample of each token (int64), on the device.
+        num_minibatches: optimizer steps of the whole train step, over all ranks.
+        routing: [T, layers, per_token] int16, the experts that each token went through as it was generated
+            (`UNRECORDED` where that was not told); None where any sample does not tell.
+    """
+
+    def __init__(
+        self,
+        columns: dict[str, Tensor],
+        *,
+        version: int,
+        num_minibatches: int,
+        rollout_ids: Sequence[str],
+        metrics: Sequence[dict[str, float]] = (),
+        routing: Tensor | None = None,
+    ) -> None:
+        self.version = version
+        self.routing = routing
+        self.num_minibatches = num_minibatches
+        self.rollout_ids = tuple(rollout_ids)
+        self.metrics = tuple(metrics)
+        self._columns: dict[str, Tensor | Compute] = dict(columns)
+        lengths = columns["lengths"]
+        self.lengths_S: NDArray[np.int64] = lengths.cpu().numpy()
+        self.starts_S: NDArray[np.int64] = np.cumsum(self.lengths_S) - self.lengths_S
+        self.seq_ids_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        minibatches = columns["minibatches"].cpu().numpy()
+        self._members = [np.flatnonzero(minibatches == number).tolist() for number in range(num_minibatches)]
+
+    @property
+    def num_seqs(self) -> int:
+        """S, the samples of this rank."""
+        return len(self.lengths_S)
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of this rank."""
+        return len(self.seq_ids_T)
+
+    @cached_property
+    def prefixes(self) -> Prefixes:
+        """What its samples have in common, found once for all calls of the step: equal tokens, and where they are told
+        equal experts, so that what is computed once is what would be computed of each.
+        """
+        routing = None if self.routing is None else self.routing.cpu().numpy()
+        order = PrefixOrder.of(symbols(self["tokens"].cpu().numpy(), routing), self.starts_S, self.lengths_S)
+        return Prefixes(order, self["group_ids"].cpu().numpy())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the columns are."""
+        return self.seq_ids_T.device
+
+    def minibatch(self, number: int) -> list[int]:
+        """The samples of minibatch `number` on this rank."""
+        return self._members[number]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._columns
+
+    def __getitem__(self, key: str) -> Tensor:
+        """The tensor under `key`; a deferred one is computed at all generated tokens and kept.
+
+        Raises:
+            KeyError: no such key; the message lists those there are.
+        """
+        column = self._column(key)
+        if not isinstance(column, Tensor):
+            column = self._columns[key] = column(self["loss_mask"])
+        return column
+
+    def __setitem__(self, key: str, tensor: Tensor) -> None:
+        """Add what a call computed.
+
+        Raises:
+            ValueError: the key came with the trajectories, or the tensor's first size is neither T nor S.
+        """
+        if key in BATCH_KEYS:
+            raise ValueError(f"{key!r} came with the trajectories and cannot be replaced; write under another name")
+        if tensor.shape[:1] not in ((self.num_tokens,), (self.num_seqs,)):
+            raise ValueError(
+                f"{key!r} has shape {tuple(tensor.shape)}; its first size must be the {self.num_tokens} tokens or the "
+                f"{self.num_seqs} samples of the batch"
+            )
+        self._columns[key] = tensor
+
+    def defer(self, key: str, compute: Compute) -> None:
+        """Add a column that is computed when it is read."""
+        self._columns[key] = compute
+
+    def deferred(self, key: str) -> Compute | None:
+        """How to compute `key` where it is still deferred; None where its tensor is there."""
+        column = self._column(key)
+        return None if isinstance(column, Tensor) else column
+
+    def _column(self, key: str) -> Tensor | Compute:
+        try:
+            return self._columns[key]
+        except KeyError:
+            known = ", ".join(sorted(self._columns))
+            raise KeyError(f"the batch has no {key!r}; it has {known}: add the key to the call's reads") from None
+
+
+def build_step_batch(
+    trajectories: Sequence[Trajectory],
+    minibatches: Sequence[int],
+    *,
+    version: int,
+    num_minibatches: int,
+    min_version: int = 0,
+    device: torch.device | None = None,
+) -> StepBatch:
+    """The batch of `trajectories`, in canonical order, `minibatches` naming the minibatch of each.
+
+    Args:
+        min_version: generated tokens older than this lose their place in `loss_mask` (`on_stale: mask`).
+
+    Raises:
+        ValueError: a trajectory has no samples, or a sample's first token claims to be generated.
+    """
+    groups: list[SampleColumns] = []
+    for trajectory in trajectories:
+        if not trajectory.samples or (group := trajectory.columns).loss_mask[group.starts].any():
+            raise ValueError(
+                f"rollout {trajectory.rollout_id!r} has no samples, or one without a prompt token; "
+                "an agent's samples begin with their prompt"
+            )
+        groups.append(group)
+    sizes = np.array([len(group) for group in groups], dtype=np.int64)
+    versions: NDArray[np.int64] = _join([group.versions for group in groups], np.int64)
+    mask: NDArray[np.bool_] = _join([group.loss_mask for group in groups], np.bool_) & (versions >= min_version)
+    routing = _routing(groups)
+    columns = {
+        "tokens": _join([group.tokens for group in groups], np.int64),
+        "loss_mask": mask,
+        "behave_logprobs": _join([group.behave_logprobs for group in groups], np.float32),
+        "versions": versions,
+        "rewards": _join([group.rewards for group in groups], np.float64),
+        "token_rewards": _join([_token_rewards(group) for group in groups], np.float32),
+        "truncated": _join([group.truncated for group in groups], np.bool_),
+        "lengths": _join([group.lengths for group in groups], np.int64),
+        "group_ids": np.repeat(np.arange(len(sizes)), sizes),
+        "episodes": _join([group.episodes for group in groups], np.int64),
+        "minibatches": np.repeat(np.array(minibatches, dtype=np.int64), sizes),
+    }
+    return StepBatch(
+        {key: torch.from_numpy(column).to(device or torch.device("cpu")) for key, column in columns.items()},
+        version=version,
+        num_minibatches=num_minibatches,
+        rollout_ids=[trajectory.rollout_id for trajectory in trajectories],
+        metrics=[trajectory.metrics for trajectory in trajectories],
+        routing=None if routing is None else routing.to(device or torch.device("cpu")),
+    )
+
+
+def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:
+    """The routing of all groups' tokens, `StepBatch.routing`."""
+    told = join_routing([group.routing for group in groups]) if groups else None
+    if told is None:
+        return None
+    routing = told.astype(np.int16)
+    routing[told == unrecorded(told.dtype)] = UNRECORDED
+    return torch.from_numpy(routing)
+
+
+def _token_rewards(group: SampleColumns) -> NDArray[np.float32]:
+    return np.zeros(len(group.tokens), np.float32) if group.token_rewards is None else group.token_rewards
+
+
+def _join(parts: Sequence[NDArray[Any]], dtype: type[_Scalar]) -> NDArray[_Scalar]:
+    return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype=dtype)

@@ -1,0 +1,99 @@
+"""Loading the models of a training rank from a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from asyncrl.config.setting import Dtype
+from asyncrl.models.transformers_internals import set_attention
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.model.proof import first_layout
+from asyncrl.trainer.settings import AttentionImplementation
+
+
+def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
+    """The layout that `model.attn_implementation` asks for; whether the model allows it, `proof` finds out."""
+    return first_layout(attn_implementation)[0]
+
+
+def load_causal_lm(
+    path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
+) -> PreTrainedModel:
+    """The causal language model in `path`, in evaluation mode: RL trains without dropout.
+
+    Raises:
+        OSError: `path` holds no model.
+    """
+    model: PreTrainedModel = _pretrained(AutoModelForCausalLM, path, dtype, attn_implementation)
+    model.train(False)
+    nn.Module.to(model, device)
+    return model
+
+
+def _pretrained(kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation) -> Any:
+    """The model in `path` as transformers' auto class `kind` loads it, with the attention of the first layout.
+
+    Packed attention is put in place after loading: models with an attention of their own know only transformers' names.
+    """
+    packed = attn_implementation == AttentionImplementation.sdpa
+    model = kind.from_pretrained(
+        str(path), dtype=str(dtype), attn_implementation=None if packed else str(attn_implementation)
+    )
+    if packed:
+        set_attention(model, first_layout(attn_implementation)[1])
+    return model
+
+
+class Critic(nn.Module):
+    """A transformer's trunk with a linear head: the value of every prefix of a sequence.
+
+    The head starts at zero, so that an untrained critic predicts 0 everywhere instead of noise.
+    """
+
+    def __init__(self, trunk: PreTrainedModel) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1, dtype=torch.float32)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Values of hidden states [N, H], shape [N], in fp32."""
+        value: Tensor = self.head(hidden.float()).squeeze(-1)
+        return value
+
+
+def load_critic(
+    path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
+) -> Critic:
+    """An untrained critic on the trunk in `path`."""
+    return Critic(_pretrained(AutoModel, path, dtype, attn_implementation)).eval().to(device)
+
+
+def load_reward_model(
+    path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
+) -> Critic:
+    """The sequence classifier with one label in `path`, as a trunk and its head.
+
+    Raises:
+        ValueError: it has several labels, or no linear head called `score`.
+    """
+    model = _pretrained(AutoModelForSequenceClassification, path, dtype, attn_implementation)
+    head = dict(model.named_children()).get("score")
+    if not isinstance(head, nn.Linear) or head.out_features != 1:
+        raise ValueError(f"the reward model in {path} gives no single score; train it with num_labels=1")
+    critic = Critic(model.base_model)
+    critic.head.weight.data.copy_(head.weight.data)
+    if head.bias is not None:
+        critic.head.bias.data.copy_(head.bias.data)
+    return critic.eval().to(device)

@@ -1,0 +1,81 @@
+"""`model.lora` against what is known before anything starts: peft, and the model's weights by name. Torch-free."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig, LoraPublish
+
+_LAYER_WEIGHT = re.compile(r"(?:^|\.)\w+\.\d+\.(?:.*\.)?(\w+)\.weight$")
+
+
+def problems(config: ExperimentConfig) -> Iterator[str]:
+    """Yield what is wrong with the adapters of an experiment; see `lora_problems`."""
+    yield from lora_problems(config.model.lora, config.model.path)
+    if config.model.lora.rank and config.model.lora.publish == LoraPublish.adapter:
+        for needed in _needs_whole_weights(config):
+            yield f"model.lora.publish='adapter': {needed}; use merged, or auto"
+
+
+def publishes_adapters(config: ExperimentConfig) -> bool:
+    """Return True if a version of the policy holds adapters alone."""
+    lora = config.model.lora
+    if not lora.rank or lora.publish == LoraPublish.merged:
+        return False
+    return lora.publish == LoraPublish.adapter or not any(_needs_whole_weights(config))
+
+
+def _needs_whole_weights(config: ExperimentConfig) -> Iterator[str]:
+    """Yield each reason why servers cannot load adapters."""
+    if config.generation.backend != GenerationBackend.embedded:
+        yield f"generation.backend={str(config.generation.backend)!r} loads whole weights"
+    if config.manager.weight_transport != "disk":
+        yield f"manager.weight_transport={config.manager.weight_transport!r} sends whole weights"
+    if not config.system.shared:
+        yield "system.shared=false: adapters name the folder of their base model, which is another on each host"
+
+
+def lora_problems(lora: LoraConfig, path: str | None) -> Iterator[str]:
+    """Yield what is wrong with adapters of the model in `path`: `setting=value: what is wrong; what to do`."""
+    if not lora.rank:
+        return
+    if importlib.util.find_spec("peft") is None:
+        yield (
+            f"model.lora.rank={lora.rank}: peft is not installed in this environment; install the `lora` extra "
+            "(asyncrl[lora]), or use model.lora.rank=0"
+        )
+    if lora.alpha == 0:
+        yield "model.lora.alpha=0: adapters scaled by nothing train nothing; use a number above 0, for example 2 x rank"
+    if not lora.targets:
+        yield f"model.lora.targets=[]: no layer gets an adapter; name some, or [{ALL_LINEAR}]"
+    kinds = [] if path is None else layer_kinds(Path(path).expanduser())
+    for target in lora.targets:
+        if kinds and target not in (ALL_LINEAR, *kinds):
+            yield (
+                f"model.lora.targets={lora.targets}: no layer of model.path={path!r} is called "
+                f"{target!r}; use some of {', '.join(kinds)}, or {ALL_LINEAR}"
+            )
+
+
+def layer_kinds(folder: Path) -> list[str]:
+    """What matrices are called in the numbered layers of the model in `folder`, by its safetensors; empty where they
+    tell none.
+
+    Of experts that transformers keeps in one tensor, their files may still have one each: training tells those.
+    """
+    kinds: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        try:
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+            matrices = [name for name, tensor in header.items() if len(tensor.get("shape", ())) == 2]
+        except (OSError, ValueError, AttributeError, MemoryError, OverflowError):
+            return []  # what is no model is told elsewhere
+        kinds |= {found[1] for name in matrices if (found := _LAYER_WEIGHT.search(name))}
+    return sorted(kinds)

@@ -1,0 +1,98 @@
+"""Layouts against what is known before anything starts: the models' `config.json`, the engine, what is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.algorithms.spec import ValueNormalisation
+from asyncrl.comm.names import ACTOR
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.graph.types import Graph
+from asyncrl.trainer.engines import AUTO, ENGINES
+from asyncrl.trainer.engines.sharded.architectures import refusals
+from asyncrl.trainer.parallel.model_shape import ModelShape, misfits, shape_of
+from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
+from asyncrl.trainer.placement import engine_of, model_of, placement, role_placement
+from asyncrl.trainer.settings import ReferenceMode
+
+
+def problems(config: ExperimentConfig, graph: Graph, placed: Placement) -> Iterator[str]:
+    """Yield what is wrong with the layouts of `placed`: `setting=value: what is wrong; what to do`."""
+    for role in sorted(config.algorithm.reward_models.keys() - placed.grids.keys()):
+        yield (
+            f"algorithm.reward_models.{role}: graph {graph.name!r} has no such role; its roles are "
+            f"{', '.join(placed.roles)}"
+        )
+    yield from _models_that_do_not_fit(config, graph, placed, None)
+    yield from _not_cut(config, placed)
+    yield from _not_supported(config, placed)
+
+
+def base_model_problems(config: ExperimentConfig, graph: Graph, base: ModelShape) -> Iterator[str]:
+    """The same of the base model, which the run makes first, where `model.path` is null."""
+    yield from _models_that_do_not_fit(config, graph, placement(config, graph), base)
+
+
+def _models_that_do_not_fit(
+    config: ExperimentConfig, graph: Graph, placed: Placement, base: ModelShape | None
+) -> Iterator[str]:
+    """Layouts that the models of their roles cannot be cut into; `base` is the model of a role that names no folder."""
+    said = set()
+    for role, grid in placed.grids.items():
+        name, path = _setting(config, role), model_of(config, graph, role)
+        shape = base if path is None else shape_of(path)
+        if shape is None:
+            continue
+        for problem in (*refusals(shape.model_type, grid.layout), *misfits(grid.layout, shape)):
+            if (name, problem) not in said:  # a role with the actor's layout and model is wrong where the actor is
+                said.add((name, problem))
+                yield f"{name}={str(grid)!r}: {'' if role == ACTOR else f'role {role}: '}{problem}"
+
+
+def _not_cut(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
+    chosen = config.trainer.engine
+    if chosen == AUTO or ENGINES[chosen].in_parts:
+        return
+    for name, grid in _settings(config, placed).items():
+        if grid.tensor * grid.pipeline > 1 or grid.replicas > 1:
+            yield (
+                f"trainer.engine={chosen!r}: every rank has the whole model, and {name}={str(grid)!r} cuts it; "
+                f"use d{grid.workers}, or trainer.engine=sharded"
+            )
+
+
+def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
+    """Yield each setting that works in another layout only."""
+    algorithm, actor = config.algorithm, placed.actor
+    together = placed.grid("ref") == actor
+    if algorithm.kl.name == "full" and algorithm.kl_coef and (ENGINES[engine_of(config)].in_parts or not together):
+        yield (
+            "algorithm.kl='full': whole distributions are compared where each rank has the whole model; use "
+            "trainer.engine=flat with the reference on the actor's ranks, or another estimator, for example k3"
+        )
+    if algorithm.reference.mode == ReferenceMode.ema:
+        if not together:
+            yield (
+                "algorithm.reference.mode='ema': the reference follows the actor part by part, so it needs the actor's "
+                "layout; leave algorithm.reference.parallel null and its ranks shared"
+            )
+        if config.model.lora.rank:
+            yield "algorithm.reference.mode='ema': the base of adapters does not move; use frozen, or model.lora.rank=0"
+    if algorithm.critic.value_norm != ValueNormalisation.none and actor.first not in placed.grid("critic").members:
+        yield (
+            f"algorithm.critic.value_norm={str(algorithm.critic.value_norm)!r}: it is kept on the actor's first rank; "
+            "use algorithm.critic.ranks=shared, or value_norm=none"
+        )
+
+
+def _settings(config: ExperimentConfig, placed: Placement) -> dict[str, WorkerGrid]:
+    """The grids by the setting that lays each out; one that lays out several roles gives all of them one grid."""
+    return {_setting(config, role): grid for role, grid in placed.grids.items()}
+
+
+def _setting(config: ExperimentConfig, role: str) -> str:
+    """The setting that lays out `role`: the actor's where it has none of its own."""
+    if role == ACTOR:
+        return "trainer.parallel"
+    name, own = role_placement(config, role)
+    return f"{name}.parallel" if own.parallel is not None or own.ranks == "own" else "trainer.parallel"

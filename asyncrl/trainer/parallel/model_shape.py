@@ -1,0 +1,115 @@
+"""What a model's `config.json` says that bears on how it can be cut. Torch-free: the launcher reads it.
+
+A tensor slice has whole attention heads: the query heads are dealt out evenly. Key and value heads are dealt out too,
+or, where there are fewer of them than slices, each is held by several slices; then every slice must need one of them
+only. Rows of the vocabulary and of a dense feed-forward need not divide (torch's ceil(n / t) each), but no slice of the
+vocabulary may be empty. Experts are dealt out whole, as many to each slice. A pipeline stage has at least one layer.
+Tied embeddings are no obstacle: first and last stage each hold the matrix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.trainer.parallel.layout import Layout
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a decoder; None where `config.json` does not name one.
+
+    Attributes:
+        query_heads, key_value_heads: of an attention layer; None: there is no attention.
+        experts: of a layer; 0: it is no mixture of experts.
+        linked: why layers cannot be on different stages; empty: they can.
+    """
+
+    model_type: str
+    layers: int | None
+    query_heads: int | None
+    key_value_heads: int | None
+    vocabulary: int | None
+    experts: int = 0
+    linked: str = ""
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> ModelShape:
+        """From the content of a `config.json`; that of the text part where it has several."""
+        text = described.get("text_config") or described
+        model_type = str(described.get("model_type") or text.get("model_type", ""))
+        heads = _number(text, *_HEADS)
+        shared = _number(text, "num_kv_shared_layers")
+        return cls(
+            model_type=model_type,
+            layers=_number(text, *_LAYERS),
+            query_heads=heads,
+            key_value_heads=_number(text, "num_key_value_heads") or heads,
+            vocabulary=_number(text, "vocab_size"),
+            experts=_number(text, *_EXPERTS) or 0,
+            linked=f"{shared} layers take their keys and values from layers before them" if shared else "",
+        )
+
+
+def shape_of(path: str | None) -> ModelShape | None:
+    """The shape of the model in the folder `path`; None where there is no `config.json` that can be read."""
+    if path is None:
+        return None
+    try:
+        described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return ModelShape.of(described) if isinstance(described, dict) else None
+
+
+def misfits(layout: Layout, shape: ModelShape) -> Iterator[str]:
+    """What of a model does not fit `layout`, and what would."""
+    if layout.tensor > 1:
+        yield from _tensor_misfits(layout.tensor, shape)
+    if layout.pipeline > 1:
+        if shape.linked:
+            yield f"{shape.model_type} cannot be cut into stages: {shape.linked}; use p1"
+        elif shape.layers is not None and shape.layers < layout.pipeline:
+            yield f"{shape.layers} layers are fewer than the {layout.pipeline} stages; use p{shape.layers} or less"
+
+
+def tensor_sizes(shape: ModelShape) -> list[int]:
+    """The numbers of tensor slices that the model can be cut into, ascending; 1 is always one."""
+    most = shape.query_heads or 1
+    return [size for size in range(1, most + 1) if not list(_reasons(size, shape))]
+
+
+def _tensor_misfits(tensor: int, shape: ModelShape) -> Iterator[str]:
+    reasons = list(_reasons(tensor, shape))
+    if not reasons:
+        return
+    fits = [f"t{size}" for size in tensor_sizes(shape)]
+    use = f"use {', '.join(fits[:-1])} or {fits[-1]}" if len(fits) > 1 else "use t1"
+    yield f"{shape.model_type} cannot be cut into {tensor} tensor slices: {', '.join(reasons)}; {use}"
+
+
+def _reasons(tensor: int, shape: ModelShape) -> Iterator[str]:
+    if tensor == 1:
+        return
+    if shape.query_heads is None or shape.key_value_heads is None:
+        yield "its config.json names no attention heads"
+        return
+    if shape.query_heads % tensor:
+        yield f"{tensor} does not divide its {shape.query_heads} query heads"
+    if shape.key_value_heads % tensor and tensor % shape.key_value_heads:
+        yield f"{tensor} neither divides nor is a multiple of its {shape.key_value_heads} key-value heads"
+    if shape.experts % tensor:
+        yield f"{tensor} does not divide its {shape.experts} experts"
+    if shape.vocabulary is not None and -(-shape.vocabulary // tensor) * (tensor - 1) >= shape.vocabulary:
+        yield f"of a vocabulary of {shape.vocabulary} the last slice would have nothing"
+
+
+def _number(described: Mapping[str, Any], *names: str) -> int | None:
+    return next((value for name in names if isinstance(value := described.get(name), int)), None)

@@ -1,0 +1,172 @@
+"""Which ModelWorker is which, without torch: what each hosts, which take trajectories, which publishes.
+
+The ranks of a role form a grid of pipeline stages x data-parallel copies x tensor slices, numbered row by row: the
+pipeline is the outermost axis, the tensor slices of one layer are neighbours, as `torch.distributed.init_device_mesh`
+numbers its ranks. With 2 stages, 2 copies and 2 slices:
+
+                      data 0              data 1
+                  tensor 0  tensor 1  tensor 0  tensor 1
+    pipeline 0        0         1         2         3
+    pipeline 1        4         5         6         7
+
+The actor's grid begins at worker 0, so there a worker's index is its rank. Its data index, by which trajectories are
+dealt, is another number as soon as there is more than one slice or stage: workers 0 and 2 above are the data heads of
+copies 0 and 1.
+
+Another role has a grid of its own (`Placement`), on the actor's ranks or on workers of its own. An actor at d2t2 on
+workers 0 to 3, the reference model at t2 on the same ranks, a critic at d2 on ranks of its own:
+
+    worker     0             1             2             3             4             5
+    actor      dp0.tp0.pp0   dp0.tp1.pp0   dp1.tp0.pp0   dp1.tp1.pp0
+    ref        dp0.tp0.pp0   dp0.tp1.pp0
+    critic                                                             dp0.tp0.pp0   dp1.tp0.pp0
+
+Trajectories always arrive at the actor's data heads, here workers 0 and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from asyncrl.comm.names import ACTOR
+from asyncrl.comm.shards import ModelShardID, RoutingTable
+from asyncrl.trainer.parallel.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """A worker's place on each axis, from 0."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGrid(Layout):
+    """A layout on consecutive workers, of which `first` is the one at the origin.
+
+    Raises:
+        ValueError: as `Layout`, or `first` is negative.
+    """
+
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        Layout.__post_init__(self)
+        if self.first < 0:
+            raise ValueError(f"{self!r} begins before worker 0")
+
+    @classmethod
+    def of(cls, layout: Layout, first: int = 0) -> WorkerGrid:
+        """`layout` on the workers from `first` on."""
+        return cls(layout.data, layout.tensor, layout.pipeline, layout.replicas, first)
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes of its axes alone."""
+        return Layout(self.data, self.tensor, self.pipeline, self.replicas)
+
+    @property
+    def workers(self) -> int:
+        """Number of its ModelWorkers."""
+        return self.ranks
+
+    @property
+    def members(self) -> range:
+        """Its workers."""
+        return range(self.first, self.first + self.ranks)
+
+    def worker_at(self, coordinates: Coordinates) -> int:
+        """Index of the worker at `coordinates`."""
+        return self.first + (coordinates.pipeline * self.data + coordinates.data) * self.tensor + coordinates.tensor
+
+    def coordinates(self, worker: int) -> Coordinates:
+        """Where `worker` is.
+
+        Raises:
+            ValueError: it is none of the grid's.
+        """
+        if worker not in self.members:
+            raise ValueError(f"worker {worker} is not one of the {self.workers} of {self!r}")
+        rest, tensor = divmod(worker - self.first, self.tensor)
+        pipeline, data = divmod(rest, self.data)
+        return Coordinates(pipeline, data, tensor)
+
+    @property
+    def data_heads(self) -> tuple[int, ...]:
+        """The first worker of each data-parallel copy, by data index; the actor's take the trajectories."""
+        return tuple(self.worker_at(Coordinates(0, data, 0)) for data in range(self.data))
+
+    @property
+    def publisher(self) -> int:
+        """The worker that completes published weights and checkpoints, and sends weights from its memory."""
+        return self.worker_at(Coordinates(0, 0, 0))
+
+    def shard(self, role: str, worker: int) -> ModelShardID:
+        """The shard of `role` on `worker`.
+
+        Raises:
+            ValueError: it is none of the grid's.
+        """
+        place = self.coordinates(worker)
+        return ModelShardID(role, place.data, place.tensor, place.pipeline)
+
+    def routing_table(self, roles: Iterable[str]) -> RoutingTable:
+        """Where the shards of `roles` are, all of which are spread over this grid, and the data slots."""
+        return Placement(dict.fromkeys((ACTOR, *roles), self)).routing_table()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Every role's grid. The only place where roles meet workers.
+
+    Attributes:
+        grids: by role; the actor is one of them.
+
+    Raises:
+        ValueError: there is no actor, or a worker between the first and the last hosts nothing.
+    """
+
+    grids: Mapping[str, WorkerGrid]
+
+    def __post_init__(self) -> None:
+        if ACTOR not in self.grids:
+            raise ValueError(f"a placement of {', '.join(self.grids) or 'no role'} has no {ACTOR}")
+        hosting = {worker for grid in self.grids.values() for worker in grid.members}
+        if idle := sorted(set(range(self.workers)) - hosting):
+            raise ValueError(f"worker {idle[0]} hosts no role")
+
+    @property
+    def actor(self) -> WorkerGrid:
+        """The actor's grid: its data heads take trajectories, its publisher publishes."""
+        return self.grids[ACTOR]
+
+    def grid(self, role: str) -> WorkerGrid:
+        """The grid of `role`; the actor's where the role has none of its own."""
+        return self.grids.get(role, self.actor)
+
+    @property
+    def distinct(self) -> tuple[WorkerGrid, ...]:
+        """All grids, each once, the actor's first."""
+        return tuple(dict.fromkeys((self.actor, *self.grids.values())))
+
+    @property
+    def workers(self) -> int:
+        """Number of ModelWorkers of the run."""
+        return max(grid.members.stop for grid in self.grids.values())
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """All roles, the actor among them."""
+        return tuple(self.grids)
+
+    def shards_of(self, worker: int) -> tuple[ModelShardID, ...]:
+        """What `worker` hosts, in the order of the roles."""
+        return tuple(grid.shard(role, worker) for role, grid in self.grids.items() if worker in grid.members)
+
+    def routing_table(self) -> RoutingTable:
+        """Where every shard and every data slot is."""
+        shards = {grid.shard(role, worker): worker for role, grid in self.grids.items() for worker in grid.members}
+        return RoutingTable(shards, self.actor.data_heads)

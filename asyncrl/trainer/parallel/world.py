@@ -1,0 +1,134 @@
+"""Joining the `torch.distributed` world of the training ranks, and laying it out as a DeviceMesh.
+
+The ranks find each other through name resolution and meet in a file of the run's folder, so no port is opened for it.
+Gloo carries what is on the CPU (small collectives, trajectories), NCCL what is on GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+from asyncrl.comm.name_resolve import NameResolver
+from asyncrl.comm.names import TRAINING_WORLD_KEY
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.hardware import interface_of
+from asyncrl.runtime.ranks import Ranks
+from asyncrl.runtime.run_dir import MEETING_PREFIX
+from asyncrl.trainer.engines import ENGINES
+from asyncrl.trainer.parallel.collectives import Collectives
+from asyncrl.trainer.parallel.place import MESH_AXES, Place, World
+from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
+from asyncrl.trainer.placement import engine_of
+
+
+@contextmanager
+def training_world(
+    config: ExperimentConfig,
+    worker: int,
+    placement: Placement,
+    device: torch.device,
+    run_dir: Path,
+    resolver: NameResolver,
+    collectives: Collectives | None = None,
+    *,
+    start_s: float = 0.0,
+) -> Iterator[World]:
+    """Join as `worker` of all grids of `placement`, leave at the end. One rank needs no world, but for the sharded
+    engine.
+
+    Gloo uses the interface that has `system.host`. The first rank's entry has a lease, so that a later run of the same
+    trial does not meet in an old file.
+
+    Args:
+        collectives: for whoever may have to abort them; None: nobody.
+        start_s: how long a collective may take until `all_have_started`, where that is more than
+            `trainer.collective_timeout_s`: one rank may load for long while the others wait.
+
+    Raises:
+        NameResolveTimeout: the first rank did not come within `system.start_timeout_s`; a ModelWorker waits for it
+            before (`ModelWorker._meet`).
+    """
+    if device.type == "cuda":  # DeviceMesh and NCCL choose a GPU by the rank's number else, and each rank sees one
+        torch.cuda.set_device(device.index or 0)
+    if placement.workers == 1 and not ENGINES[engine_of(config)].in_parts:
+        yield World()
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(config.system.host))
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # once its groups are made, nothing connects any more
+    if worker == 0:
+        meeting = run_dir / f"{MEETING_PREFIX}{os.getpid()}-{time.time_ns()}"
+        resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.heartbeat_s, replace=True)
+    else:
+        meeting = Path(resolver.wait(TRAINING_WORLD_KEY, config.system.start_timeout_s))
+    timeout = timedelta(seconds=max(config.trainer.collective_timeout_s, start_s))
+    collectives = collectives or Collectives()
+    try:
+        with collectives.making(device):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.FileStore(str(meeting), placement.workers),  # type: ignore[attr-defined]  # public, but missing in the stubs
+                rank=worker,
+                world_size=placement.workers,
+                timeout=timeout,
+            )
+            # NCCL connects and fails now, not in the first step. Binding the group to the device (`device_id`) would do
+            # so too, but makes every later group a split of this one, also those with servers of the weight transport.
+            dist.all_reduce(torch.zeros(1, device=device))
+            laid_out = {grid: _lay_out(worker, grid, device, timeout) for grid in placement.distinct}
+            everyone = Ranks(worker, placement.workers)
+            hosts = tuple(told.decode() for told in everyone.all_gather_bytes(config.system.host.encode()))
+        places = {grid: place for grid, place in laid_out.items() if place is not None}
+        yield World(worker, placement, everyone, places, hosts)
+    finally:
+        collectives.leave()
+        meeting.unlink(missing_ok=True)  # after torch's store, which makes it again where another rank was first
+
+
+def all_have_started(config: ExperimentConfig) -> None:
+    """From now on a rank waits for a peer in a collective for `trainer.collective_timeout_s` only."""
+    timeout = timedelta(seconds=config.trainer.collective_timeout_s)
+    for group in list(_world.pg_map):
+        _set_pg_timeout(timeout, group)
+
+
+def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> Place | None:
+    """This rank's place in `grid`; None where it is not of it. Called by all ranks: groups are made by all together."""
+    workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.tensor)
+    replicas = workers.view(grid.pipeline, grid.replicas, grid.shards, grid.tensor)
+    mesh = DeviceMesh(device.type, replicas, mesh_dim_names=MESH_AXES)
+    data = _own_group([copies.tolist() for copies in workers.transpose(1, 2).flatten(0, 1)], timeout)
+    everyone = _own_group([workers.flatten().tolist()], timeout)
+    copy = _own_group([copy.flatten().tolist() for copy in workers.unbind(1)], timeout)
+    pipelines = workers.flatten(1).T.tolist()
+    backwards = _own_group(pipelines, timeout) if grid.pipeline > 1 else None
+    ends = _own_group([[stages[0], stages[-1]] for stages in pipelines], timeout) if grid.pipeline > 1 else None
+    coordinates = mesh.get_coordinate()
+    if coordinates is None:
+        return None
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)  # a mesh gives its groups torch's default of half an hour
+    pipeline, replica, shard, tensor = coordinates
+    here = Coordinates(pipeline, replica * grid.shards + shard, tensor)
+    assert here == grid.coordinates(worker), (coordinates, worker, grid)
+    return Place(worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), mesh, backwards, ends)
+
+
+def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """Makes groups of all these workers; returns that of this rank, None where it is in none."""
+    made = [dist.new_group(members, timeout=timeout) for members in groups]
+    return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> Ranks:
+    assert group is not None
+    return Ranks(dist.get_rank(group), dist.get_world_size(group), group)

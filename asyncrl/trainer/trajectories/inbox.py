@@ -1,0 +1,197 @@
+"""The trajectories that a rank has received and not trained yet, and what the master knows of them.
+
+Filled by the puller's thread, polled from the request server's loop, emptied by the main thread. It is bounded: `put`
+waits for room, which withholds the acknowledgement and so slows the senders down. Its memory has a bound of its own, in
+bytes: what comes beyond it lies in files until it is trained. To hold senders back for that would stop a run whose
+batch is larger than the memory, as the step that makes room waits for the batch. A full disk holds them back too.
+
+A poll names the cursor of the last reply that the caller has processed. Records up to there are forgotten, all later
+ones are sent (again), so a lost reply costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+
+import numpy as np
+
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
+from asyncrl.trainer.batches.prefix_tree import distinct_tokens
+from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
+from asyncrl.trainer.trajectories.kept_inbox import KeptInbox
+
+
+class InboxFull(RuntimeError):
+    """No room became free in time; the sender will offer the trajectory again."""
+
+
+class Inbox:
+    """Received trajectories by rollout id. Thread-safe.
+
+    Args:
+        head: data index of the ModelWorker whose inbox this is.
+        capacity: rollouts held at most.
+        on_arrival: called, from the thread that puts, after a trajectory was added.
+        memory_bytes: of the tokens that it holds in memory at most.
+        spilled: where the rest lies; None: everything is held in memory.
+        shares_prefixes: whether ranks compute a prefix that samples share once.
+    """
+
+    def __init__(
+        self,
+        head: int,
+        capacity: int,
+        on_arrival: Callable[[], None] = lambda: None,
+        *,
+        memory_bytes: float = math.inf,
+        spilled: KeptInbox | None = None,
+        shares_prefixes: bool = False,
+    ) -> None:
+        self._head = head
+        self._shares_prefixes = shares_prefixes
+        self._capacity = capacity
+        self._on_arrival = on_arrival
+        self._memory_bytes, self._spilled = memory_bytes, spilled
+        self._room = threading.Condition()
+        self._held: dict[str, Trajectory | None] = {}  # None: it is spilled
+        self._records: dict[str, RolloutRecord] = {}  # of all that is held
+        self.bytes_held = 0
+        """Of the tokens in memory."""
+        self._unacknowledged: list[tuple[int, RolloutRecord]] = []
+        self._last = 0
+        self._closed = False
+
+    def put(self, trajectory: Trajectory, timeout_s: float) -> None:
+        """Add a trajectory, waiting for room; one that is held already is ignored. One thread puts and restores.
+
+        Raises:
+            InboxFull: there was no room for `timeout_s` seconds, or until it was closed.
+            OSError: it does not fit into memory, and the disk does not take it.
+        """
+        record = self._record(trajectory)  # before the lock, as it looks at every token
+        with self._room:
+            if trajectory.rollout_id in self._held:
+                return
+            self._room.wait_for(lambda: self._closed or self._has_room, timeout_s)
+            if not self._has_room:
+                until = "until the end of this process" if self._closed else f"for {timeout_s:g} s"
+                raise InboxFull(
+                    f"{self._capacity} rollouts wait for training (trainer.buffer_capacity) and none was taken {until}"
+                )
+        self._hold(trajectory, record)
+        self._on_arrival()
+
+    def close(self) -> None:
+        """Nothing is taken out any more, so nobody waits for room."""
+        with self._room:
+            self._closed = True
+            self._room.notify_all()
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._held) < self._capacity
+
+    def restore(self, trajectory: Trajectory) -> None:
+        """Add one that was held by the process before this one, whether there is room or not."""
+        self._hold(trajectory, self._record(trajectory))
+
+    def _record(self, trajectory: Trajectory) -> RolloutRecord:
+        return record_of(trajectory, self._head, shares_prefixes=self._shares_prefixes)
+
+    def _hold(self, trajectory: Trajectory, record: RolloutRecord) -> None:
+        size, spilled = bytes_of(trajectory), None
+        if self._spilled is not None and self.bytes_held + size > self._memory_bytes:
+            spilled = self._spilled
+            spilled.write(trajectory)
+        with self._room:
+            self._held[trajectory.rollout_id] = trajectory if spilled is None else None
+            self.bytes_held += size if spilled is None else 0
+            self._records[trajectory.rollout_id] = record
+            self._tell(record)
+
+    def _tell(self, record: RolloutRecord) -> None:
+        self._last += 1
+        self._unacknowledged.append((self._last, record))
+
+    def tell_again(self) -> None:
+        """Somebody else polls from here on: all that is held is new to them, under new numbers, which a poll of the one
+        before cannot acknowledge.
+        """
+        with self._room:
+            self._unacknowledged = []
+            for record in self._records.values():
+                self._tell(record)
+
+    def arrived_after(self, cursor: int) -> int:
+        """How many rollouts a poll would tell."""
+        with self._room:
+            return len(self._unacknowledged) - bisect_right(self._unacknowledged, cursor, key=itemgetter(0))
+
+    def poll(self, cursor: int) -> PolledBuffer:
+        """The records of what came after `cursor`."""
+        with self._room:
+            self._unacknowledged = [entry for entry in self._unacknowledged if entry[0] > cursor]
+            return PolledBuffer(self._last, tuple(record for _, record in self._unacknowledged))
+
+    def get(self, rollout_ids: Iterable[str]) -> dict[str, Trajectory]:
+        """The trajectories of those `rollout_ids` that are held.
+
+        Raises:
+            OSError, KeptTrajectoryDamaged: one that was spilled cannot be read again.
+        """
+        with self._room:
+            found = {key: self._held[key] for key in rollout_ids if key in self._held}
+        return {key: self._read(key) if held is None else held for key, held in found.items()}
+
+    def _read(self, rollout_id: str) -> Trajectory:
+        assert self._spilled is not None, "spilled"
+        return self._spilled.load(rollout_id)
+
+    def remove(self, rollout_ids: Sequence[str]) -> None:
+        """Forget trajectories; unknown ids are ignored, so that a repeated call does no harm."""
+        with self._room:
+            for rollout_id in rollout_ids:
+                self._records.pop(rollout_id, None)
+                if (held := self._held.pop(rollout_id, None)) is not None:
+                    self.bytes_held -= bytes_of(held)
+            self._room.notify_all()
+        if self._spilled is not None:
+            self._spilled.remove(rollout_ids)
+
+
+def bytes_of(trajectory: Trajectory) -> int:
+    """Bytes of its tokens and what goes with each, as it is held."""
+    samples = trajectory.samples
+    shared, rest = (
+        ((samples.prompt, samples.routing), samples.rest) if isinstance(samples, SharedPrompt) else ((), samples)
+    )
+    columns = SampleColumns.join(rest)
+    of_tokens = (columns.tokens, columns.loss_mask, columns.behave_logprobs, columns.versions)
+    held = (*shared, *of_tokens, columns.token_rewards, columns.routing)
+    return sum(column.nbytes for column in held if column is not None)
+
+
+def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = False) -> RolloutRecord:
+    """What the master gets to know of a trajectory that data-parallel head `head` holds."""
+    columns = trajectory.columns
+    generated = columns.loss_mask.astype(bool)
+    versions, counts = np.unique(columns.versions[generated], return_counts=True)
+    return RolloutRecord(
+        rollout_id=trajectory.rollout_id,
+        prompt_id=trajectory.prompt_id,
+        order=trajectory.order,
+        head=head,
+        oldest_version=int(versions[0]) if len(versions) else -1,
+        version_tokens=dict(zip(versions.tolist(), counts.tolist(), strict=True)),
+        lengths=tuple(columns.lengths.tolist()),
+        generated=tuple(np.add.reduceat(generated, columns.starts, dtype=np.int64).tolist()),
+        rewards=tuple(columns.total_rewards.tolist()),
+        truncated=tuple(columns.truncated.astype(bool).tolist()),
+        episodes=tuple(columns.episodes.tolist()),
+        metrics=trajectory.metrics,
+        distinct=distinct_tokens(trajectory.samples) if shares_prefixes else 0,
+    )

@@ -1,0 +1,240 @@
+"""A stream holds every distinct prefix once, and what is computed from it is what packed sequences give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import Gemma2Config, GptOssConfig, MistralConfig, PretrainedConfig, Qwen3Config
+
+import asyncrl.trainer.batches.prefix_tree as prefix_tree
+from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.batches.prefix_tree import Prefixes, PrefixOrder, cut_tree, lay_out
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.engines.base import PolicyOutputs
+from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
+from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.model.loading import load_causal_lm, load_critic
+from asyncrl.trainer.model.packed_attention import PACKED
+from asyncrl.trainer.model.scoring import EntropyMode
+from asyncrl.trainer.settings import OptimizerConfig
+
+CPU = torch.device("cpu")
+VOCABULARY = 17
+sequence_lists = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14)
+
+
+def order_of(sequences: list[list[int]]) -> tuple[PrefixOrder, np.ndarray]:
+    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+    tokens = np.array([token for sequence in sequences for token in sequence], dtype=np.int64)
+    return PrefixOrder.of(tokens, np.cumsum(lengths) - lengths, lengths), lengths
+
+
+def distinct(sequences: list[list[int]]) -> int:
+    return len({tuple(sequence[: end + 1]) for sequence in sequences for end in range(len(sequence))})
+
+
+@given(sequence_lists)
+def test_every_distinct_prefix_is_one_token(sequences: list[list[int]]) -> None:
+    order, lengths = order_of(sequences)
+    assert order.branches(range(len(sequences)), lengths).tokens == distinct(sequences)
+
+
+@given(sequence_lists, st.data())
+def test_parts_and_shorter_sequences_are_tries_too(sequences: list[list[int]], data: st.DataObject) -> None:
+    order, lengths = order_of(sequences)
+    part = data.draw(st.lists(st.sampled_from(range(len(sequences))), min_size=1, unique=True))
+    cut_at = np.array([data.draw(st.integers(1, int(length))) for length in lengths])
+    tree = order.branches(part, cut_at)
+    assert sorted(tree.members.tolist()) == sorted(part)
+    assert tree.tokens >= distinct([sequences[seq][: cut_at[seq]] for seq in part])
+    before: list[int] = []
+    for seq, length, shared in zip(tree.members, tree.lengths, tree.shared, strict=True):
+        mine = sequences[seq][:length]
+        assert mine[:shared] == before[:shared]
+        before = mine
+
+
+@given(sequence_lists, st.sampled_from([1, 40, 1 << 24]))
+def test_rows_look_at_their_own_path_and_their_outputs_are_the_stream(
+    sequences: list[list[int]], mask_bytes: int
+) -> None:
+    order, lengths = order_of(sequences)
+    tree = order.branches(range(len(sequences)), lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_tree, "MAX_MASK_BYTES", mask_bytes)
+        stream = lay_out(tree)
+    ordered = [sequences[seq] for seq in tree.members]
+    held = np.full(stream.size, -1)
+    held[stream.places_I] = [token for sequence in ordered for token in sequence]
+    assert (held >= 0).all(), "a position of the stream that no sequence has"
+    prefix_of: dict[int, tuple[int, ...]] = {}
+    places = iter(stream.places_I.tolist())
+    for sequence in ordered:
+        for end in range(len(sequence)):
+            assert prefix_of.setdefault(next(places), tuple(sequence[: end + 1])) == tuple(sequence[: end + 1])
+    computed = []
+    for block in stream.blocks:
+        keys = block.gather.reshape(block.rows, block.width)
+        asking = keys if block.query_gather is None else block.query_gather.reshape(block.rows, -1)
+        first = np.zeros(block.rows, int) if block.first is None else block.first
+        for place in block.scatter:
+            row, column = divmod(int(place), asking.shape[1])
+            position = int(asking[row, column])
+            computed.append(position)
+            assert tuple(held[keys[row, : first[row] + column + 1]]) == prefix_of[position]
+    assert computed == list(range(stream.size))
+
+
+@given(sequence_lists, st.integers(1, 60), st.data())
+def test_cuts_hold_every_sequence_once_within_the_budget_and_groups_whole_where_they_fit(
+    sequences: list[list[int]], budget: int, data: st.DataObject
+) -> None:
+    order, lengths = order_of(sequences)
+    groups = np.array([data.draw(st.integers(0, 3)) for _ in sequences], dtype=np.int64)
+    parts = cut_tree(Prefixes(order, groups), range(len(sequences)), lengths, budget)
+    assert sorted(seq for part in parts for seq in part.members.tolist()) == list(range(len(sequences)))
+    assert all(part.tokens <= budget or len(part.members) == 1 for part in parts)
+    for group in set(groups.tolist()):
+        members = np.flatnonzero(groups == group).tolist()
+        if order.branches(members, lengths).tokens <= budget:
+            assert sum(bool(set(part.members.tolist()) & set(members)) for part in parts) == 1
+
+
+@pytest.fixture(scope="module")
+def batch() -> StepBatch:
+    """Groups with a prompt; answers that fork late, end early, are equal; an environment's turn; one system prompt."""
+    rng = np.random.default_rng(3)
+    system = rng.integers(0, VOCABULARY, 5)
+    trajectories = []
+    for group in range(4):
+        prompt = np.concatenate((system, rng.integers(0, VOCABULARY, int(rng.integers(3, 9)))))
+        answer = rng.integers(0, VOCABULARY, 14)
+        samples = []
+        for member in range(6):
+            same = (14, 14, 9, 6, 2, 0)[member]
+            rest = rng.integers(0, VOCABULARY, (0, 0, 3, 9, 0, 12)[member])
+            tokens = np.concatenate((prompt, answer[:same], rest)).astype(np.int32)
+            mask = (np.arange(len(tokens)) >= len(prompt)).astype(np.uint8)
+            mask[len(prompt) + 3 : len(prompt) + 5] = 0
+            noise = rng.standard_normal(len(tokens))
+            versions = np.where(mask, 0, -1).astype(np.int32)
+            behave = (mask * (-2.8 + 0.1 * noise)).astype(np.float32)
+            samples.append(Sample(tokens, mask, behave, versions, float(member % 2)))
+        trajectories.append(Trajectory(f"r{group}", f"p{group}", group, tuple(samples)))
+    return build_step_batch(trajectories, [0] * 4, version=1, num_minibatches=1)
+
+
+MODELS: dict[str, PretrainedConfig | None] = {
+    "qwen2, tied": None,
+    "qwen3, grouped queries": Qwen3Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=32, vocab_size=VOCABULARY,
+    ),
+    "mistral, sliding window": MistralConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32,
+        vocab_size=VOCABULARY, sliding_window=4,
+    ),
+    "gemma 2, capped logits": Gemma2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=32, vocab_size=VOCABULARY, sliding_window=6,
+    ),
+    "gpt-oss, sinks": GptOssConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=16, vocab_size=VOCABULARY, num_local_experts=2, num_experts_per_tok=1, sliding_window=6,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(
+    request: pytest.FixtureRequest,
+    qwen_dir: Path,
+    saved_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    config = MODELS[request.param]
+    return qwen_dir if config is None else saved_model(tmp_path_factory.mktemp("model"), config)
+
+
+def policy(folder: Path, kind: AttentionKind, budget: int) -> FlatPolicyEngine:
+    model = load_causal_lm(str(folder), "float32", "sdpa", CPU)
+    model.set_attn_implementation(PACKED)
+    return FlatPolicyEngine(
+        model,
+        temperature=0.9,
+        attention=kind,
+        tokens_per_micro_batch=budget,
+        optimizer=FlatAdamW(model.named_parameters(), OptimizerConfig(), 1),
+    )
+
+
+@pytest.fixture(params=[1 << 24, 100], ids=["masked rows", "whole rows"])
+def mask_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_tree, "MAX_MASK_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("mask_bytes")
+@pytest.mark.parametrize("budget", [30, 10_000])
+def test_logprobs_entropies_and_gradients_are_those_of_packed_sequences(
+    folder: Path, batch: StepBatch, budget: int
+) -> None:
+    weights_T = torch.linspace(-1, 1, batch.num_tokens)
+    results: dict[AttentionKind, tuple[Tensor, Tensor, float]] = {}
+    streams: dict[AttentionKind, int] = {}
+    for kind in (AttentionKind.packed, AttentionKind.tree):
+        engine = policy(folder, kind, budget)
+        streams[kind] = 0
+
+        def share(micro_batch: MicroBatch, outputs: PolicyOutputs, kind: AttentionKind = kind) -> tuple[Tensor, dict]:
+            assert outputs.entropy_N is not None
+            streams[kind] += micro_batch.model_inputs["input_ids"].numel()
+            return (outputs.logprobs_N * weights_T[micro_batch.targets_N] + 0.1 * outputs.entropy_N).sum(), {}
+
+        loss, _ = engine.compute_gradients(
+            batch, batch["loss_mask"], range(batch.num_seqs), share, entropy=EntropyMode.differentiable
+        )
+        logprobs_T = engine.logprobs(batch, batch["loss_mask"])
+        results[kind] = logprobs_T, engine.optimizer.grad.clone(), float(loss)
+    packed, tree = results[AttentionKind.packed], results[AttentionKind.tree]
+    assert streams[AttentionKind.tree] < 0.75 * streams[AttentionKind.packed]
+    torch.testing.assert_close(tree[0], packed[0], rtol=0, atol=2e-6)
+    scale = packed[1].abs().max()
+    torch.testing.assert_close(tree[1] / scale, packed[1] / scale, rtol=0, atol=2e-6)
+    assert tree[2] == pytest.approx(packed[2], abs=1e-4)
+
+
+def test_values_of_all_tokens_are_those_of_packed_sequences(qwen_dir: Path, batch: StepBatch) -> None:
+    values = []
+    for kind in (AttentionKind.packed, AttentionKind.tree):
+        critic = load_critic(str(qwen_dir), "float32", "sdpa", CPU)
+        torch.manual_seed(0)
+        torch.nn.init.normal_(critic.head.weight)
+        critic.trunk.set_attn_implementation(PACKED)
+        values.append(FlatValueEngine(critic, attention=kind, tokens_per_micro_batch=100).outputs(batch))
+    assert values[0].abs().min() > 0
+    torch.testing.assert_close(values[1], values[0], rtol=0, atol=2e-6)
+
+
+def test_samples_that_share_next_to_nothing_are_packed(qwen_dir: Path, make_batch: Callable[..., StepBatch]) -> None:
+    batch = make_batch(groups=16, group_size=1)
+    kinds = []
+    for kind in (AttentionKind.packed, AttentionKind.tree):
+        made = list(policy(qwen_dir, kind, 10_000).micro_batches(batch, batch["loss_mask"]))
+        kinds.append([micro_batch.seqs for micro_batch in made])
+    assert kinds[0] == kinds[1]
+
+
+def test_sequences_are_laid_out_together_with_each_prefix_once() -> None:
+    sequences = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4], [7]]
+    made = one_micro_batch(sequences, AttentionKind.tree, CPU, wanted=False)
+    assert made.model_inputs["input_ids"].numel() == 6
+    assert sorted(made.model_inputs["position_ids"][0].tolist()) == [0, 0, 1, 2, 3, 3]

@@ -1,0 +1,137 @@
+"""Each host keeps what its ranks hold of the last step: they continue from it with the same losses, or it is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.host_folders import KeptStepLost
+from asyncrl.trainer.messages import SaveCheckpoint
+from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.weights.manifest import FileEntry
+
+pytestmark = pytest.mark.slow
+
+Statistics = dict[str, Any]
+Step = Callable[[ExperimentConfig, TrainingRank, int], Statistics]
+LIMIT_S = 60.0
+
+
+def on_hosts(world: World, hosts: str) -> World:
+    """`world` with its ranks on `hosts`, a letter each."""
+    return dataclasses.replace(world, rank_hosts=tuple(hosts))
+
+
+def build(config: ExperimentConfig, world: World) -> TrainingRank:
+    return build_rank(config, load_graph(config), world, torch.device("cpu"))
+
+
+def keep(rank: TrainingRank, root: Path, version: int, commits: str) -> None:
+    """The state of a step, by all ranks; the leaders on the hosts `commits` make it visible there."""
+    path, everyone = root / f"v{version}", rank.world.everyone
+    rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}, of_last_step=True))
+    written = everyone.all_gather_bytes(msgspec.json.encode(rank.last_step.share(path).result(LIMIT_S)))
+    files = [msgspec.json.decode(each, type=dict[str, FileEntry]) for each in written]
+    if rank.folders.leads and rank.world.rank_hosts[rank.world.worker] in commits:
+        rank.last_step.commit(path, {k: v for each in files for k, v in each.items()}, keep=1, protected=())
+    everyone.together(lambda: None, "committing")
+
+
+@pytest.mark.parametrize(
+    ("layout", "hosts", "cut_off", "goes_on_at"),
+    [
+        ("d2t2", "aabb", "aabb", 2),
+        ("d3", "abc", "a", 1),  # c never made version 2 visible: nobody has seen it
+        ("p2", "ab", "", 1),
+    ],
+)
+def test_ranks_continue_from_what_lies_on_their_own_hosts(
+    layout: str,
+    hosts: str,
+    cut_off: str,
+    goes_on_at: int,
+    config: ExperimentConfig,
+    on_ranks: Any,
+    step: Step,
+    tmp_path: Path,
+) -> None:
+    """The death comes when only the hosts `cut_off` have made version 2 visible. Then b loses its memory."""
+    config.trainer.parallel = layout
+
+    def root_of(world: World) -> Path:
+        folder = tmp_path / hosts[world.worker] / "state"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def begin(world: World) -> Statistics:
+        rank = build(config, on_hosts(world, hosts))
+        step(config, rank, 0)
+        keep(rank, root_of(world), 1, hosts)
+        told = step(config, rank, 1)
+        keep(rank, root_of(world), 2, cut_off)
+        return step(config, rank, 2) if goes_on_at == 2 else told
+
+    def go_on(world: World) -> tuple[int, Statistics]:
+        rank = build(config, on_hosts(world, hosts))
+        state = rank.load_last_step(root_of(world), torn=False)
+        return state["version"], step(config, rank, state["version"])
+
+    def lost(world: World) -> str:
+        rank = build(config, on_hosts(world, hosts))
+        with pytest.raises(KeptStepLost) as error:
+            rank.load_last_step(root_of(world), torn=False)
+        return str(error.value)
+
+    expected = [(goes_on_at, told) for told in on_ranks(config, begin)]
+    shards = [path for path in (tmp_path / "a" / "state" / "v1").iterdir() if path.suffix == ".safetensors"]
+    assert len(shards) == hosts.count("a"), "of its own ranks alone"
+    assert on_ranks(config, go_on) == expected
+    for host in set(hosts):
+        assert [path.name for path in (tmp_path / host / "state").iterdir()] == [f"v{goes_on_at}"]
+    shutil.rmtree(tmp_path / "b")
+    assert all(f"version {goes_on_at} is not whole any more: all of it on b" in told for told in on_ranks(config, lost))
+
+
+def test_a_host_that_could_not_keep_all_or_a_file_that_is_damaged_loses_the_step(
+    config: ExperimentConfig, on_ranks: Any, tmp_path: Path
+) -> None:
+    config.trainer.parallel = "d2"
+
+    def root_of(world: World) -> Path:
+        return tmp_path / "ab"[world.worker] / "state"
+
+    def lost(world: World) -> list[str]:
+        rank = build(config, on_hosts(world, "ab"))
+        root = root_of(world)
+        root.mkdir(parents=True)
+        assert rank.load_last_step(root, torn=False) is None
+        keep(rank, root, 1, "ab")
+        told = []
+        with pytest.raises(KeptStepLost) as error:
+            rank.load_last_step(root, torn=world.worker == 1)
+        told.append(str(error.value))
+        assert rank.load_last_step(root, torn=False) == {"version": 1}
+        if world.worker == 1:
+            with (root / "v1" / "shard-00001-of-00002.safetensors").open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read(1)[0]
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([last ^ 1]))
+        with pytest.raises(KeptStepLost) as error:
+            rank.load_last_step(root, torn=False)
+        return [*told, str(error.value)]
+
+    for told in on_ranks(config, lost):
+        assert "could be kept on b" in told[0]
+        assert "version 1 is not whole any more: shard-00001-of-00002.safetensors on b" in told[1]

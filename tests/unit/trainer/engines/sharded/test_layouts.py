@@ -1,0 +1,259 @@
+"""Training over ranks, in any layout, is training in one process: same losses, gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from asyncrl.api.trajectory import Trajectory
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.routers import routing_shape_of
+from asyncrl.trainer.batches.step_batch import build_step_batch
+from asyncrl.trainer.engines.flat import FlatEngine
+from asyncrl.trainer.engines.sharded.engine import ShardedEngine
+from asyncrl.trainer.engines.sharded.gathering import whole
+from asyncrl.trainer.model.lora import is_adapter, plain_name
+from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.roles import build_rank
+from asyncrl.trainer.settings import LoraPublish
+from asyncrl.weights.adapters import published_name
+from asyncrl.weights.model_folder import folder_tensors
+
+pytestmark = pytest.mark.slow
+
+VOCABULARY = 17  # no layout divides it
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 34, "vocab_size": VOCABULARY}
+MODELS: dict[str, PretrainedConfig] = {
+    "qwen2": Qwen2Config(**SIZES, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(
+        **SIZES | {"intermediate_size": 36},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES | {"num_hidden_layers": 3},
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=20,
+        num_experts=4,
+        num_experts_per_tok=1,  # so a filler of one token leaves all slices but one without work
+        mlp_only_layers=[1],
+    ),
+}
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="session")
+def model_dir(saved_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(name: str) -> str:
+        path = root / name
+        return str(path if path.is_dir() else saved_model(path, MODELS[name]))
+
+    return folder
+
+
+@pytest.fixture
+def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, World], dict[str, Any]]:
+    """Two train steps on ragged samples; what every rank then knows of losses, gradients and weights."""
+
+    def run(config: ExperimentConfig, world: World) -> dict[str, Any]:
+        rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
+        place = world.place("actor")
+        minibatches, everything = config.trainer.ppo_minibatches, make_trajectories(groups=5)
+        if config.moe.replay_routing:
+            everything = [_routed(trajectory, config) for trajectory in everything]
+        dealt = [number % minibatches for number in range(len(everything))]
+        mine: list[Trajectory] = everything[place.data.rank :: place.data.world]
+        told: dict[str, Any] = {"stats": []}
+        for version in range(2):
+            minibatch = dealt[place.data.rank :: place.data.world]
+            batch = build_step_batch(mine, minibatch, version=version, num_minibatches=minibatches)
+            calls = run_step(config, rank, batch)
+            told["stats"].append({f"{call}/{name}": v for call, s in calls.items() for name, v in s.items()})
+        for role, engine in rank.engines.items():
+            if not engine.trained:
+                continue
+            if isinstance(engine, ShardedEngine):
+                parameters = engine.parameters()
+            else:
+                assert isinstance(engine, FlatEngine)
+                parameters = dict(engine.module.named_parameters())
+            trained = {plain_name(n): p for n, p in parameters.items() if p.requires_grad}
+            told[role] = {n: (whole(p.grad).numpy().copy(), _whole(p)) for n, p in trained.items()}
+        policy = rank.policy("actor")
+        told["scored"] = np.concatenate(policy.score_sequences([TOKENS, TOKENS[3:]]))
+        owners = {spec.name: world.placement.workers - 1 for spec in policy.published_specs()}
+        told["published"] = [(name, tensor.float().numpy().copy()) for name, tensor in policy.gather(owners)]
+        told["specs"] = [(spec.name, spec.shape) for spec in policy.published_specs()]
+        return told
+
+    return run
+
+
+def _routed(trajectory: Trajectory, config: ExperimentConfig) -> Trajectory:
+    """`trajectory` whose tokens went through any experts; those of a prompt through the same."""
+    shape = routing_shape_of(str(config.model.path))
+    samples = []
+    for number, sample in enumerate(trajectory.samples):
+        rng = np.random.default_rng(number)
+        routing = rng.random((len(sample.tokens), shape.layers, shape.experts)).argsort(-1)[..., : shape.per_token]
+        routing[: int(sample.loss_mask.argmax())] = np.arange(shape.per_token)
+        samples.append(replace(sample, routing=routing.astype(np.uint8)))
+    return replace(trajectory, samples=samples)
+
+
+def _whole(parameter: Any) -> Any:
+    return whole(parameter.detach()).numpy().copy()
+
+
+CASES = [  # a layout of all three kinds has every pair of them
+    *(("qwen3", layout) for layout in ("d1", "d2", "t2", "p2", "d2t2p2")),
+    *(("qwen2", layout) for layout in ("p2", "r2d2", "d2t2p2")),
+    *(("qwen3+lora4", layout) for layout in ("d1", "d2t2p2")),
+    ("llama+lora4", "t4"),
+    ("qwen2+lora4", "p2"),
+    *(("qwen2+merged", layout) for layout in ("p2", "d2t2")),
+    *(("llama", layout) for layout in ("t4", "t2p2")),  # t4: more slices than key-value heads
+    *(("mixtral", layout) for layout in ("d3", "t2p2")),  # d3: a rank without an expert
+    *(("qwen3_moe", layout) for layout in ("d2", "d2t2")),
+    ("mixtral+lora4", "t2"),
+    *(("mixtral+replay", layout) for layout in ("d2", "t2")),
+    ("qwen3_moe+replay", "p2"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained_alone() -> dict[tuple[str, bool], dict[str, Any]]:
+    """By model, and whether layers are computed again: what one process makes of it."""
+    return {}
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_any_layout_trains_as_one_process_does(
+    model: str, layout: str, config: ExperimentConfig, model_dir: Any, on_ranks: Any, train: Any, trained_alone: Any
+) -> None:
+    name, _, how = model.partition("+")
+    config.model.path = model_dir(name)
+    config.model.lora.rank = 4 if how in ("lora4", "merged") else 0
+    config.model.lora.publish = LoraPublish.merged if how == "merged" else LoraPublish.auto
+    config.moe.replay_routing = how == "replay"
+    # A stage's layers are computed again after another micro-batch went through them.
+    config.trainer.gradient_checkpointing = how == "replay" and "p" in layout
+    config.algorithm.graph = "ppo"
+    config.algorithm.advantage.name = "gae"
+    config.algorithm.kl_coef = 0.1
+    config.algorithm.entropy_coef = 0.01
+    config.optimizer.lr = config.algorithm.critic.optimizer.lr = 1e-3
+    case = model, config.trainer.gradient_checkpointing
+    if case not in trained_alone:
+        trained_alone[case] = train(config, World())
+    alone = trained_alone[case]
+    if config.moe.replay_routing:
+        config.moe.replay_routing = False
+        free = train(config, World())["stats"][0]["actor_train/entropy"]
+        assert abs(free - alone["stats"][0]["actor_train/entropy"]) > 1e-4, "the routers chose what was to be replayed"
+        config.moe.replay_routing = True
+    config.trainer.parallel = layout
+    spread = on_ranks(config, lambda world: train(config, world))
+    for told in spread:
+        _same_statistics(told["stats"], alone["stats"])
+        np.testing.assert_allclose(told["scored"], alone["scored"], atol=1e-5)
+        assert told["specs"] == alone["specs"]
+    for role in ("actor", "critic"):
+        found = {name: pair for told in spread for name, pair in told[role].items()}
+        assert found.keys() == alone[role].keys()
+        largest = max(abs(grad).max() for grad, _ in alone[role].values())
+        for told in spread:
+            for name, (grad, weight) in told[role].items():
+                np.testing.assert_allclose(grad, alone[role][name][0], rtol=0, atol=1e-5 * largest, err_msg=name)
+                np.testing.assert_allclose(weight, alone[role][name][1], rtol=0, atol=1e-5, err_msg=name)
+    *others, owner = spread
+    assert not any(told["published"] for told in others)
+    assert [name for name, _ in owner["published"]] == [name for name, _ in alone["published"]]
+    weights = {
+        published_name(name) if is_adapter(name) else name: weight
+        for told in spread
+        for name, (_, weight) in told["actor"].items()
+    }
+    with torch.device("meta"):
+        model_on_meta = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.path))
+    parts = {part.name: part for part in folder_tensors(model_on_meta)}
+    if how == "merged":
+        assert {name for name, _ in owner["published"]} == parts.keys()
+        _are_merged(owner["published"], weights, config)
+        return
+    for published, tensor in owner["published"]:
+        part = parts.get(published)
+        expected = weights[published] if part is None else part.of(torch.from_numpy(weights[part.parameter])).numpy()
+        np.testing.assert_array_equal(tensor, expected, err_msg=published)
+
+
+def _are_merged(published: list[tuple[str, Any]], weights: dict[str, Any], config: ExperimentConfig) -> None:
+    """Every layer is that of the base plus its trained adapter."""
+    scale, base = config.model.lora.alpha / config.model.lora.rank, load_file(f"{config.model.path}/model.safetensors")
+    for name, tensor in published:
+        adapter = published_name(name.removesuffix(".weight"))
+        expected = base[name]
+        if f"{adapter}.lora_A.weight" in weights:
+            expected = expected + scale * (weights[f"{adapter}.lora_B.weight"] @ weights[f"{adapter}.lora_A.weight"])
+            assert abs(expected - base[name]).max() > 1e-3, "it was trained"
+        np.testing.assert_allclose(tensor, expected, rtol=0, atol=1e-6, err_msg=name)
+
+
+def _same_statistics(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    for own, other in zip(mine, theirs, strict=True):
+        assert own.keys() == other.keys()
+        for name, value in other.items():
+            if "clip_fraction" in name:  # of tokens: one on the bound may fall on either side of it
+                assert own[name] == pytest.approx(value, abs=0.01), name
+            else:
+                assert own[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("qwen2", "t2p2"), ("mixtral", "d2t2"), ("mixtral", "d3"), ("qwen3_moe", "t2p2")]
+)
+def test_published_weights_are_the_folder_s_before_the_first_step(
+    model: str, layout: str, config: ExperimentConfig, model_dir: Any, on_ranks: Any
+) -> None:
+    """Bit by bit and by name, in every layout: so servers and trainers start from the same weights."""
+    config.model.path = model_dir(model)
+    expected = load_file(Path(config.model.path) / "model.safetensors")
+    config.trainer.parallel = layout
+
+    def published(world: World) -> dict[str, Any]:
+        policy = build_rank(config, load_graph(config), world, torch.device("cpu")).policy("actor")
+        names = [spec.name for spec in policy.published_specs()]
+        dealt = {name: number % world.placement.workers for number, name in enumerate(names)}
+        return {name: tensor.numpy().copy() for name, tensor in policy.gather(dealt)}
+
+    parts = on_ranks(config, published)
+    assert all(parts), "every rank owns some"
+    got = {name: tensor for part in parts for name, tensor in part.items()}
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(got[name].view(np.int32), tensor.view(np.int32), err_msg=name)

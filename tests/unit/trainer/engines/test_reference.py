@@ -1,0 +1,76 @@
+"""The model functions take the reference loop's steps: same rollouts in, same losses and weights out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.api import SamplingParams, Trajectory
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.assignment import minibatch_of_groups
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.reference import ReferenceConfig, ReferenceTrainer
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.calls import StatValues
+from asyncrl.trainer.model.loading import load_causal_lm
+from asyncrl.trainer.roles import TrainingRank
+
+MakeRank = Callable[[ExperimentConfig], TrainingRank]
+RunStep = Callable[..., dict[str, StatValues]]
+STEPS = 8
+
+
+def length_reward(data: Mapping[str, Any], completion: str) -> float:
+    """Differs within most groups of a random model, and is equal within some."""
+    return float(len(completion) > 6)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_losses_are_those_of_the_reference_loop(
+    staleness: int, config: ExperimentConfig, qwen_dir: Path, make_rank: MakeRank, run_step: RunStep
+) -> None:
+    oracle = ReferenceTrainer(
+        ReferenceConfig(
+            seed=config.seed,
+            train_batch_size=config.train_batch_size,
+            group_size=config.group_size,
+            ppo_minibatches=config.trainer.ppo_minibatches,
+            lr=config.optimizer.lr,
+            staleness=staleness,
+            sampling=SamplingParams(max_new_tokens=12),
+        ),
+        load_causal_lm(qwen_dir, "float32", "eager", torch.device("cpu")),
+        load_tokenizer(qwen_dir),
+        ArithmeticDataset(num_rows=64, max_numbers=3),
+        length_reward,
+    )
+    rollouts: list[list[Any]] = []
+    generate = oracle.generate
+
+    def recorded() -> list[list[Any]]:
+        rollouts[:] = generate()
+        return rollouts
+
+    oracle.generate = recorded  # type: ignore[method-assign]
+    rank = make_rank(config)
+    for version in range(STEPS):
+        report = oracle.train_step()
+        stats = run_step(config, rank, batch_of(rollouts, config, version))["actor_train"]
+        np.testing.assert_allclose(stats["ppo/loss_per_minibatch"], report.losses, rtol=0, atol=1e-5)
+        compared = ("ppo/clip_fraction", "ppo/behave_weight_mean", "ppo/behave_kl", "entropy")
+        for key in report.stats.keys() & compared:  # the loop reports none for a step without a signal
+            assert stats[key] == pytest.approx(report.stats[key], abs=1e-4), key
+
+
+def batch_of(groups: list[list[Any]], config: ExperimentConfig, version: int) -> StepBatch:
+    trajectories = [Trajectory(f"r{order}", f"p{order}", order, tuple(group)) for order, group in enumerate(groups)]
+    minibatches = config.trainer.ppo_minibatches
+    rewards = [[sample.reward for sample in group] for group in groups]
+    dealt = minibatch_of_groups(rewards, minibatches, config.seed, version)
+    return build_step_batch(trajectories, dealt, version=version, num_minibatches=minibatches)

@@ -1,0 +1,102 @@
+"""What comes to a rank is there for its next process until its step is over, and told to who waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.api.trajectory import Trajectory
+from asyncrl.runtime.last_step import LastStep
+from asyncrl.trainer.messages import PollBuffer
+from asyncrl.trainer.settings import TrainerConfig
+from asyncrl.trainer.trajectories.inbox import InboxFull
+from asyncrl.trainer.trajectories.intake import Intake
+from asyncrl.trainer.trajectories.kept_inbox import KeptTrajectoryDamaged
+
+MakeTrajectories = Callable[..., list[Trajectory]]
+
+
+@pytest.fixture
+def last_step(tmp_path: Path) -> Iterator[LastStep]:
+    kept = LastStep(tmp_path)
+    kept.begin()
+    yield kept
+    kept.remove()
+
+
+def intake(last_step: LastStep, folder: Path, capacity: int = 8) -> Intake:
+    made = Intake(
+        TrainerConfig(buffer_capacity=capacity),
+        0,
+        lambda trajectory: None,
+        asyncio.get_event_loop,
+        last_step,
+        folder / "spilled" / "0",
+        shares_prefixes=False,
+    )
+    made.keep(receives=True)
+    return made
+
+
+def held(made: Intake, names: list[str]) -> list[str]:
+    return list(made.inbox.get(names))
+
+
+def test_the_next_process_begins_with_what_is_not_discarded_and_not_of_a_step_that_is_kept(
+    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories
+) -> None:
+    first = intake(last_step, tmp_path)
+    names = []
+    for trajectory in make_trajectories(groups=4):
+        first.receive(trajectory)
+        names.append(trajectory.rollout_id)
+    first.discard(names[:1])
+    first.left(names[1:2])
+    assert held(first, names) == names[2:]
+    assert held(intake(last_step, tmp_path), names) == names[1:], "its step may have to be trained again"
+    first.left(names[2:3])
+    assert held(intake(last_step, tmp_path), names) == names[2:]
+
+
+def test_the_next_process_goes_back_to_a_checkpoint_where_what_was_kept_is_damaged(
+    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories
+) -> None:
+    (trajectory,) = make_trajectories(groups=1)
+    intake(last_step, tmp_path).receive(trajectory)
+    assert not last_step.torn
+    file = last_step.inbox(0) / "1"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(KeptTrajectoryDamaged):
+        intake(last_step, tmp_path)
+    assert last_step.torn
+
+
+def test_what_finds_no_room_is_not_kept(
+    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.trainer.trajectories.intake._ROOM_S", 0.0)
+    made = intake(last_step, tmp_path, capacity=1)
+    first, second = make_trajectories(groups=2)
+    made.receive(first)
+    with pytest.raises(InboxFull):
+        made.receive(second)
+    assert held(intake(last_step, tmp_path), [first.rollout_id, second.rollout_id]) == [first.rollout_id]
+
+
+async def test_a_poll_waits_for_an_arrival_of_another_thread(
+    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories
+) -> None:
+    loop = asyncio.get_running_loop()
+    made = Intake(
+        TrainerConfig(), 0, lambda _: None, lambda: loop, last_step, tmp_path / "spilled" / "0", shares_prefixes=False
+    )
+    polling = asyncio.create_task(made.poll(PollBuffer(0, 60.0)))
+    await asyncio.sleep(0)
+    (trajectory,) = make_trajectories(groups=1)
+    await asyncio.to_thread(made.receive, trajectory)
+    assert [record.rollout_id for record in (await polling).rollouts] == [trajectory.rollout_id]
