@@ -38,6 +38,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.ledger_lines import LedgerBooks, RunSettings
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_books import Noted
@@ -121,7 +122,7 @@ class Worker:
     """A RolloutWorker's process.
 
     `ids`: of rollouts that it has room for; `running`: what it plays; `pushed`: of those, what is on its way to the
-    trainer; `ended`: what the manager was not heard to know.
+    trainer, `arrived`: what has been there; `ended`: what the manager was not heard to know.
     """
 
     def __init__(self, index: int, incarnation: int, own: int) -> None:
@@ -131,6 +132,7 @@ class Worker:
         self.ids: list[str] = []
         self.running: dict[str, m.GrantedRollout] = {}
         self.pushed: dict[str, RolloutRecord] = {}
+        self.arrived: set[str] = set()
         self.ended: list[m.FinishedRollout] = []
         self.delivered: set[str] = set()  # prompts among `ended`
 
@@ -184,6 +186,8 @@ class Schedule(RuleBasedStateMachine):
         self.ledger: Ledger | None = None
         self.doubtful: set[str] = set()
         """Prompts that may be played twice: a worker died, or was taken for dead, with an attempt in hand."""
+        self.all_heard = True
+        """No worker has died, left or been taken for dead since the launch."""
         self.launch()
 
     # The launch: everything begins, from the newest checkpoint.
@@ -194,6 +198,7 @@ class Schedule(RuleBasedStateMachine):
 
     def launch(self) -> None:
         state = self.checkpoint
+        self.all_heard = True
         self.network: list[Answer] = []  # calls to the manager that arrive late
         self.events: list[bytes] = []  # what the manager has written
         self.told = 0  # how many of them were written when a reply last arrived
@@ -306,6 +311,7 @@ class Schedule(RuleBasedStateMachine):
             for granted in reply.granted:
                 if granted.rollout_id not in running:
                     self.check_handed_out(granted)
+            self.check_bound(reply)
             return reply
 
         reply = self.call(answer, fate)
@@ -344,6 +350,17 @@ class Schedule(RuleBasedStateMachine):
             others = [each.prompt_id for worker in self.workers for each in worker.running.values()]
             assert prompt_id not in others, "a prompt is played twice at a time"
 
+    def check_bound(self, reply: m.AllocateReply) -> None:
+        """So many rollouts exist at most; with a worker that is not heard the gate does not know of some."""
+        if not self.all_heard or not reply.granted:
+            return
+        buffer = self.trainer.buffer
+        exist = {granted.rollout_id for granted in reply.granted}
+        exist |= {record.rollout_id for record in [*buffer.live(), *self.inbox] if record.prompt_id not in buffer.used}
+        exist |= {name for worker in self.workers for name in worker.running.keys() - worker.arrived}
+        most = (self.eta + self.served + 1) * self.batch
+        assert self.trainer.version * self.batch + len(exist) <= most, "more rollouts exist than the bound allows"
+
     def proposed(self) -> set[str]:
         """The prompts that the manager dropped for good and that the master may not know of."""
         return {each.prompt_id for each in self.service.rollouts.given_up.unrecorded}
@@ -372,6 +389,7 @@ class Schedule(RuleBasedStateMachine):
         """A trajectory reaches a rank, also one that its worker died with; what is not acknowledged is sent again."""
         worker, name = self.pick_of(pick, lambda worker: worker.pushed)
         record = msgspec.structs.replace(worker.pushed[name], head=head)
+        worker.arrived.add(name)
         if (head, name) not in self.held:
             self.held[head, name] = record
             self.inbox.append(record)
@@ -421,6 +439,7 @@ class Schedule(RuleBasedStateMachine):
 
     def leave_in_the_midst(self, worker: Worker, on_its_way: int) -> None:
         self.doubtful |= worker.in_hand
+        self.all_heard = False
         for index, (name, record) in enumerate(worker.pushed.items()):
             if on_its_way >> index & 1 and (0, name) not in self.held:
                 self.held[0, name] = record
@@ -431,6 +450,7 @@ class Schedule(RuleBasedStateMachine):
         """The worker lives, and goes on once it is heard again; what it was to play again it is told once more."""
         worker = self.at(pick)
         self.doubtful |= worker.in_hand
+        self.all_heard = False
         self.service.worker_died(worker.name)
 
     # The trainer's side.
@@ -501,6 +521,8 @@ class Schedule(RuleBasedStateMachine):
     def report_step(self, lost: bool = False, dies: bool = False) -> None:
         trainer = self.trainer
         trainer.drops += trainer.buffer.pop_drops()
+        if self.on_stale == OnStale.wait and self.all_heard:
+            assert not any(drop.reason == DropReason.stale for drop in trainer.drops), "the step did not wait"
         after = trainer.kept_known
         dropped = [drop.message for drop in trainer.drops]
         report = m.ConsumedReport(trainer.version, list(trainer.unreported), dropped, after.given_up, after.events)
