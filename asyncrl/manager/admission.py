@@ -54,10 +54,10 @@ class WaitingCalls:
         """The call waits no longer."""
         self._calls.pop(id(call), None)
 
-    def serve(self, start: Callable[[WaitingCall], bool]) -> None:
-        """Let calls `start` a rollout in turn, until it says of every call that it starts none."""
+    def serve(self, start: Callable[[WaitingCall], bool], room: Callable[[], int]) -> None:
+        """Let calls `start` a rollout in turn while there is `room`, until it says of every call that it starts none."""
         refused = 0
-        while refused < len(self._calls):
+        while refused < len(self._calls) and room():
             key, call = next(iter(self._calls.items()))
             self._calls.move_to_end(key)
             refused = 0 if start(call) else refused + 1
@@ -144,7 +144,7 @@ class Admission:
         """Start rollouts while there is room; then see to the idle time."""
         unmeasured = self.curriculum is not None and self._rollouts.awaits_ends  # who rests is not known yet
         if self.calls and self._rollouts.begun and not unmeasured:
-            self.calls.serve(self._start)
+            self.calls.serve(self._start, self._capacity)
         idle = not self._gate.running_count and self._capacity() == 0
         if idle and self._idle_since is None:
             self._idle_since = self._clock()
@@ -182,10 +182,10 @@ class Admission:
         return min(allowed, self._pacing.room(self._gate.finished, self._clock()))
 
     def _start(self, waiting: WaitingCall) -> bool:
-        """Start the next rollout of a waiting call; False where it starts none now."""
+        """Start the next rollout of a waiting call, for which there is room; False where it starts none now."""
         while waiting.ids and self._gate.outcome(waiting.ids[0]) is not None:
             waiting.ids.pop(0)  # another call of the same worker saw it to its end
-        if not waiting.ids or not self._capacity():
+        if not waiting.ids:
             return False
         rollout_id, worker = waiting.ids[0], waiting.worker
         if not self._gate.is_live(rollout_id):
