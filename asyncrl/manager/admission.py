@@ -55,7 +55,7 @@ class WaitingCalls:
         self._calls.pop(id(call), None)
 
     def serve(self, start: Callable[[WaitingCall], bool], room: Callable[[], int]) -> None:
-        """Let calls `start` a rollout in turn while there is `room`, until it says of every call that it starts none."""
+        """Let calls `start` a rollout in turn while there is `room`, until none of them starts one."""
         refused = 0
         while refused < len(self._calls) and room():
             key, call = next(iter(self._calls.items()))
