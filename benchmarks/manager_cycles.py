@@ -21,14 +21,13 @@ from router import Load
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import ManagerHttp
+from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
     FinishedRollout,
     Message,
     RequestSize,
 )
-from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.order import DataOrder
 

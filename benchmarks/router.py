@@ -32,7 +32,7 @@ from aiohttp import web
 
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import ManagerHttp
+from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
     ConsumedReport,
@@ -42,7 +42,6 @@ from asyncrl.manager.messages import (
     RouteRequest,
     ScheduleRequest,
 )
-from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.order import DataOrder
 

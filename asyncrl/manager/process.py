@@ -27,10 +27,9 @@ from asyncrl.manager.fleet.decisions import FleetDecisions, Target
 from asyncrl.manager.fleet.fan_out import ORIGIN
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.staging import Staging
-from asyncrl.manager.http_server import ManagerHttp
+from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import Empty, RequestSize, StatusReply
 from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.curriculum import Curriculum

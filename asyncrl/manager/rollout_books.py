@@ -20,10 +20,9 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
-from asyncrl.comm.ledger_lines import PromptGoes
+from asyncrl.comm.ledger_lines import PromptGoes, RolloutLine
 from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, GivenUp
-from asyncrl.manager.numbered_log import LogState, NumberedLog
-from asyncrl.manager.rollout_events import EventsState, RolloutEvents
+from asyncrl.manager.rollout_events import LogState, NumberedLog, RolloutEvents
 from asyncrl.manager.staleness_gate import WORKER_LOST, GateMemory, StalenessGate, Ticket
 from asyncrl.manager.suspects import Suspects
 from asyncrl.plugins.datasets.order import DataOrder
@@ -103,7 +102,7 @@ class Remembered(_Event, frozen=True):
     gate: GateMemory
     queue: QueueState
     given_up: LogState[GivenUp]
-    events: EventsState
+    events: LogState[RolloutLine]
     incarnations: dict[str, int]
     begun: bool
     suspects: tuple[dict[str, int], dict[str, str], int] = ({}, {}, 0)

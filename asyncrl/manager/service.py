@@ -21,7 +21,9 @@ all running rollouts of a worker belong to one incarnation.
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,8 +34,6 @@ from asyncrl.comm.remembered import ids_remembered
 from asyncrl.manager import messages as m
 from asyncrl.manager.admission import Admission
 from asyncrl.manager.event_log import EventLog
-from asyncrl.manager.leases import WorkerLeases
-from asyncrl.manager.lost_servers import LostServers
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.rollout_books import (
     Abandoned,
@@ -54,6 +54,8 @@ from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 
 MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""
+LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
+"""Losses of servers that are remembered: of each server some lives, all of which may end within a pause of a worker."""
 
 
 class ManagerService:
@@ -174,7 +176,7 @@ class ManagerService:
             self.gate.books(),
             given_up.unrecorded,
             given_up.last_seq,
-            events.untold,
+            events.unrecorded,
             events.last_seq,
             measured.unrecorded,
             measured.last_seq,
@@ -337,3 +339,72 @@ class ManagerService:
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)
+
+
+class WorkerLeases:
+    """A worker's lease is renewed by every call it makes and runs out after `lease_s` of silence.
+
+    Pure state: the caller brings the clock, in seconds.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._called_at: dict[str, float] = {}
+
+    @property
+    def workers(self) -> list[str]:
+        """Every worker whose lease has not run out."""
+        return list(self._called_at)
+
+    def renew(self, worker: str, now: float) -> None:
+        """`worker` is alive at `now`."""
+        self._called_at[worker] = now
+
+    def keep(self, worker: str, now: float) -> bool:
+        """A call of `worker` is held, and looks again: it is alive, unless its lease has ended since; whether not."""
+        if worker not in self._called_at:
+            return False
+        self._called_at[worker] = now
+        return True
+
+    def expired(self, now: float) -> list[str]:
+        """Workers whose lease has run out; each is named once, until it calls again."""
+        late = [worker for worker, called_at in self._called_at.items() if now - called_at > self._lease_s]
+        for worker in late:
+            del self._called_at[worker]
+        return late
+
+    def end(self, worker: str) -> None:
+        """`worker` is known to be dead."""
+        self._called_at.pop(worker, None)
+
+
+class LostServers:
+    """Servers that left service unexpectedly, numbered: each worker asks for those after the last that it was told.
+
+    `changed`: there is one more.
+    """
+
+    def __init__(self) -> None:
+        self.seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
+        """Number of the last."""
+        self.changed = Signal()
+        self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending
+
+    def __len__(self) -> int:
+        """URLs that are remembered."""
+        return len(self._losses)
+
+    def add(self, url: str, servers: int) -> None:
+        """What is at `url` is lost; `servers` are there."""
+        self.seq += 1
+        self._losses.pop(url, None)
+        self._losses[url] = self.seq
+        if len(self._losses) > max(LOSSES_AT_LEAST, LOSSES_PER_SERVER * servers):
+            self._losses.popitem(last=False)
+        self.changed.notify()
+
+    def since(self, after: int) -> list[str]:
+        """URLs of those with a number above `after`, in the order in which they were lost."""
+        newest_first = itertools.takewhile(lambda loss: loss[1] > after, reversed(self._losses.items()))
+        return [url for url, _ in newest_first][::-1]

@@ -15,7 +15,7 @@ from asyncrl.comm.http import HttpRefused
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp
+from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
     DroppedRollout,
@@ -27,7 +27,6 @@ from asyncrl.manager.messages import (
     RouteRequest,
     StatusReply,
 )
-from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.curriculum import Curriculum
 from asyncrl.plugins.datasets.order import DataOrder

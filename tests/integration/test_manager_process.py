@@ -25,6 +25,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.http_server import manager_registry
 from asyncrl.manager.messages import (
     ConsumedReport,
     FinishedRollout,
@@ -34,7 +35,6 @@ from asyncrl.manager.messages import (
     ServerStatus,
 )
 from asyncrl.manager.process import GserverManager
-from asyncrl.manager.prometheus import manager_registry
 from asyncrl.master.run_files import write_data_state
 from asyncrl.plugins.datasets.curriculum import Curriculum
 from asyncrl.plugins.datasets.order import DataOrder

@@ -212,7 +212,7 @@ class Launch:
 
     def _report(self) -> None:
         self.events.forget(self.seen)
-        self.ledger.take(self.events.untold)
+        self.ledger.take(self.events.unrecorded)
         self.seen = self.events.last_seq
 
     def _record(self, ticket: Ticket, version: int) -> RolloutRecord:
