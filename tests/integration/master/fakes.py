@@ -18,7 +18,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
 from asyncrl.master.graph.builtin import grpo
-from asyncrl.master.train_loop import Peers, TrainLoop
+from asyncrl.master.parts import Peers, assemble
+from asyncrl.master.train_loop import TrainLoop
 from asyncrl.observe.metrics import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.last_step import LastStep
@@ -339,7 +340,8 @@ class Run:
         assert self.workers.placed is not None
         peers = Peers(list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board)
         self.last_step = self.workers.last_step = last_step or (None if follows is None else follows.last_step)
-        self.loop = TrainLoop(config, run_dir, graph, peers, self.stop, clock, self.last_step, begun=self._begin)
+        parts = assemble(config, run_dir, graph, peers, self.stop, clock, self.last_step)
+        self.loop = TrainLoop(parts, ready=self._begin)
         self.begun = 0
 
     def _begin(self) -> None:
@@ -392,4 +394,4 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def kill(run: Run) -> None:
     """What ends from here on nobody hears of."""
-    run.loop._announcer._on_end = run.loop._announcer._announce = lambda *_: None
+    run.loop.parts.announcer._on_end = run.loop.parts.announcer._announce = lambda *_: None
