@@ -129,7 +129,7 @@ class FakeWorkers:
             case CommitCheckpoint():
                 assert worker == 0 or request.of_last_step, "the publisher"
                 assert len(request.files) == self.count
-                begun = self.requests(SaveCheckpoint)[-1]
+                begun = self.begun(request.of_last_step)
                 assert begun.path == request.path
                 if request.of_last_step:
                     assert self.last_step is not None
@@ -183,6 +183,10 @@ class FakeWorkers:
     def requests(self, kind: type[_Q]) -> list[_Q]:
         """What worker 0 was asked."""
         return [request for worker, request in self.log if worker == 0 and isinstance(request, kind)]
+
+    def begun(self, of_last_step: bool) -> SaveCheckpoint:
+        """The checkpoint, or state of a step, that was begun last."""
+        return next(each for each in reversed(self.requests(SaveCheckpoint)) if each.of_last_step == of_last_step)
 
     def saved(self) -> list[int]:
         return [int(Path(request.path).name[1:]) for request in self.requests(CommitCheckpoint)]

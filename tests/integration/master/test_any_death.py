@@ -6,6 +6,7 @@ and a ledger in which the audit finds nothing; and nobody ever sees a step whose
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from asyncrl.comm.request_reply import Request
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.worker import RestartTogether
-from asyncrl.trainer.messages import CommitCheckpoint, SaveCheckpoint
+from asyncrl.trainer.messages import CommitCheckpoint, RolloutRecord
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 from tests.integration.master.fakes import FakeBoard, FakeManager, FakeWorkers, Run, make_config, rollout
@@ -72,26 +73,25 @@ BEGINNING = {
 class Ranks(FakeWorkers):
     """What the inboxes and the last step keep outlives them."""
 
-    inbox: dict[int, dict[str, Any]] = field(default_factory=dict)
+    inbox: dict[int, dict[str, RolloutRecord]] = field(default_factory=dict)
 
-    async def deliver(self, record: Any) -> None:
+    async def deliver(self, record: RolloutRecord) -> None:
         self.inbox.setdefault(record.head, {})[record.rollout_id] = record
         await super().deliver(record)
 
     async def answer(self, worker: int, request: Request[Any]) -> Any:
         reply = await super().answer(worker, request)
         if isinstance(request, CommitCheckpoint) and request.of_last_step:
-            self.kept = json.loads(json.dumps(self.requests(SaveCheckpoint)[-1].master_state))
+            self.kept = json.loads(json.dumps(self.begun(of_last_step=True).master_state))
             for rollout_id in (record["rollout_id"] for record in self.kept["step"]["batch"]["records"]):
                 for held in self.inbox.values():
                     held.pop(rollout_id, None)
         return reply
 
-    def begin_together(self) -> None:
-        self.standing.clear()
-        for head in self.received:
-            held = self.inbox.get(head, {})
-            self.received[head] = [record for name, record in held.items() if name not in self.discarded]
+    def _held(self, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+        """What the inboxes have is told again, whoever begins."""
+        held = {name for head in self.inbox.values() for name in head}
+        return [record for record in records if record.rollout_id in held.difference(self.discarded)]
 
 
 @dataclass
@@ -177,8 +177,8 @@ async def deliver(run: Run, version: int) -> None:
     run.manager.drop_for_good(places(version)[-1] + 1)
 
 
-def arm(run: Run, point: Point | None, every: Mapping[str, Point]) -> None:
-    """From now on the process dies at `point`; of `every` point none runs after that."""
+def arm(run: Run, point: Point | None, every: Mapping[str, Point]) -> Callable[[], None]:
+    """From now on the process dies at `point`; of `every` point none runs after that. Returns what ends this."""
     dead = False
 
     def guard(of: Callable[[Run], Any], name: str) -> None:
@@ -205,8 +205,13 @@ def arm(run: Run, point: Point | None, every: Mapping[str, Point]) -> None:
 
         setattr(owner, name, call if iscoroutinefunction(method) else call_at_once)
 
+    def disarm() -> None:
+        nonlocal point
+        point = None
+
     for of, name in {(of, name): None for of, name, _ in every.values()}:
         guard(of, name)
+    return disarm
 
 
 async def bury(run: Run) -> None:
@@ -222,20 +227,21 @@ async def bury(run: Run) -> None:
 async def succeed(run: Run, *, together: bool) -> Run:
     await bury(run)
     if together:
-        run.workers.begin_together()
+        run.workers.standing.clear()
     return Run(run.run_dir, run.config, follows=run)
 
 
-async def begin(run: Run, point: Point | None) -> tuple[Run, bool]:
-    """A successor begins; returns the one that is alive, and whether a death came to pass."""
-    arm(run, point, BEGINNING)
+async def begin(run: Run, point: Point | None) -> Run:
+    """A successor begins; returns the one that is alive, which has not begun if this one died."""
+    disarm = arm(run, point, BEGINNING)
     try:
         await run.loop._beginning.run()
     except Killed:
-        return await succeed(run, together=False), True
+        return await succeed(run, together=False)
     except RestartTogether:
-        return (await begin(await succeed(run, together=True), point))[0], True
-    return run, False
+        return await begin(await succeed(run, together=True), point)
+    disarm()
+    return run
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "with all ranks"])
@@ -243,14 +249,15 @@ async def begin(run: Run, point: Point | None) -> tuple[Run, bool]:
 async def test_whenever_the_master_and_its_successor_die_nothing_is_lost_or_done_twice(
     tmp_path: Path, at: str, together: bool
 ) -> None:
-    for number, then in enumerate([None, *BEGINNING]):
+    for number, then in enumerate(["nowhere", *BEGINNING]):
         folder = tmp_path / str(number)
         folder.mkdir()
         last_step = LastStep(folder)
         last_step.begin()
         try:
-            await play(folder, last_step, STEP_END[at], None if then is None else BEGINNING[then], together=together)
-        except AssertionError as error:
+            async with asyncio.timeout(60):
+                await play(folder, last_step, STEP_END[at], BEGINNING.get(then), together=together)
+        except (AssertionError, TimeoutError) as error:
             raise AssertionError(f"{at}, then {then}: {error}") from error
         finally:
             last_step.remove()
@@ -268,10 +275,9 @@ async def play(folder: Path, last_step: LastStep, at: Point, then: Point | None,
         await run.loop.step()
         await run.loop.step()  # a point that a step need not pass
     run = await succeed(run, together=together)
-    run, _ = await begin(run, then)
+    run = await begin(run, then)
     if not run.begun:
-        run, died = await begin(run, None)
-        assert not died
+        run = await begin(run, None)
     while run.loop.parts.version < STEPS:
         if run.loop.parts.version == STEPS - 1:
             await deliver(run, STEPS - 1)
