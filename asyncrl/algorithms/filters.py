@@ -30,13 +30,29 @@ def success_rate(
 
 
 @filter_("zero_variance")
-def zero_variance(group: GroupView, *, tolerance: float = 1e-8, return_prompt: bool = False) -> Verdict:
+def zero_variance(
+    group: GroupView, *, tolerance: float = 1e-8, return_prompt: bool = False, turns: bool = False
+) -> Verdict:
     """Drops a group whose samples' rewards differ by at most `tolerance`: its group-relative advantages are all 0.
 
     DAPO's dynamic sampling (arXiv:2503.14476) eq. 11. A group of one episode is dropped too. Episodes of equal means
-    are kept if their samples differ, as in a zero-sum game between copies of the policy.
+    are kept if their samples differ, as in a zero-sum game between copies of the policy. With `turns` a group is kept
+    if its samples' turns differ though their sums are equal, as an advantage with `turn_discount` compares turns.
+
+    Raises:
+        ValueError: `turns` is set and the group has no rewards of turns.
     """
+    if turns and _turns_differ(group, tolerance) and len(group.rewards_S) > 1:
+        return Verdict(True)
     rewards_U = group.rewards_S if group.sample_rewards_U is None else group.sample_rewards_U
     if len(group.rewards_S) == 1 or float(np.ptp(rewards_U)) <= tolerance:
         return Verdict(False, "zero_variance", return_prompt)
     return Verdict(True)
+
+
+def _turns_differ(group: GroupView, tolerance: float) -> bool:
+    if group.turn_rewards_U is None:
+        raise ValueError("zero_variance with turns=true needs the rewards of the group's turns, and there are none")
+    if len({len(turns) for turns in group.turn_rewards_U}) > 1:
+        return True
+    return bool((np.ptp(np.asarray(group.turn_rewards_U), axis=0) > tolerance).any())

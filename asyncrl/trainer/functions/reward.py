@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from asyncrl.algorithms.group_view import GroupView
+from asyncrl.algorithms.group_view import GroupView, rewards_of_turns
 from asyncrl.algorithms.packing import segment_sum
 from asyncrl.algorithms.stats import count_stat, mean_stat
 from asyncrl.config.catalog import resolve
@@ -37,16 +37,31 @@ def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
     rewards_S = (batch[ctx.args.get("rewards", "rewards")].double() + turns_S).cpu().numpy()
     groups_S, episodes_S = batch["group_ids"].cpu().numpy(), batch["episodes"].cpu().numpy()
     truncated_S, generated_S = batch["truncated"].cpu().numpy(), _generated_lengths(batch)
+    turn_rewards_S = _turn_rewards(batch, ctx.args.get("rewards", "rewards"))
     keep_S = torch.zeros(batch.num_seqs, dtype=torch.bool)
     dropped = 0
     for group in range(len(batch.rollout_ids)):
         members = groups_S == group
-        columns = (column[members] for column in (rewards_S, generated_S, truncated_S, episodes_S))
-        verdict = decide(GroupView.of_samples(*columns)[0])
+        view, _ = GroupView.of_samples(
+            rewards_S[members],
+            generated_S[members],
+            truncated_S[members],
+            episodes_S[members],
+            [turn_rewards_S[index] for index in np.flatnonzero(members)],
+        )
+        verdict = decide(view)
         keep_S[torch.from_numpy(members)] = verdict.keep
         dropped += not verdict.keep
     batch[ctx.writes[0]] = keep_S.to(batch.device)
     return ctx.reduce({f"{ctx.name}/dropped_groups": count_stat(torch.tensor(dropped, device=batch.device))})
+
+
+def _turn_rewards(batch: StepBatch, key: str) -> list[tuple[float, ...]]:
+    """The rewards of each sample's turns, with `batch[key]` at the last one."""
+    names = (key, "token_rewards", "loss_mask")
+    rewards_S, token_rewards_T, mask_T = (batch[name].double().cpu().numpy() for name in names)
+    parts = zip(batch.starts_S.tolist(), (batch.starts_S + batch.lengths_S).tolist(), rewards_S.tolist(), strict=True)
+    return [rewards_of_turns(reward, token_rewards_T[begin:end], mask_T[begin:end]) for begin, end, reward in parts]
 
 
 def _generated_lengths(batch: StepBatch) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.group_view import GroupView, Verdict
+from asyncrl.algorithms.group_view import GroupView, Verdict, rewards_of_turns
 from asyncrl.config.catalog import resolve
 
 
@@ -29,6 +29,37 @@ def test_episodes_of_equal_means_are_kept_if_their_samples_differ_and_one_episod
     assert resolve("filter", "zero_variance")(zero_sum).keep
     alone, _ = GroupView.of_samples([1, -1], [1] * 2, [False] * 2, [0, 0])
     assert not resolve("filter", "zero_variance")(alone).keep
+
+
+def of_turns(*turns: list[float]) -> GroupView:
+    """A group whose episodes have these rewards of turns."""
+    sums, ones = [sum(each) for each in turns], [1] * len(turns)
+    return GroupView.of_samples(sums, ones, [False] * len(turns), range(len(turns)), [tuple(each) for each in turns])[0]
+
+
+def test_equal_sums_of_turns_that_differ_are_kept_where_turns_are_compared():
+    by_turns, by_sums = resolve("filter", "zero_variance", {"turns": True}), resolve("filter", "zero_variance")
+    for differ in (of_turns([1, 0], [0, 1]), of_turns([0, 1], [1])):
+        assert by_turns(differ).keep
+        assert not by_sums(differ).keep
+    assert not by_turns(of_turns([1, 0], [1, 0])).keep
+    assert not by_turns(of_turns([1, 0])).keep
+    assert by_turns(of_turns([1, 0], [1, 1])).keep
+    with pytest.raises(ValueError, match="needs the rewards of the group's turns"):
+        by_turns(group([1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("reward", "token_rewards", "mask", "expected"),
+    [
+        (1.0, None, [0, 1, 1, 0, 1], (0.0, 1.0)),
+        (1.0, [0, 0, 0.5, 0, 2.0], [0, 1, 1, 0, 1], (0.5, 3.0)),
+        (1.0, [0.25, 0.5], [1, 1], (1.75,)),
+        (1.0, [0, 0], [0, 0], (1.0,)),
+    ],
+)
+def test_the_rewards_of_turns_are_those_of_unbroken_runs_of_policy_tokens(reward, token_rewards, mask, expected):
+    assert rewards_of_turns(reward, token_rewards, mask) == expected
 
 
 @pytest.mark.parametrize(

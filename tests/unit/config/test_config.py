@@ -129,6 +129,10 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["trainer.buffer_capacity=79", "trainer.parallel=d2"], ["2 rank(s) hold 158", "= 160", "80 or more"]),
         (["group_size=1"], ["group_size=1", "group_size=2"]),
         (
+            ["rollout.filters=[{name: zero_variance}]", "+algorithm.advantage.params.turn_discount=0.5"],
+            ["turn_discount=0.5", "rollout.filters[0].params", "params={turns: true}"],
+        ),
+        (
             ["on_stale=mask", "+algorithm.advantage.params.turn_discount=0.5"],
             ["turn_discount=0.5", "use on_stale=drop or wait"],
         ),

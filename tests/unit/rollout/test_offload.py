@@ -21,9 +21,8 @@ from asyncrl.api import RunIn
 from asyncrl.rollout.offload.errors import UserCodeError, failed_label
 from asyncrl.rollout.offload.messages import MAX_BYTES, Call, Target, packed
 from asyncrl.rollout.offload.meter import Activity, Meter, current_meter, metered, timed
-from asyncrl.rollout.offload.offloader import MAX_ABANDONED, Code, Offloader
+from asyncrl.rollout.offload.offloader import MAX_ABANDONED, QUIET_S, Code, Offloader, SlowCalls
 from asyncrl.rollout.offload.policy import Limits, Usage, excess, keep
-from asyncrl.rollout.offload.slow_calls import QUIET_S, SlowCalls
 from asyncrl.rollout.settings import UserCodeConfig
 
 LIMIT_S = 120.0
