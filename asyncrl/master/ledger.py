@@ -44,7 +44,7 @@ from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.recorded import Recorded
+from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.runtime.run_dir import LEDGER_DIR
 
 FILE_BYTES = 16 << 20
