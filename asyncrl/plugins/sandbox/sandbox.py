@@ -42,7 +42,8 @@ from asyncrl.plugins.sandbox.users import lent_user
 
 _CHUNK = 1 << 16
 _FIND_PACKAGES = """
-import runpy, sys
+import os, runpy, sys
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # threads count as processes
 sys.path += sys.argv[1].split(":")
 del sys.argv[:2]
 runpy.run_path(sys.argv[0], run_name="__main__")
