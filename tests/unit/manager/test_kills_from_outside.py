@@ -18,8 +18,8 @@ import pytest
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.shards import Shards
-from asyncrl.master.buffer import SampleBuffer
-from asyncrl.master.reports import decide
+from asyncrl.master.books.reports import decide
+from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.order import PromptRef, PromptStream
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy

@@ -12,7 +12,7 @@ from asyncrl.comm.ledger_lines import Dropped
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.shards import Shards
-from asyncrl.master.buffer import SampleBuffer
+from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.history import read_ledger
