@@ -102,7 +102,7 @@ class Checkpoints:
         self.saved = progress
 
     def _protected(self, version: int) -> tuple[int, ...]:
-        """Return the versions whose checkpoints stay once there is one of `version`, by the settings of `checkpoint`."""
+        """Return the versions whose checkpoints stay, that of `version` included, by the settings of `checkpoint`."""
         keeping = self._keeping
         versions = [*versions_in(self._root), version]
         scores, undecided = {}, set[int]()
