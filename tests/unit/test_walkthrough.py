@@ -1,4 +1,4 @@
-"""docs/walkthrough.md names files and functions that exist, and its routes stay short."""
+"""docs/walkthrough.md and docs/architecture.md name files and functions that exist; the routes stay short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "walkthrough.md").read_text()
-STOPS = sorted(set(re.findall(r"`([a-z_/]+\.py)(?::([A-Za-z_.]+))?`", TEXT)))
+NAMED = re.compile(r"`(?!tests/)([a-z_]+/[a-z_/]+\.py|reference\.py)(?::([A-Za-z_.]+))?`")
+STOPS = sorted(set(NAMED.findall(TEXT + (ROOT / "docs" / "architecture.md").read_text())))
 LIMITS = {"One rollout": 30, "One train step": 25, "One weight version": 20}
 
 
@@ -32,7 +33,7 @@ def defined(file: Path) -> frozenset[str]:
 
 
 @pytest.mark.parametrize(("file", "name"), STOPS, ids=lambda part: part)
-def test_every_file_and_function_that_the_walkthrough_names_exists(file: str, name: str) -> None:
+def test_every_file_and_function_that_the_pages_name_exists(file: str, name: str) -> None:
     path = ROOT / "asyncrl" / file
     assert path.is_file()
     assert not name or name in defined(path)
@@ -41,7 +42,7 @@ def test_every_file_and_function_that_the_walkthrough_names_exists(file: str, na
 @pytest.mark.parametrize("route", LIMITS)
 def test_a_route_has_a_dozen_stops_and_says_how_many_files_it_opens(route: str) -> None:
     section = TEXT.partition(f"## {route}\n")[2].partition("\n## ")[0]
-    files = {file for file, _ in re.findall(r"`([a-z_/]+\.py)(?::([A-Za-z_.]+))?`", section)}
+    files = {file for file, _ in NAMED.findall(section)}
     assert len(re.findall(r"^\d+\. ", section, re.M)) == 12
     assert f" {len(files)} files." in section
     assert len(files) <= LIMITS[route]
