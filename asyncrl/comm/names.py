@@ -16,7 +16,7 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
     training_world                  the file in which the training ranks meet
-    data_state                      which prompts are used, `DataState`; the RolloutWorkers begin once it is there
+    data_state                      which prompts are used, `DataState`; the gate opens once it is there
 
 Where a type is named the value is its fields as a JSON object, made with `encode` and read with `decode`.
 """
@@ -91,7 +91,8 @@ class TrialHolder(_Entry, frozen=True):
     """The launcher that has a trial.
 
     `launch` is random; `pid` and `started` (kernel ticks since boot) name its process, where `machine` is the reader's
-    too; `since` is for people. `detached`: it has no terminal, and others may attach to it.
+    too; `since` is for people. `detached`: it has no terminal, and others may attach to it. `folder` is where it was
+    started: relative paths in the settings are meant from there.
     """
 
     launch: str
@@ -102,6 +103,7 @@ class TrialHolder(_Entry, frozen=True):
     since: str
     run_dir: str
     detached: bool = False
+    folder: str = ""
 
 
 class WorkerAddress(_Entry, frozen=True):

@@ -44,9 +44,8 @@ class Suspects:
         self._in_hand = in_hand
         self._deaths: dict[str, int] = {}
         self._playing: dict[str, str] = {}
+        self._promised: dict[str, str] = {}  # by worker the suspect that it plays next, alone
         self._spared = 0  # suspects that were tried alone and came to their end
-        self.changes = 0
-        """Grows whenever a prompt that has to wait may have to no longer."""
 
     def __bool__(self) -> bool:
         """True if there is a suspect."""
@@ -59,11 +58,25 @@ class Suspects:
     def restore(self, deaths: Mapping[str, int], playing: Mapping[str, str], spared: int) -> None:
         """Be as `state` says."""
         self._deaths, self._playing, self._spared = dict(deaths), dict(playing), spared
-        self.changes += 1
 
     def tried_alone(self, prompt_id: str) -> bool:
         """True if nothing is to be played beside `prompt_id` in the same worker."""
         return self._deaths.get(prompt_id, 0) >= DEATHS_ALONE
+
+    def tries_alone(self, worker: str) -> bool:
+        """True if `worker` plays a suspect beside which it begins nothing."""
+        return worker in self._playing and self.tried_alone(self._playing[worker])
+
+    def promised_to(self, worker: str) -> list[str]:
+        """The suspects that `worker` may be the one to try alone: the one that it was promised, or any that is free."""
+        if (mine := self._promised.get(worker)) is not None and self.tried_alone(mine):
+            return [mine]
+        others = {prompt for other, prompt in self._promised.items() if other != worker}
+        return [prompt for prompt in self._deaths if self.tried_alone(prompt) and prompt not in others]
+
+    def promise(self, worker: str, prompt_id: str) -> None:
+        """`worker` is to play `prompt_id` next, and begins nothing until its hands are empty."""
+        self._promised[worker] = prompt_id
 
     def must_wait(self, worker: str, prompt_id: str) -> bool:
         """True if `worker` may not begin `prompt_id` now, because of what else it plays."""
@@ -76,13 +89,11 @@ class Suspects:
         """`worker` plays `prompt_id`."""
         if prompt_id in self._deaths and self._playing.get(worker) != prompt_id:
             self._playing[worker] = prompt_id
-            self.changes += 1
 
     def ended(self, worker: str, prompt_id: str) -> None:
         """`prompt_id` came to an end on `worker`, whichever: it kills nobody, and another may be alone there now."""
         if self._deaths:
             self._spared += self._deaths.pop(prompt_id, 0) >= DEATHS_ALONE
-            self.changes += 1
         if self._playing.get(worker) == prompt_id:
             self._stop(worker)
 
@@ -107,5 +118,5 @@ class Suspects:
 
     def _stop(self, worker: str) -> str | None:
         """`worker` plays no suspect from now on; returns the one that it played."""
-        self.changes += bool(self._deaths)
+        self._promised.pop(worker, None)
         return self._playing.pop(worker, None)

@@ -151,7 +151,7 @@ async def test_stale_rollouts_are_dropped_freed_and_their_prompts_returned(tmp_p
         await task
     assert run.workers.discarded == ["late8"]
     drops = [drop for _, _, drops in run.manager.reports for drop in drops]
-    assert [(drop.rollout_id, drop.reason, drop.return_prompt) for drop in drops] == [("late8", "stale", True)]
+    assert [(drop.rollout_id, drop.reason, drop.used) for drop in drops] == [("late8", "stale", False)]
     assert "e0-8" not in run.loop.parts.buffer.used
     assert sum(row["rollout/dropped_stale"] for row in run.rows()) == 1
     assert max(row["staleness/max"] for row in run.rows()) <= 1
