@@ -62,7 +62,7 @@ from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.order import PromptStream
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.plugins.datasets.prompts import PromptFormat, make_prompt
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
@@ -125,7 +125,7 @@ class ReferenceTrainer:
         self.config, self.model, self.tokenizer, self.dataset, self.reward = config, model, tokenizer, dataset, reward
         self.agent = SingleTurnAgent(tokenizer=tokenizer)
         self.version = 0
-        self.prompts = PromptStream(len(dataset), config.seed)
+        self.order = DataOrder(len(dataset), config.seed)
         self.objective = Objective(config.objective, resolve)
         self.optimizer = torch.optim.AdamW(
             [
@@ -163,18 +163,19 @@ class ReferenceTrainer:
         behaviour_version, weights = self.snapshots[0]
         self.behaviour.load_state_dict(weights)
         prompt_format = PromptFormat(self.tokenizer)
+        first = self.version * config.train_batch_size
         prompts = [
             make_prompt(ref, self.dataset, prompt_format, config.group_size, config.sampling, config.seed)
-            for ref in (self.prompts.next() for _ in range(config.train_batch_size))
+            for ref in map(self.order.ref, range(first, first + config.train_batch_size))
         ]
         return self.answer(prompts, behaviour_version)
 
     def greedy_accuracy(self, dataset: Dataset) -> float:
         """Mean reward of one greedy answer to each row, under the current weights."""
         self.behaviour.load_state_dict(self.model.state_dict())
-        greedy, stream = replace(self.config.sampling, temperature=0.0), PromptStream(len(dataset), seed=0)
+        greedy, order = replace(self.config.sampling, temperature=0.0), DataOrder(len(dataset), seed=0)
         prompt_format = PromptFormat(self.tokenizer)
-        prompts = [make_prompt(stream.next(), dataset, prompt_format, 1, greedy, 0) for _ in range(len(dataset))]
+        prompts = [make_prompt(order.ref(i), dataset, prompt_format, 1, greedy, 0) for i in range(len(dataset))]
         return float(np.mean([group[0].reward for group in self.answer(prompts, self.version)]))
 
     def answer(self, prompts: Sequence[Prompt], version: int) -> list[Sequence[Sample]]:

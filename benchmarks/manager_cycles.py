@@ -1,7 +1,7 @@
 """A manager under the load of many RolloutWorkers through HTTP, as they call it; used by `benchmarks/scale.py`.
 
-A worker's call tells which of its rollouts ended and asks for as many new ones, each with its first request, for which
-the admission brings a server. So one call of 8 rollouts is 8 cycles of admission, scheduling and end. The manager runs
+A worker's call tells which of its rollouts ended and asks for as many new ones, and each admission brings a server for
+a first request. So one call of 8 rollouts is 8 cycles of admission, scheduling and end. The manager runs
 in a process of its own, with TLS, the token and the log of its inputs as in a run; its CPU seconds count.
 """
 
@@ -21,16 +21,15 @@ from router import Load
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import ManagerHttp
+from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
     FinishedRollout,
     Message,
     RequestSize,
-    WantedRollout,
 )
-from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.order import DataOrder
 
 REPORT_S = 0.1
 """Time between two reports of the trainer."""
@@ -51,8 +50,7 @@ class Worker(Load):
         self._cycle += 1
 
     def _call(self) -> tuple[str, Message]:
-        worker, first = f"rollout_worker/{self._number}", RequestSize(20, 112, 8)
-        rollouts = [WantedRollout(name, name, self._cycle, first) for name in self._rollouts()]
+        worker, rollouts = f"rollout_worker/{self._number}", self._rollouts()
         finished = [FinishedRollout(name, accepted=True, tokens=320) for name in self._ending]
         return "/allocate_rollout", AllocateRequest(worker=worker, rollouts=rollouts, finished=finished, timeout_s=5.0)
 
@@ -78,7 +76,13 @@ def serve(servers: int, security: HttpSecurity, log_file: Path, report: Connecti
 async def _serve(servers: int, security: HttpSecurity, log_file: Path, report: Connection) -> None:
     batch_size = 1_000_000  # the gate is open
     service = ManagerService(
-        batch_size=batch_size, max_staleness=8, routing="least_requests", lease_s=60.0, log_file=log_file
+        batch_size=batch_size,
+        max_staleness=8,
+        routing="least_requests",
+        lease_s=60.0,
+        order=DataOrder(1_000_000, 0),
+        first=RequestSize(20, 112, 8),
+        log_file=log_file,
     )
     for index in range(servers):
         service.router.update(index, f"http://server{index}", 0, True)

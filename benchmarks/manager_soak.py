@@ -36,11 +36,11 @@ from asyncrl.comm.remembered import GENERATIONS, ids_remembered
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import ManagerHttp
-from asyncrl.manager.messages import AllocateReply, AllocateRequest, FinishedRollout, RequestSize, WantedRollout
-from asyncrl.manager.prometheus import manager_registry
+from asyncrl.manager.http_server import ManagerHttp, manager_registry
+from asyncrl.manager.messages import AllocateReply, AllocateRequest, FinishedRollout, RequestSize
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.runtime.worker_plan import MALLOC
 
 ETA, SERVERS = 7, 512
@@ -59,7 +59,13 @@ def serve(batch: int, security: HttpSecurity, log_file: Path, report: Connection
 
 async def _serve(batch: int, security: HttpSecurity, log_file: Path, report: Connection) -> None:
     service = ManagerService(
-        batch_size=batch, max_staleness=ETA, routing="least_requests", lease_s=60.0, log_file=log_file
+        batch_size=batch,
+        max_staleness=ETA,
+        routing="least_requests",
+        lease_s=60.0,
+        order=DataOrder(1_000_000, 0),
+        first=RequestSize(200, 4000, 1),
+        log_file=log_file,
     )
     _serve_version(service, 0)
     service.begin(0)
@@ -93,16 +99,15 @@ class Load:
 
     async def worker(self, number: int) -> None:
         """Keeps `each` rollouts under way."""
-        rng, name, order = random.Random(number), f"rollout_worker/{number}", 0
+        rng, name, made = random.Random(number), f"rollout_worker/{number}", 0
         under_way: list[tuple[float, str]] = []
         finished: list[FinishedRollout] = []
-        wanted: list[WantedRollout] = []
+        wanted: list[str] = []
         while True:
             room = self.each - len(under_way) - len(wanted)
             for _ in range(min(room, 64)):  # a worker that begins asks for many
-                ident = f"{number}-{order}"
-                wanted.append(WantedRollout(ident, ident, order, RequestSize(200, 4000, 1)))
-                order += 1
+                wanted.append(f"{number}-{made}")
+                made += 1
             request = AllocateRequest(worker=name, rollouts=wanted, finished=finished, timeout_s=PATIENCE_S)
             began = time.monotonic()
             reply: AllocateReply = await self.http.call(

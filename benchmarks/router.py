@@ -32,7 +32,7 @@ from aiohttp import web
 
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import ManagerHttp
+from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
     ConsumedReport,
@@ -41,10 +41,9 @@ from asyncrl.manager.messages import (
     Message,
     RouteRequest,
     ScheduleRequest,
-    WantedRollout,
 )
-from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.order import DataOrder
 
 CONNECTIONS = 16
 SERVERS = 4
@@ -135,7 +134,7 @@ class Load(asyncio.Protocol):
     def _call(self) -> tuple[str, Message]:
         ids, worker = self._rollouts(), f"rollout_worker/{self._number}"
         if self._step == 0:
-            rollouts = [WantedRollout(name, name, self._cycle) for name in ids]
+            rollouts = ids
             return "/allocate_rollout", AllocateRequest(worker=worker, rollouts=rollouts, timeout_s=5.0)
         if self._step == 1:
             requests = [RouteRequest(20, 112, 8, request_id=name, rollout_id=name) for name in ids]
@@ -162,7 +161,10 @@ async def _serve(plain: bool, security: HttpSecurity | None, report: Connection)
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port, close = runner.addresses[0][1], runner.cleanup
     else:
-        service = ManagerService(batch_size=1_000_000, max_staleness=8, routing="least_requests", lease_s=60.0)
+        order = DataOrder(1_000_000, 0)
+        service = ManagerService(
+            batch_size=1_000_000, max_staleness=8, routing="least_requests", lease_s=60.0, order=order
+        )
         for index in range(SERVERS):
             service.router.update(index, f"http://server{index}", 0, True)
         service.begin(0)

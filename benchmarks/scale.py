@@ -56,7 +56,22 @@ class RowKind:
 def _service(**more: Any) -> Any:
     from asyncrl.manager.service import ManagerService
 
+    if "order" in inspect.signature(ManagerService).parameters:
+        from asyncrl.manager.messages import RequestSize
+        from asyncrl.plugins.datasets.order import DataOrder
+
+        more |= {"order": DataOrder(1_000_000, 0), "first": RequestSize(100, 1000, 8)}
     return ManagerService(**{"max_staleness": 4, "routing": "least_requests", "lease_s": 600.0} | more)
+
+
+def _asked(names: list[str], first_order: int) -> Any:
+    """What a worker that has room for so many rollouts asks for."""
+    from asyncrl.manager import messages as m
+
+    if not hasattr(m, "WantedRollout"):
+        return names
+    size = m.RequestSize(100, 1000, 8)  # a checkout in which workers bring the prompts
+    return [m.WantedRollout(name, name, first_order + at, first=size) for at, name in enumerate(names)]
 
 
 def _servers(service: Any, count: int) -> None:
@@ -77,11 +92,8 @@ async def _admission(quick: bool) -> float:
     _servers(service, SERVERS)
     service.begin(0)
 
-    def wanted(worker: int, name: str) -> m.WantedRollout:
-        return m.WantedRollout(name, name, worker, first=m.RequestSize(100, 1000, 8))
-
     async def ask(worker: int, turn: int) -> m.AllocateReply:
-        rollouts = [wanted(worker, f"{worker}-{turn}-{index}") for index in range(ASKED)]
+        rollouts = _asked([f"{worker}-{turn}-{index}" for index in range(ASKED)], worker)
         request = m.AllocateRequest(worker=f"rollout_worker/{worker}", rollouts=rollouts, timeout_s=60.0)
         return await service.allocate_rollout(request)
 
@@ -166,9 +178,7 @@ async def _blocking(quick: bool) -> float:
     service = _service(batch_size=ROLLOUTS // versions, max_staleness=versions - 1)
     service.begin(0)
     for worker in range(WORKERS):
-        wanted = [
-            m.WantedRollout(f"{worker}-{index}", f"{worker}-{index}", index) for index in range(ROLLOUTS // WORKERS)
-        ]
+        wanted = _asked([f"{worker}-{index}" for index in range(ROLLOUTS // WORKERS)], 0)
         await service.allocate_rollout(m.AllocateRequest(worker=f"rollout_worker/{worker}", rollouts=wanted))
     assert service.gate.books().running == ROLLOUTS
     waiting = asyncio.create_task(service.wait_expiring(m.WaitExpiringRequest(1, 60.0)))

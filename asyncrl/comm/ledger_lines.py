@@ -48,18 +48,6 @@ class Admitted(_Line, frozen=True, tag="admitted"):
     at: float
 
 
-class Lent(_Line, frozen=True, tag="lent"):
-    """`worker`, which joined the run, is to play the prompt, which the worker of its shard has not begun. If it leaves
-    before it begins, the prompt goes back.
-    """
-
-    prompt: str
-    order: int
-    attempt: int
-    worker: str
-    at: float
-
-
 class Finished(_Line, frozen=True, tag="finished"):
     """The trainer has the rollout, which has `tokens` tokens. After a drop as `worker_died` it undoes the drop."""
 
@@ -178,7 +166,7 @@ class End(_Sealed, frozen=True, tag="end", kw_only=True):
     seal: str
 
 
-RolloutLine: TypeAlias = Admitted | Lent | Finished | Dropped | Abandoned
+RolloutLine: TypeAlias = Admitted | Finished | Dropped | Abandoned
 """Lines about a rollout that the GserverManager writes."""
 SealedLine: TypeAlias = Begin | Step | Saved | End
 Line: TypeAlias = RolloutLine | Trained | SealedLine

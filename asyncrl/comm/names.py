@@ -16,7 +16,7 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
     training_world                  the file in which the training ranks meet
-    data_state                      which prompts are used, `DataState`; the RolloutWorkers begin once it is there
+    data_state                      which prompts are used, `DataState`; the gate opens once it is there
 
 Where a type is named the value is its fields as a JSON object, made with `encode` and read with `decode`.
 """

@@ -6,7 +6,7 @@ where hosts share no folder, on the launcher's host.
 generation_server   The GserverManager finds it by name resolution as it does the run's own, brings it the newest
                     weights, and sends it requests. What it had in hand when it leaves, its clients resubmit, with all
                     that was generated, to the others.
-rollout_worker      The GserverManager has the run's own RolloutWorkers lend it prompts of their shards. What it had in
+rollout_worker      The GserverManager hands it prompts as it does all RolloutWorkers. What it had in
                     hand when it leaves comes back to them.
 
 Leaving is Ctrl-C, SIGTERM or the machine's death. Each process that is started here is a new incarnation of its number,

@@ -18,7 +18,7 @@ from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.commands.checks import validate
 from asyncrl.commands.experiment_args import RL_ONLY, parse, refuse
 from asyncrl.commands.input_checks import check_prompts
-from asyncrl.commands.same_data import keep_inputs
+from asyncrl.commands.same_data import keep_data_record, keep_inputs
 from asyncrl.commands.train import with_model
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
@@ -68,6 +68,7 @@ def _run(config: ExperimentConfig, console: Console) -> int:
     launcher = Launcher(config, display)
     try:
         launcher.prepare()
+        keep_data_record(config)
         keep_inputs(config)
         code = launcher.run()
     finally:

@@ -1,37 +1,75 @@
 """Which rollouts start, and when: the calls that wait at the gate, answered as there is room.
 
-Rollouts that wait are admitted in the data order (`order`), whichever worker they belong to. One that says what its
-`first` request will be has a server for it with its admission, under the rollout's id: half the calls.
+A call brings ids, one for each rollout that its worker has room for. The gate says how many rollouts may start, the
+prompt queue which prompts they play. Calls that wait are served one rollout at a time in turn, so that what comes at
+once is spread over the workers. Which worker gets which prompt changes no batch. A server for the first request comes
+with an admission, under the rollout's id: half the calls.
 
-A call also ends once its worker is told something else: of prompts that are returned to it, of rollouts that will not
-start, of the end.
+A call also ends once its worker is told something else: of rollouts that will not start, of the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from asyncrl.manager import messages as m
-from asyncrl.manager.gate_queue import GateQueue, WaitingCall
-from asyncrl.manager.lending import Lenders
 from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.rollout_books import Acknowledged, Admitted, Event, Refused, RolloutBooks
+from asyncrl.manager.rollout_books import Admitted, Event, RolloutBooks
 from asyncrl.manager.router import ServerView
-from asyncrl.manager.staleness_gate import ABANDONED, LENT, WORKER_LOST
+from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST
+from asyncrl.manager.wakeup import Signal
 from asyncrl.plugins.datasets.curriculum import Curriculum
 
-FIRST_ASK_S = 10.0
-"""How long the first admission waits for a worker that has not asked yet."""
+
+@dataclass(slots=True, eq=False)
+class WaitingCall:
+    """An allocation that waits: the `ids` that are free and what it got. `changed`: there is something to tell it."""
+
+    worker: str
+    ids: list[str]
+    granted: list[m.GrantedRollout] = field(default_factory=list)
+    changed: Signal = field(default_factory=Signal)
+
+
+class WaitingCalls:
+    """The calls that wait; the one that was served last is the last of them."""
+
+    def __init__(self) -> None:
+        self._calls: OrderedDict[int, WaitingCall] = OrderedDict()
+
+    def __iter__(self) -> Iterator[WaitingCall]:
+        """The calls, the next one first; calls may be served meanwhile."""
+        return iter(list(self._calls.values()))
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: WaitingCall) -> None:
+        """The call waits from now on."""
+        self._calls[id(call)] = call
+
+    def remove(self, call: WaitingCall) -> None:
+        """The call waits no longer."""
+        self._calls.pop(id(call), None)
+
+    def serve(self, start: Callable[[WaitingCall], bool], room: Callable[[], int]) -> None:
+        """Let calls `start` a rollout in turn while there is `room`, until none of them starts one."""
+        refused = 0
+        while refused < len(self._calls) and room():
+            key, call = next(iter(self._calls.items()))
+            self._calls.move_to_end(key)
+            refused = 0 if start(call) else refused + 1
 
 
 class Admission:
     """See the module's docstring.
 
     Args:
-        lenders: are asked for prompts whenever a call that waits has room for some.
         place: a server for a worker's request, None where there is none now.
         apply: takes an input in.
-        place_first: admissions bring a server.
+        first: the size that a rollout's first request is taken to have; None: admissions bring no server.
         pacing: says how much of the gate's room is to be used now; None: all.
         clock: monotonic time in seconds.
     """
@@ -39,24 +77,19 @@ class Admission:
     def __init__(
         self,
         rollouts: RolloutBooks,
-        calls: GateQueue,
-        lenders: Lenders,
         place: Callable[[m.RouteRequest, str], ServerView | None],
         apply: Callable[[Event], object],
         *,
-        place_first: bool,
+        first: m.RequestSize | None,
         pacing: DeadlinePacing | None,
         clock: Callable[[], float],
     ) -> None:
-        self.calls = calls
-        self.place_first = place_first
         self.curriculum: Curriculum | None = None
         """What rests by it is left out."""
-        self._rollouts, self._gate, self._returned = rollouts, rollouts.gate, rollouts.returned
-        self._lenders, self._place, self._apply = lenders, place, apply
+        self.calls = WaitingCalls()
+        self._rollouts, self._gate = rollouts, rollouts.gate
+        self._place, self._apply, self._first = place, apply, first
         self._pacing, self._clock = pacing, clock
-        self._absent: set[str] = set()
-        self._absent_until = 0.0
         self._idle_since: float | None = None
         self._idle_s = 0.0
 
@@ -64,15 +97,6 @@ class Admission:
     def idle_s(self) -> float:
         """Seconds in which no rollout ran, as the gate let none start: generation waited for training."""
         return self._idle_s + (0.0 if self._idle_since is None else self._clock() - self._idle_since)
-
-    def begin(self, workers: Iterable[str]) -> None:
-        """The first rollouts start once each of `workers` has asked, or `FIRST_ASK_S` are over: else the first batch
-        would be of whoever asks first, and not in the data order.
-        """
-        self._absent = {worker for worker in workers if worker not in self.calls}
-        self._absent_until = self._clock() + FIRST_ASK_S
-        self.admit()
-        self._lenders.ask()
 
     def begin_again(self) -> None:
         """Go on where the service before this one stood."""
@@ -83,47 +107,44 @@ class Admission:
         self.admit()
 
     async def answer(self, request: m.AllocateRequest, deadline: float) -> m.AllocateReply:
-        """Admit a prefix of the wanted rollouts; holds until `deadline` where there is nothing to tell.
+        """Start rollouts for a prefix of the ids; holds until `deadline` where there is nothing to tell.
 
         A call that finds the gate closed is held like any other, or workers would ask again without a pause.
         """
-        worker = request.worker
-        gone = [rollout.rollout_id for rollout in request.rollouts if self._will_not_start(worker, rollout)]
-        wanted = [rollout for rollout in request.rollouts if rollout.rollout_id not in gone]
-        self._apply(Acknowledged(worker, request.returned_ack))
-        self._absent.discard(worker)
-        waiting = WaitingCall(worker, wanted, request.room if self._rollouts.shards.joined(worker) else 0)
-        for rollout in [rollout for rollout in wanted if self._gate.is_live(rollout.rollout_id)]:
-            self._start(waiting, rollout)  # the reply to this call was lost once
+        gone = [rollout_id for rollout_id in request.rollouts if self.was_given_up(rollout_id)]
+        waiting = WaitingCall(request.worker, [])
+        for rollout_id in request.rollouts:
+            if self._gate.running(rollout_id) is not None:
+                self._grant(waiting, rollout_id)  # the reply to this call was lost once
+            elif rollout_id not in gone and not self._gate.is_live(rollout_id):
+                waiting.ids.append(rollout_id)
         self.calls.add(waiting)
-        self._lenders.ask()
         closed_before = self._gate.closed
         try:
             self.admit()
-            while not (waiting.granted or gone or self._returned.pending(worker) or self._gate.closed != closed_before):
+            while not (waiting.granted or gone or self._gate.closed != closed_before):
                 if not await waiting.changed.wait(deadline - self._clock()):
                     break
         finally:
             self.calls.remove(waiting)
-        returned = self._returned.pending(worker)
-        return m.AllocateReply(waiting.granted, returned, self._gate.version, self._gate.closed, gone)
+        return m.AllocateReply(waiting.granted, self._gate.version, self._gate.closed, gone)
 
     def was_given_up(self, rollout_id: str) -> bool:
-        """Whether the rollout was granted, and given up before its worker knew, or lent.
+        """Whether the rollout was granted, and given up before its worker knew.
 
         Raises:
             BadRequest: it was seen to its end.
         """
         outcome = self._gate.outcome(rollout_id)
-        if outcome in (None, WORKER_LOST, ABANDONED, LENT):
+        if outcome in (None, WORKER_LOST, ABANDONED):
             return outcome is not None
         raise m.BadRequest(f"rollout_id {rollout_id!r} was used before; give each attempt an id of its own")
 
     def admit(self) -> None:
-        """Start what waits at the gate, in the data order, while there is room; then see to the idle time."""
+        """Start rollouts while there is room; then see to the idle time."""
         unmeasured = self.curriculum is not None and self._rollouts.awaits_ends  # who rests is not known yet
-        if self.calls and self._rollouts.begun and not self._absent and not unmeasured:
-            self._admit_waiting()
+        if self.calls and self._rollouts.begun and not unmeasured:
+            self.calls.serve(self._start, self._capacity)
         idle = not self._gate.running_count and self._capacity() == 0
         if idle and self._idle_since is None:
             self._idle_since = self._clock()
@@ -131,18 +152,16 @@ class Admission:
             self._idle_s += self._clock() - self._idle_since
             self._idle_since = None
 
-    def look_for_absent(self) -> None:
-        """Start without the workers that have not asked in time."""
-        if self._absent and self._clock() > self._absent_until:
-            self._absent.clear()
-            self.admit()
-
     def gone(self, worker: str) -> None:
         """The worker is another process by now, or none: what it wanted it gets no more."""
-        self._absent.discard(worker)
-        for waiting in self.calls.of_worker(worker):
-            waiting.wanted.clear()
-            self.calls.take_room(waiting, waiting.room)
+        for waiting in self.calls:
+            if waiting.worker == worker:
+                waiting.ids.clear()
+
+    def tell_of_the_end(self) -> None:
+        """No rollout starts any more: no call needs to wait."""
+        for waiting in self.calls:
+            waiting.changed.notify()
 
     def rollout_ended(self, rollout_id: str, *, kept: bool) -> None:
         """For the pacing; `kept`: the trainer has it."""
@@ -162,38 +181,39 @@ class Admission:
             return allowed
         return min(allowed, self._pacing.room(self._gate.finished, self._clock()))
 
-    def _admit_waiting(self) -> None:
-        while self._capacity() and (found := self.calls.next()) is not None:
-            waiting, wanted = found
-            self._start(waiting, wanted)
-            waiting.changed.notify()
-
-    def _start(self, waiting: WaitingCall, wanted: m.WantedRollout) -> None:
-        """Admit a rollout of a waiting call, unless another call of the same worker saw it to its end."""
-        waiting.wanted.remove(wanted)
-        rollout_id, worker, first = wanted.rollout_id, waiting.worker, wanted.first
-        if self._gate.outcome(rollout_id) is not None:
-            return
-        version = self._gate.admitted_at(rollout_id)
-        if version is None:
-            self._apply(Admitted(rollout_id, worker, wanted.prompt_id, wanted.order, wanted.attempt))
-            version = self._gate.version
-        if self._pacing is not None:
-            self._pacing.started(rollout_id, self._clock())
-        rests = self.curriculum is not None and self.curriculum.rests(wanted.prompt_id)
-        route = None
-        if first is not None and self.place_first and not rests:
-            size = (first.prompt_tokens, first.max_new_tokens, first.n)
-            request = m.RouteRequest(*size, request_id=rollout_id, rollout_id=rollout_id, affinity=rollout_id)
-            server = self._place(request, worker)
-            route = None if server is None else m.Route(server.url, server.version)
-        waiting.granted.append(m.GrantedRollout(rollout_id, version, route, rests))
-
-    def _will_not_start(self, worker: str, rollout: m.WantedRollout) -> bool:
-        """Whether the rollout was given up before its worker knew, or its prompt is another's by now."""
-        if self.was_given_up(rollout.rollout_id):
-            return True
-        if self._gate.is_live(rollout.rollout_id) or self._rollouts.may_begin(worker, rollout.prompt_id):
+    def _start(self, waiting: WaitingCall) -> bool:
+        """Start the next rollout of a waiting call, for which there is room; False where it starts none now."""
+        while waiting.ids and self._gate.outcome(waiting.ids[0]) is not None:
+            waiting.ids.pop(0)  # another call of the same worker saw it to its end
+        if not waiting.ids:
             return False
-        self._apply(Refused(rollout.rollout_id))
+        rollout_id, worker = waiting.ids[0], waiting.worker
+        if not self._gate.is_live(rollout_id):
+            turn = self._rollouts.next_for(worker)
+            if turn is None:
+                return False
+            self._apply(Admitted(rollout_id, worker, *turn))
+            if self._pacing is not None:
+                self._pacing.started(rollout_id, self._clock())
+        waiting.ids.pop(0)
+        self._grant(waiting, rollout_id)
+        waiting.changed.notify()
         return True
+
+    def _grant(self, waiting: WaitingCall, rollout_id: str) -> None:
+        """Tell the call what the rollout, which runs, is to play."""
+        ticket, version = self._gate.running(rollout_id), self._gate.admitted_at(rollout_id)
+        if ticket is None or version is None:
+            return
+        ref = self._rollouts.order.ref(ticket.order)
+        rests = self.curriculum is not None and self.curriculum.rests(ref.prompt_id)
+        route = None
+        if self._first is not None and not rests:
+            size = (self._first.prompt_tokens, self._first.max_new_tokens, self._first.n)
+            request = m.RouteRequest(*size, request_id=rollout_id, rollout_id=rollout_id, affinity=rollout_id)
+            server = self._place(request, waiting.worker)
+            route = None if server is None else m.Route(server.url, server.version)
+        tries = ticket.attempt, ticket.failures
+        waiting.granted.append(
+            m.GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, *tries, version, route, rests)
+        )

@@ -23,7 +23,6 @@ from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager import messages as m
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.runtime.stopping import CLOSE_LIMIT_S
 
 CALL_TIMEOUT_S = 10.0
@@ -106,41 +105,15 @@ class ManagerClient:
         self._calls: set[asyncio.Task[None]] = set()
         self._flushes: set[asyncio.Task[None]] = set()
 
-    async def take_over(self) -> m.TakeOverReply:
-        """Begin as the worker's newest process; the prompts of its shard that another before it has seen to.
+    async def allocate(self, rollouts: Sequence[str], *, timeout_s: float) -> m.AllocateReply:
+        """Ask for prompts to play under the ids `rollouts`; waits up to `timeout_s` for there to be anything to tell.
 
-        Read which prompts are used only afterwards: what is trained or given up in between is known at both ends.
-
-        Raises:
-            ManagerGone: see there.
-        """
-        request = m.TakeOverRequest(worker=self._worker)
-        return await self._call_as_worker("/take_over", request, m.TakeOverReply)
-
-    async def used_prompts(self) -> UsedPrompts:
-        """The prompts that were trained or dropped for good as of the master's last report, once it made one.
-
-        Raises:
-            ManagerGone, HttpRefused: see there.
-            ValueError: what the master wrote is damaged.
-        """
-        return UsedPrompts.from_json((await self._call("/used_prompts", None, m.UsedPromptsReply)).used_prompts)
-
-    async def allocate(
-        self, wanted: Sequence[m.WantedRollout], *, timeout_s: float, returned_ack: int = 0, room: int = 0
-    ) -> m.AllocateReply:
-        """Ask the gate for `wanted`, in this order; waits up to `timeout_s` for there to be anything to tell.
-
-        `returned_ack` is the highest `seq` of a returned prompt seen so far. What is not granted is simply asked for
-        again, unless it is `gone`. `room`: for so many prompts more, where this worker has none of its own.
+        What is not granted is simply asked for again, unless it is `gone`.
 
         Raises:
             ManagerGone: see there.
         """
-        rollouts, worker = list(wanted), self._worker
-        request = m.AllocateRequest(
-            worker=worker, rollouts=rollouts, timeout_s=timeout_s, returned_ack=returned_ack, room=room
-        )
+        request = m.AllocateRequest(worker=self._worker, rollouts=list(rollouts), timeout_s=timeout_s)
         reply = await self._call_as_worker("/allocate_rollout", request, m.AllocateReply, hold_s=timeout_s)
         expires_at = asyncio.get_running_loop().time() + ROUTE_LIFE_S
         granted = [
@@ -150,15 +123,6 @@ class ManagerClient:
             for grant in reply.granted
         ]
         return structs.replace(reply, granted=granted)
-
-    async def lend(self, offered: Sequence[m.WantedRollout], timeout_s: float) -> m.LendReply:
-        """Offer rollouts that were not granted to workers that joined; without an offer wait until some are wanted.
-
-        Raises:
-            ManagerGone: see there.
-        """
-        request = m.LendRequest(worker=self._worker, offered=list(offered), timeout_s=timeout_s)
-        return await self._call_as_worker("/lend", request, m.LendReply, hold_s=timeout_s)
 
     def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
         """`rollouts` ended; call it after the trainer's acknowledgement. Their requests are over too."""

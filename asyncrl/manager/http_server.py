@@ -1,20 +1,30 @@
-"""The manager's verbs over HTTP: JSON in and out, one small handler for everything."""
+"""The manager's verbs over HTTP: JSON in and out, one small handler for everything; and its metrics for Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter as Tally
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.registry import Collector
 
 from asyncrl.comm.http_server import Handler, HttpServer, Refused, Route, json_response
 from asyncrl.comm.security import HttpSecurity
+from asyncrl.manager.fleet.canary_check import CanaryCheck
+from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState
 from asyncrl.manager.messages import BadRequest, Verb
+from asyncrl.manager.service import ManagerService
 
 MAX_BODY_BYTES = 16 * 2**20
 """A call for ten thousand requests is under two megabytes; more than this is not one of this system's."""
+Values = float | Mapping[str, float]
+"""A metric's value, or its values by label."""
 
 
 class ManagerHttp(HttpServer):
@@ -65,3 +75,63 @@ def _with_path_first(message: str) -> str:
     """msgspec's "Expected `int`, got `str` - at `$.order`" as "$.order: expected int, got str"."""
     what, _, path = message.replace("`", "").partition(" - at ")
     return f"{path or '$'}: {what[:1].lower()}{what[1:]}"
+
+
+class _ManagerCollector(Collector):
+    """Reads the metrics from the manager's state when they are asked for."""
+
+    def __init__(self, service: ManagerService, decisions: FleetDecisions, canary: CanaryCheck | None) -> None:
+        self._service = service
+        self._decisions = decisions
+        self._canary = canary
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, as of now."""
+        for kind, name, documentation, label, values in self._rows():
+            metric = kind(f"asyncrl_{name}", documentation, labels=[label] if label else ())
+            for labelled, value in values.items() if isinstance(values, Mapping) else [("", values)]:
+                metric.add_metric([labelled] if label else (), value)
+            yield metric
+
+    def _rows(self) -> Iterator[tuple[type[Counter | Gauge], str, str, str, Values]]:
+        """Kind, name, documentation and label of each metric (no label: one value), with its values."""
+        service, books, servers = self._service, self._service.gate.books(), self._service.router.servers
+        states = Tally(life.state for life in self._decisions.servers)
+        yield Counter, "rollouts_submitted", "Rollouts admitted.", "", books.submitted
+        yield Counter, "rollouts_trained", "Rollouts the optimizer consumed.", "", books.trained
+        yield Counter, "rollouts_dropped", "Rollouts dropped, by reason.", "reason", books.dropped
+        yield Gauge, "rollouts_running", "Rollouts under way.", "", books.running
+        yield Gauge, "rollouts_finished_untrained", "Rollouts that wait to be trained.", "", books.finished_untrained
+        yield Gauge, "gate_limit", "(η + version + 1) · B.", "", service.gate.limit
+        yield (
+            Counter,
+            "generation_idle_seconds",
+            "Time in which the full gate let no rollout run.",
+            "",
+            service.admission.idle_s,
+        )
+        yield Gauge, "served_version", "Least version that requests are sent to.", "", books.version
+        yield Gauge, "trained_version", "Version of the trainer.", "", books.trained_version
+        yield Counter, "tokens_finished", "Tokens of accepted rollouts.", "", service.rollouts.tokens_finished
+        yield Gauge, "workers_alive", "Workers with a lease.", "", len(service.leases.workers)
+        by_state = {state.value: states[state] for state in ServerState}
+        yield Gauge, "servers", "Generation servers, by state.", "state", by_state
+        sequences = {str(view.index): view.sequences for view in servers}
+        yield Gauge, "server_sequences", "Sequences placed.", "server", sequences
+        tokens = {str(view.index): view.tokens for view in servers}
+        yield Gauge, "server_tokens", "Tokens outstanding at most.", "server", tokens
+        if (canary := self._canary) is not None:
+            differences = {str(server): difference for server, difference in canary.differences.items()}
+            documentation = "Greatest difference to the trainer's log-probabilities at the last check, nats."
+            yield Gauge, "canary_difference", documentation, "server", differences
+            yield Gauge, "canary_tolerance", "Greatest difference allowed, nats.", "", canary.tolerance
+            yield Counter, "canary_alarms", "Checks above the tolerance.", "", canary.alarms
+
+
+def manager_registry(
+    service: ManagerService, decisions: FleetDecisions, canary: CanaryCheck | None = None
+) -> CollectorRegistry:
+    """A registry of its own with the manager's metrics."""
+    registry = CollectorRegistry()
+    registry.register(_ManagerCollector(service, decisions, canary))
+    return registry

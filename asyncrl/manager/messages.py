@@ -1,8 +1,6 @@
 """The messages of the GserverManager's HTTP interface: one request and one reply type a verb, JSON on the wire.
 
-    POST /take_over          TakeOverRequest       TakeOverReply
-    POST /allocate_rollout   AllocateRequest       AllocateReply       held: until there is room, or a prompt given back
-    POST /lend               LendRequest           LendReply           held: until a worker that joined has room
+    POST /allocate_rollout   AllocateRequest       AllocateReply       held: until there is room
     POST /schedule_request   ScheduleRequest       ScheduleReply       held: until a server takes requests
     POST /lost_servers       LostServersRequest    LostServersReply    held: until a server leaves service
     POST /wait_expiring      WaitExpiringRequest   WaitExpiringReply   held: until nothing would expire
@@ -12,7 +10,6 @@
     POST /abandon            Empty                 Books
     GET  /books              Empty                 Books
     GET  /status             Empty                 StatusReply
-    GET  /used_prompts       Empty                 UsedPromptsReply
 
 Both ends use these types. What arrives and is not of its type is refused with 400, with the field's path and what was
 expected of it, for example `$.rollouts[0].order: expected int, got str`; an unknown field is refused too.
@@ -99,7 +96,8 @@ class Route(Message, frozen=True, omit_defaults=True):
 class FinishedRollout(Message, frozen=True):
     """The end of a rollout: `accepted` once the trainer has acknowledged it, else dropped for `reason`.
 
-    `return_prompt`: its prompt is to be tried again; `as_next_attempt`: with other random numbers, after other prompts.
+    `return_prompt`: its prompt is to be tried again, as the try failed; `as_next_attempt`: with other random numbers,
+    after other prompts, as a filter rejected the try.
     `success`: the share of its answers that are right, where a curriculum asks for it.
     """
 
@@ -129,112 +127,45 @@ class FinishRequest(WorkerRequest, frozen=True):
     """What ended, where no other call tells it."""
 
 
-class TakeOverRequest(WorkerRequest, frozen=True):
-    """A worker's process begins: which prompts of its shard has another before it seen to?"""
-
-
-class OutPrompt(Message, frozen=True):
-    """A prompt that was handed out as its `attempt`."""
-
-    prompt_id: str
-    attempt: Count = 0
-
-
-class TakeOverReply(Message, frozen=True):
-    """The prompts of the worker's shard that are `out`: at the trainer, or about to be returned to the worker; and the
-    prompts that were given up and that the master may not have recorded yet.
-    """
-
-    out: list[OutPrompt]
-    given_up: list[str]
-
-
-class UsedPromptsReply(Message, frozen=True):
-    """The prompts that were trained or dropped for good as of the master's last report; see `UsedPrompts.from_json`."""
-
-    used_prompts: dict[str, Any]
-
-
-class WantedRollout(Message, frozen=True):
-    """A rollout that waits at the gate; `rollout_id` is new for every attempt at a prompt.
-
-    `first`: its first request, where it is known; the grant then has a server for it. `attempt`: how often filters
-    have returned the prompt, which its random numbers depend on.
-    """
-
-    rollout_id: Name
-    prompt_id: str
-    order: int
-    first: RequestSize | None = None
-    attempt: Count = 0
-
-
 class AllocateRequest(WorkerRequest, frozen=True, kw_only=True):
-    """Ask to start `rollouts`, in this order. `returned_ack`: the highest `seq` of a returned prompt seen so far.
+    """Ask for prompts, one for each id of a rollout that the worker has room for; an id is new for each rollout."""
 
-    `room`: so many prompts more would a worker that joined like to be lent; they come as `returned`.
-    """
-
-    rollouts: list[WantedRollout]
+    rollouts: list[Name]
     timeout_s: Seconds = 0.0
-    returned_ack: int = 0
-    room: Count = 0
 
 
 class GrantedRollout(Message, frozen=True):
-    """A rollout that may run; every token of it will be of `version` or newer.
+    """A rollout that may run, of the prompt at `order` of the data order; every token of it will be of `version` or
+    newer.
 
-    `route`: where its first request goes, placed under the rollout's id; None where that was not asked for, or no
-    server takes requests now. `rests`: it is not to run, but to be dropped at once, as the curriculum leaves it out.
+    `attempt`: how often filters have returned the prompt, which its random numbers depend on. `failures`: how many of
+    its tries have raised. `route`: where its first request goes, placed under the rollout's id; None where no server
+    takes requests now, or admissions bring none. `rests`: it is not to run, but to be dropped at once, as the
+    curriculum leaves it out.
     """
 
     rollout_id: str
+    prompt_id: str
+    order: Count
+    row: Count
+    attempt: Count
+    failures: Count
     version: int
     route: Route | None = None
     rests: bool = False
 
 
-class ReturnedPrompt(Message, frozen=True):
-    """`prompt_id` is to be tried again as its `attempt`; `seq` grows with every return to one worker."""
-
-    seq: int
-    prompt_id: str
-    order: int
-    attempt: Count = 0
-
-
 class AllocateReply(Message, frozen=True):
-    """A prefix of the wanted rollouts, prompts to try again, the served version.
+    """What is to be played, under a prefix of the ids, and the served version.
 
-    `closed`: no rollout will start any more. `gone`: those of the wanted rollouts that will not start. They were
-    granted once, in a reply that came late or never, and given up since, or another worker plays their prompts by now;
-    what is to be tried again of their prompts by this one is in `returned`.
+    `closed`: no rollout will start any more. `gone`: those of the ids that will not start. They were granted once, in
+    a reply that came late or never, and given up since.
     """
 
     granted: list[GrantedRollout]
-    returned: list[ReturnedPrompt]
     version: int
     closed: bool
     gone: list[str] = []
-
-
-class LendRequest(WorkerRequest, frozen=True, kw_only=True):
-    """A worker with a shard offers what it has not begun to workers that joined; without an offer it waits to be asked.
-
-    An offer may be made again.
-    """
-
-    offered: list[WantedRollout] = []
-    timeout_s: Seconds = 0.0
-
-
-class LendReply(Message, frozen=True):
-    """The ids of the offered rollouts whose prompts were lent, in this call or before; how many prompts are to be
-    offered now.
-    """
-
-    lent: list[str]
-    wanted: Count = 0
 
 
 class ScheduleRequest(WorkerRequest, frozen=True, kw_only=True):
@@ -290,14 +221,12 @@ class WaitExpiringReply(Message, frozen=True):
 class DroppedRollout(Message, frozen=True):
     """A rollout that the trainer received and will not train.
 
-    `return_prompt`: its prompt is neither trained nor dropped for good. `kept`: the rollout of the same prompt that the
-    trainer has and may train; empty if there is none.
+    `used`: its prompt is trained, or dropped for good.
     """
 
     rollout_id: Name
     reason: Name
-    return_prompt: bool
-    kept: str = ""
+    used: bool = False
 
 
 class GivenUp(Message, frozen=True):

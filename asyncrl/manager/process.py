@@ -1,6 +1,6 @@
 """GserverManager: staleness gate, router and weight updates of the run, as one process. It proxies no tokens.
 
-    service           the verbs, over the pure state of gate, router, leases and returned prompts
+    service           the verbs, over the pure state of gate, prompts, router and leases
     http              HTTP around them, with the types in `messages`
     fleet/decisions   what each generation server should do next, to get the newest weights
     fleet/runner      does it, and tells the router
@@ -20,25 +20,26 @@ from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.comm.sealed_json import unseal
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target
 from asyncrl.manager.fleet.fan_out import ORIGIN
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.staging import Staging
-from asyncrl.manager.http_server import ManagerHttp
-from asyncrl.manager.messages import BadRequest, Empty, StatusReply, UsedPromptsReply
+from asyncrl.manager.http_server import ManagerHttp, manager_registry
+from asyncrl.manager.messages import Empty, RequestSize, StatusReply
 from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.manager.shards import Shards
 from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.descriptors import allow_connections
 from asyncrl.runtime.kinds import KINDS
-from asyncrl.runtime.run_dir import INPUTS_DIR, MANAGER_LOG_FILE
+from asyncrl.runtime.run_dir import DATA_RECORD_FILE, INPUTS_DIR, MANAGER_LOG_FILE
 from asyncrl.runtime.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
@@ -48,7 +49,7 @@ from asyncrl.weights.staging.messages import INPUTS, MODEL
 from asyncrl.weights.transports.base import weight_transport
 
 DISCOVERY_INTERVAL_S = 0.25
-_GIVEN_UP = "%s is gone or silent: its rollouts are dropped, their prompts go to the worker of their shard"
+_GIVEN_UP = "%s is gone or silent: its rollouts are dropped, their prompts wait for any worker"
 """How often it is looked which servers and workers there are; a death is noticed within this plus the lease."""
 WATCH_S = 0.5
 """How long a thread waits for a new version at a time; at most this long it outlives a stop."""
@@ -61,7 +62,6 @@ class GserverManager(AsyncWorker):
         super().__init__(spec)
         config = self.config
         self._clock = AwakeClock()
-        self._shards = Shards(config.rollout.workers)
         updates = config.manager
         self._decisions = FleetDecisions(
             updates.update_mode, updates.update_timeout_s, updates.update_fraction, staged=not config.system.shared
@@ -72,11 +72,11 @@ class GserverManager(AsyncWorker):
             max_staleness=bound[1],
             routing=config.manager.routing,
             lease_s=config.manager.rollout_lease_s,
-            place_first=config.manager.update_mode != UpdateMode.finish,
+            order=DataOrder(self._rows, config.seed),
+            first=_first_request(config) if updates.update_mode != UpdateMode.finish else None,
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
             log_file=self.run_dir / MANAGER_LOG_FILE,
-            shards=self._shards,
             versions_in_use=self._decisions.versions_in_use,
         )
         tolerance = canary_tolerance(config)
@@ -104,7 +104,6 @@ class GserverManager(AsyncWorker):
         registry = manager_registry(self._service, self._decisions, self._canary)
         verbs = self._service.verbs() | {
             "/status": (Empty, self._answer_status),
-            "/used_prompts": (Empty, self._answer_used_prompts),
         }
         http = ManagerHttp(verbs, security=self.http_security, registry=registry)
         try:
@@ -162,13 +161,11 @@ class GserverManager(AsyncWorker):
     async def _answer_status(self, request: Empty) -> StatusReply:
         return self.status()
 
-    async def _answer_used_prompts(self, request: Empty) -> UsedPromptsReply:
-        state = names.DataState.decode(await asyncio.to_thread(self.resolver.get, names.DATA_STATE_KEY))
-        try:
-            used = await asyncio.to_thread(UsedPrompts.read, Path(state.path))
-        except (OSError, ValueError) as error:
-            raise BadRequest(str(error)) from error
-        return UsedPromptsReply(used.to_json())
+    @property
+    def _rows(self) -> int:
+        """Rows of the training data; a launch that only evaluates has none, and 1 stands for them."""
+        file = self.run_dir / DATA_RECORD_FILE
+        return DataRecord.read(file).rows if file.is_file() else 1
 
     async def _begin(self) -> None:
         """Open the gate once the master says where the run stands.
@@ -179,9 +176,9 @@ class GserverManager(AsyncWorker):
         state = names.DataState.decode(await self._told(names.DATA_STATE_KEY))
         entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(names.ACTOR))
         version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
-        workers = range(self.config.rollout.workers)
+        used = await asyncio.to_thread(UsedPrompts.read, Path(state.path))
         await self._begin_curriculum(state)
-        self._service.begin(version, (f"{names.ROLLOUT_WORKER}/{index}" for index in workers), state.dropped)
+        self._service.begin(version, state.dropped, used)
         await self._service.log.flush()
         self.log.info("the gate is open: the run is at version %d", version)
 
@@ -250,7 +247,7 @@ class GserverManager(AsyncWorker):
         statuses = await asyncio.to_thread(self.resolver.follow, f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
         replaced = await asyncio.to_thread(self.resolver.follow, f"{names.INCARNATIONS}/{names.ROLLOUT_WORKER}")
         while True:
-            servers, workers = _servers(registered), _incarnations(statuses, self._shards)
+            servers, workers = _servers(registered), _incarnations(statuses, self.config.rollout.workers)
             self._fleet_runner.registered(servers)
             await self._give_up_replaced(_replaced(replaced))
             self._give_up_workers(workers)
@@ -282,6 +279,11 @@ class GserverManager(AsyncWorker):
             self.log.warning(_GIVEN_UP, worker)
 
 
+def _first_request(config: ExperimentConfig) -> RequestSize:
+    """The size of a rollout's first request, as far as one can tell: mostly an agent asks for the whole group."""
+    return RequestSize(config.dataset.max_prompt_tokens, config.rollout.sampling.max_new_tokens, config.group_size)
+
+
 def _servers(registered: Subtree) -> dict[int, tuple[str, int]]:
     """Generation servers by index, with URL and version."""
     entries = {key: names.GenerationServerEntry.decode(value) for key, value in registered.entries().items()}
@@ -293,11 +295,13 @@ def _replaced(entries: Subtree) -> dict[str, int]:
     return {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in entries.entries().items()}
 
 
-def _incarnations(statuses: Subtree, shards: Shards) -> dict[str, int]:
-    """RolloutWorkers by name, with their incarnation; of those that joined the ones that did not leave."""
+def _incarnations(statuses: Subtree, of_launch: int) -> dict[str, int]:
+    """RolloutWorkers by name, with their incarnation; beyond the launch's own, which have successors, those that did
+    not leave.
+    """
     found: dict[str, int] = {}
     for key, value in statuses.entries().items():
-        worker, status = f"{names.ROLLOUT_WORKER}/{names.index_of(key)}", names.WorkerStatus.decode(value)
-        if status.state in ("starting", "ready") or not shards.joined(worker):
-            found[worker] = status.incarnation
+        index, status = names.index_of(key), names.WorkerStatus.decode(value)
+        if status.state in ("starting", "ready") or index < of_launch:
+            found[f"{names.ROLLOUT_WORKER}/{index}"] = status.incarnation
     return found

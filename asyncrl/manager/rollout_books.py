@@ -1,35 +1,33 @@
-"""What the manager must never forget: every rollout, and the prompts on their way back. A state machine of few inputs.
+"""What the manager must never forget: every rollout, and which prompts wait. A state machine of few inputs.
 
-Gate, returned prompts, given-up prompts and the workers' incarnations change by the inputs below and by nothing else,
+Gate, prompt queue, given-up prompts and the workers' incarnations change by the inputs below and by nothing else,
 without a clock. So the inputs, written down in order before anyone learns of their effects (`EventLog`), are the state:
 a manager that is started again repeats them and stands where the one before it stood, to the last count. What it does
 not know any more it learns from others again: servers and their load, who is alive, who waits at the gate.
 
-    Began, Admitted, Refused, Ended, Consumed, Served, Acknowledged, Lent, Died, Succeeded, Closed, Abandoned
+    Began, Admitted, Ended, Consumed, Served, Died, Succeeded, Closed, Abandoned
 
-Workers that joined (`asyncrl.manager.shards`) are lent prompts that a worker with a shard has handed out and not begun.
-A prompt that is lent lies in the mailbox of who borrowed it, as one that comes back to its worker does, until it is
-begun; if the borrower goes, it goes on to its home. So it is in one place at a time, and a rollout of it is admitted to
-nobody else.
+The manager owns the order of prompts: it says what a rollout plays when it admits it (`next_for`). Whoever drops a
+rollout says why. Whether its prompt waits again follows from what is used and what is live (`PromptQueue`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
-from asyncrl.comm.ledger_lines import PromptGoes
-from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, GivenUp, ReturnedPrompt
-from asyncrl.manager.numbered_log import LogState, NumberedLog
-from asyncrl.manager.returned_prompts import MailboxState, ReturnedPrompts
-from asyncrl.manager.rollout_events import EventsState, RolloutEvents
-from asyncrl.manager.shards import NO_SHARDS, Shards
+from asyncrl.comm.ledger_lines import PromptGoes, RolloutLine
+from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, GivenUp
+from asyncrl.manager.rollout_events import LogState, NumberedLog, RolloutEvents
 from asyncrl.manager.staleness_gate import WORKER_LOST, GateMemory, StalenessGate, Ticket
 from asyncrl.manager.suspects import Suspects
+from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.prompt_queue import PromptQueue, QueueState, Turn
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 
 
 class _Event(Struct, frozen=True, array_like=True, tag=True):
@@ -37,14 +35,16 @@ class _Event(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Began(_Event, frozen=True):
-    """The run starts, or goes on from a checkpoint at `version` up to which so many were `dropped`, by reason.
+    """The run starts, or goes on from a checkpoint at `version` up to which so many were `dropped`, by reason, and the
+    prompts `used` (`UsedPrompts.to_json`).
 
-    Numbers of returned and given-up prompts begin above `after`.
+    Numbers of given-up prompts begin above `after`.
     """
 
     version: int
     dropped: dict[str, int]
     after: int
+    used: dict[str, Any] | None = None
 
 
 class Admitted(_Event, frozen=True):
@@ -52,17 +52,9 @@ class Admitted(_Event, frozen=True):
 
     rollout_id: str
     owner: str
-    prompt_id: str
     order: int
     attempt: int
-
-
-class Refused(_Event, frozen=True):
-    """A worker is told that a rollout will never start, as its prompt is another's: a late copy of its call may come
-    when the prompt is the worker's again, and the worker knows no such rollout any more.
-    """
-
-    rollout_id: str
+    failures: int
 
 
 class Ended(_Event, frozen=True):
@@ -81,23 +73,6 @@ class Served(_Event, frozen=True):
     """The least version served is now this one."""
 
     version: int
-
-
-class Acknowledged(_Event, frozen=True):
-    """The worker has seen the prompts returned to it, up to this number."""
-
-    worker: str
-    seq: int
-
-
-class Lent(_Event, frozen=True):
-    """`borrower` plays the prompt that was to be rollout `rollout_id` of the worker of its shard."""
-
-    rollout_id: str
-    borrower: str
-    prompt_id: str
-    order: int
-    attempt: int
 
 
 class Died(_Event, frozen=True):
@@ -127,9 +102,9 @@ class Remembered(_Event, frozen=True):
     """All inputs so far in one: the state that they led to."""
 
     gate: GateMemory
-    returned: dict[str, MailboxState]
+    queue: QueueState
     given_up: LogState[GivenUp]
-    events: EventsState
+    events: LogState[RolloutLine]
     incarnations: dict[str, int]
     begun: bool
     suspects: tuple[dict[str, int], dict[str, str], frozenset[str] | None] = ({}, {}, None)
@@ -137,21 +112,7 @@ class Remembered(_Event, frozen=True):
     ends_awaited: dict[str, tuple[str, str]] = {}
 
 
-Event: TypeAlias = (
-    Began
-    | Admitted
-    | Refused
-    | Ended
-    | Consumed
-    | Served
-    | Acknowledged
-    | Lent
-    | Died
-    | Succeeded
-    | Closed
-    | Abandoned
-    | Remembered
-)
+Event: TypeAlias = Began | Admitted | Ended | Consumed | Served | Died | Succeeded | Closed | Abandoned | Remembered
 
 
 class Noted(Struct, frozen=True, array_like=True):
@@ -167,23 +128,23 @@ class RolloutBooks:
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
+        order: of the prompts.
         note: is given each input that changes something, after it did.
         now: seconds since 1970.
-        shards: the workers' shards of the data order.
     """
 
     def __init__(
         self,
         batch_size: int,
         max_staleness: int,
+        order: DataOrder,
         note: Callable[[Noted], None] = lambda noted: None,
         now: Callable[[], float] = time.time,
-        shards: Shards = NO_SHARDS,
     ) -> None:
-        self.shards = shards
+        self.order = order
         self._now, self._at = now, 0.0
         self.gate = StalenessGate(batch_size, max_staleness)
-        self.returned = ReturnedPrompts()
+        self.queue = PromptQueue(order.num_rows)
         self.given_up = NumberedLog[GivenUp]()
         self.measured = NumberedLog[tuple[str, float]]()
         self.events = RolloutEvents(now=lambda: self._at)
@@ -216,8 +177,6 @@ class RolloutBooks:
                 self._begin(event)
             case Admitted():
                 self._admit(event)
-            case Refused():
-                self.gate.refuse(event.rollout_id)
             case Ended():
                 self._end(event.finished)
             case Consumed():
@@ -225,11 +184,6 @@ class RolloutBooks:
             case Served():
                 if not self.gate.advance(event.version):
                     return None
-            case Acknowledged():
-                if not self.returned.acknowledge(event.worker, event.seq):
-                    return None
-            case Lent():
-                self._lend(event)
             case Died():
                 self.suspects.silent(event.worker)
                 given_up = self._give_up(event.worker)
@@ -239,7 +193,6 @@ class RolloutBooks:
                 self.incarnations[event.worker] = event.incarnation
                 self._give_up_crashing(event.worker, killed=event.killed)
                 given_up = self._give_up(event.worker)
-                self.returned.worker_died(event.worker)
             case Closed():
                 self.gate.close()
             case Abandoned():
@@ -249,29 +202,24 @@ class RolloutBooks:
                 self._restore(event)
         return given_up
 
-    def may_begin(self, worker: str, prompt_id: str) -> bool:
-        """Whether a rollout of `prompt_id` may be admitted to `worker`: not of a prompt that is another's by now."""
-        owed_to = self.returned.owed_to(prompt_id)
-        return owed_to == worker if self.shards.joined(worker) else owed_to in (None, worker)
+    def next_for(self, worker: str) -> Turn | None:
+        """What `worker` is to play next; None where it has to play out what it has in hand before."""
+        suspects = self.suspects
+        if not suspects:
+            return self.queue.peek()
+        if (alone := self._to_be_tried_alone(worker)) is not None:
+            return None if suspects.must_wait(worker, self.prompt_id(alone.order)) else alone
+        if suspects.tries_alone(worker):
+            return None
+        return self.queue.peek(lambda order: not suspects.must_wait(worker, self.prompt_id(order)))
 
-    def out_of(self, worker: str) -> dict[str, int]:
-        """Prompts of the shard of `worker` that are on their way to it, lent, played by others or waiting to be
-        trained, with their attempts.
-        """
-        borrowers = {name for name in self.gate.owners | self.returned.workers if self.shards.joined(name)}
-        out: dict[str, int] = {}
-        for player in (worker, *borrowers):
-            found: list[Ticket | ReturnedPrompt] = [*self.gate.live_of(player), *self.returned.owed(player)]
-            out |= {
-                each.prompt_id: each.attempt
-                for each in found
-                if player == worker or self.shards.of(each.order) == worker
-            }
-        return out
+    def prompt_id(self, order: int) -> str:
+        """The id of the prompt at `order`."""
+        return self.order.ref(order).prompt_id
 
     def remember(self) -> Remembered:
         """The state as one input."""
-        memory = self.gate.memory(), self.returned.state(), self.given_up.state(), self.events.state()
+        memory = self.gate.memory(), self.queue.state(), self.given_up.state(), self.events.state()
         known = dict(self.incarnations), self.begun, self.suspects.state(), self.measured.state()
         return Remembered(*memory, *known, dict(self._ends_awaited))
 
@@ -282,7 +230,7 @@ class RolloutBooks:
 
     def _restore(self, state: Remembered) -> None:
         self.gate.restore(state.gate)
-        self.returned.restore(state.returned)
+        self.queue.restore(state.queue, self.gate.live_orders())
         self.given_up.restore(state.given_up)
         self.measured.restore(state.measured)
         self.events.restore(state.events)
@@ -291,56 +239,71 @@ class RolloutBooks:
         self._ends_awaited = dict(state.ends_awaited)
 
     def _begin(self, began: Began) -> None:
-        self.returned.begin_above(began.after)
         self.given_up.begin_above(began.after)
         self.measured.begin_above(began.after)
         self.events.begin_above(began.after)
         if began.version > 0:
             self.gate.resume(began.version, began.dropped)
+        if began.used is not None:
+            used = self.order.orders_of(UsedPrompts.from_json(began.used))
+            self.queue = PromptQueue(self.order.num_rows, used.tolist())
         self.begun = True
 
+    def _to_be_tried_alone(self, worker: str) -> Turn | None:
+        """A suspect that is tried alone, which `worker` plays next: the first of those that no other worker is to."""
+        for prompt_id in self.suspects.promised_to(worker):
+            if (turn := self.queue.waiting(self.order.order_of(prompt_id))) is not None:
+                self.suspects.promise(worker, prompt_id)
+                return turn
+        return None
+
     def _admit(self, admitted: Admitted) -> None:
-        rollout_id, owner, prompt_id = admitted.rollout_id, admitted.owner, admitted.prompt_id
-        known, ticket = (
-            self.gate.is_live(rollout_id),
-            Ticket(rollout_id, owner, prompt_id, admitted.order, admitted.attempt),
-        )
+        rollout_id, owner, prompt_id = admitted.rollout_id, admitted.owner, self.prompt_id(admitted.order)
+        ticket = Ticket(rollout_id, owner, prompt_id, admitted.order, admitted.attempt, admitted.failures)
         version = self.gate.start(ticket)
         assert version is not None, "admitted without room"
-        if not known:
-            self.events.admitted(ticket, version)
-        self.returned.running_again(prompt_id)
+        self.queue.enter(admitted.order)
+        self.events.admitted(ticket, version)
         self.suspects.began(owner, prompt_id)
 
     def _end(self, finished: FinishedRollout) -> None:
         if finished.accepted:
-            ticket = self.gate.finish(finished.rollout_id)
-            if ticket is not None:
-                self.returned.running_again(ticket.prompt_id)
-                self.suspects.ended(ticket.owner, ticket.prompt_id)
-                self.tokens_finished += finished.tokens
-                self.events.finished(finished.rollout_id, finished.tokens)
-            _, told_late = self._ends_awaited.pop(finished.rollout_id, ("", None))
-            self._measure(told_late if ticket is None else ticket.prompt_id, finished)
+            self._finish(finished)
             return
-        ticket = self.gate.drop(finished.rollout_id, finished.reason or "rejected")
+        reason = finished.reason or "rejected"
+        ticket = self.gate.drop(finished.rollout_id, reason)
         if ticket is None:
             return
         self._measure(ticket.prompt_id, finished)
         self.suspects.ended(ticket.owner, ticket.prompt_id)
-        reason = finished.reason or "rejected"
         if not finished.return_prompt:
             self._drop_for_good(ticket, reason)
             return
-        attempt = ticket.attempt + finished.as_next_attempt
-        if finished.as_next_attempt:
-            returned = self._give_back(ticket, attempt)
-        else:  # whoever failed counts its tries
-            returned = self._give_back_to(ticket.owner, ticket, attempt)
-        self.events.dropped(ticket.rollout_id, reason, PromptGoes.returned if returned else PromptGoes.used, attempt)
+        filtered = finished.as_next_attempt
+        self._dropped(ticket, reason, Turn(ticket.order, ticket.attempt + filtered, ticket.failures + (not filtered)))
+
+    def _finish(self, finished: FinishedRollout) -> None:
+        """The trainer has the rollout; also one that was given up."""
+        was_live = self.gate.is_live(finished.rollout_id)
+        ticket = self.gate.finish(finished.rollout_id)
+        if ticket is not None:
+            if not was_live:
+                self.queue.enter(ticket.order)
+            self.suspects.ended(ticket.owner, ticket.prompt_id)
+            self.tokens_finished += finished.tokens
+            self.events.finished(finished.rollout_id, finished.tokens)
+        _, told_late = self._ends_awaited.pop(finished.rollout_id, ("", None))
+        self._measure(told_late if ticket is None else ticket.prompt_id, finished)
+
+    def _dropped(self, ticket: Ticket, reason: str, again: Turn) -> None:
+        """A live rollout left; its prompt waits `again`, unless it is used or another rollout of it is live."""
+        goes = PromptGoes.returned if self.queue.leave(again) else PromptGoes.used
+        self.events.dropped(ticket.rollout_id, reason, goes, again.attempt, again.failures)
 
     def _drop_for_good(self, ticket: Ticket, reason: str) -> None:
-        """The rollout was dropped, and its prompt with it, unless the master finds that another was trained."""
+        """A live rollout left, and its prompt with it, unless the master finds that another was trained."""
+        self.queue.use(ticket.order)
+        self.queue.leave(_as_before(ticket))
         self.events.dropped(ticket.rollout_id, reason, PromptGoes.given_up)
         self.given_up.add(GivenUp(ticket.rollout_id, ticket.prompt_id))
 
@@ -350,33 +313,29 @@ class RolloutBooks:
             self.measured.add((prompt_id, finished.success))
 
     def _consume(self, report: ConsumedReport) -> None:
+        for rollout_id in report.trained:
+            self._came(rollout_id)
+            live, lost = self.gate.ticket(rollout_id), self.gate.given_up(rollout_id)
+            if (ticket := live or lost) is not None:
+                self.queue.use(ticket.order)
+            if live is not None:
+                self.queue.leave(_as_before(live))
         for dropped in report.dropped:
             self._drop_received(dropped)
-        for rollout_id in report.trained:
-            if (lost := self.gate.given_up(rollout_id)) is not None:
-                self.returned.running_again(lost.prompt_id)
-            self._came(rollout_id)
         self.gate.train(report.version, report.trained)
         self.given_up.forget(report.given_up_after)
         self.measured.forget(report.measured_after)
         self.events.forget(report.events_after)
 
     def _drop_received(self, dropped: DroppedRollout) -> None:
-        """The trainer dropped a rollout; its prompt waits again, unless it is used or another rollout of it is left."""
+        """The trainer dropped a rollout."""
         self._came(dropped.rollout_id)
         lost = self.gate.given_up(dropped.rollout_id)
         ticket = self.gate.drop(dropped.rollout_id, dropped.reason)
-        left = lost if ticket is None else ticket
-        returned = False
-        if left is not None and dropped.return_prompt and not self._may_be_trained(dropped.kept):
-            returned = self._give_back(left, left.attempt)
+        if dropped.used and (known := ticket or lost) is not None:
+            self.queue.use(known.order)
         if ticket is not None:
-            goes = PromptGoes.returned if returned else PromptGoes.used
-            self.events.dropped(dropped.rollout_id, dropped.reason, goes, ticket.attempt)
-
-    def _may_be_trained(self, rollout_id: str) -> bool:
-        """True if the trainer will train the rollout or tell of its drop, and that drop is not known yet."""
-        return self.gate.is_live(rollout_id) or self.gate.given_up(rollout_id) is not None
+            self._dropped(ticket, dropped.reason, _as_before(ticket))
 
     def _came(self, rollout_id: str) -> None:
         """The trainer had the rollout, so it came to its end, though its worker may be yet to tell."""
@@ -385,15 +344,11 @@ class RolloutBooks:
             self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
 
     def _give_up(self, worker: str) -> list[str]:
-        if self.shards.joined(worker):
-            for prompt in self.returned.owed(worker):
-                self.returned.give_back(self.shards.of(prompt.order), prompt.prompt_id, prompt.order, prompt.attempt)
         self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
         running = self.gate.running_of(worker)
         for rollout_id in running:
             if (ticket := self.gate.give_up(rollout_id)) is not None:
-                self.events.dropped(rollout_id, WORKER_LOST, PromptGoes.returned, ticket.attempt)
-                self._give_back(ticket, ticket.attempt)
+                self._dropped(ticket, WORKER_LOST, _as_before(ticket))
         return running
 
     def _give_up_crashing(self, worker: str, *, killed: bool) -> None:
@@ -406,25 +361,7 @@ class RolloutBooks:
                 self.gate.drop(ticket.rollout_id, DropReason.crashed_worker)
                 self._drop_for_good(ticket, DropReason.crashed_worker)
 
-    def _give_back(self, ticket: Ticket, attempt: int) -> bool:
-        """The prompt comes back to the worker of its shard; see `_give_back_to`."""
-        home = self.shards.of(ticket.order) if self.shards.joined(ticket.owner) else ticket.owner
-        return self._give_back_to(home, ticket, attempt)
 
-    def _give_back_to(self, worker: str, ticket: Ticket, attempt: int) -> bool:
-        """Return the prompt of a rollout that left to `worker`; True if it is about to be tried again.
-
-        It is not returned while another rollout of it is live (then by that one's end), on its way back already, or
-        dropped for good.
-        """
-        prompt_id = ticket.prompt_id
-        if self.gate.has_prompt(prompt_id) or any(each.prompt_id == prompt_id for each in self.given_up.unrecorded):
-            return False
-        if self.returned.owed_to(prompt_id) is None:
-            self.returned.give_back(worker, prompt_id, ticket.order, attempt)
-        return True
-
-    def _lend(self, lent: Lent) -> None:
-        self.gate.refuse(lent.rollout_id)
-        self.returned.give_back(lent.borrower, lent.prompt_id, lent.order, lent.attempt)
-        self.events.lent(lent.borrower, lent.prompt_id, lent.order, lent.attempt)
+def _as_before(ticket: Ticket) -> Turn:
+    """The prompt of a rollout, to be tried again as it was."""
+    return Turn(ticket.order, ticket.attempt, ticket.failures)

@@ -1,7 +1,10 @@
-"""What became of rollouts, on its way to the master, which writes it into the run's ledger.
+"""What only the manager hears of, on its way to the master: each entry gets a number.
 
-Each line gets a number. The master asks for those after the last number it saw, in the same call that brings the books,
-so that the two agree: a lost reply loses none, and what it has seen is forgotten here.
+The master names the last number that it has recorded, so a lost reply loses none, and what it has recorded is forgotten
+here. What became of rollouts goes this way into the run's ledger, in the same reply as the books, so that the two
+agree. So do prompts that RolloutWorkers dropped for good (it failed too often, makes no prompt, took too long, or was
+rejected by a filter or its agent without being given back), which the master records as used, and measured success
+rates, which its checkpoints keep.
 """
 
 from __future__ import annotations
@@ -9,80 +12,92 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, Lent, PromptGoes, RolloutLine
+from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager.staleness_gate import Ticket
 
+T = TypeVar("T")
 
-class EventsState(Struct, frozen=True):
-    """What `RolloutEvents` holds."""
+
+class LogState(Struct, Generic[T], frozen=True):
+    """What a `NumberedLog` holds."""
 
     last_seq: int
-    lines: list[RolloutLine]
+    entries: list[T]
 
 
-class RolloutEvents:
-    """See the module's docstring. Bounded by what happens between two reports of the master.
+class NumberedLog(Generic[T]):
+    """See the module's docstring. Pure state; bounded by what comes between two reports of the master.
 
     Args:
         after: numbers begin above this; a manager that is restarted must not begin below what its predecessor gave out.
+    """
+
+    def __init__(self, after: int = 0) -> None:
+        self.last_seq = after
+        self._entries: deque[T] = deque()
+
+    @property
+    def unrecorded(self) -> list[T]:
+        """Those that the master may not know yet, in order; the last has number `last_seq`."""
+        return list(self._entries)
+
+    def begin_above(self, seq: int) -> None:
+        """Numbers begin above `seq`; there was no entry yet."""
+        self.last_seq = seq
+
+    def state(self) -> LogState[T]:
+        """All there is; `restore` takes it."""
+        return LogState(self.last_seq, list(self._entries))
+
+    def restore(self, state: LogState[T]) -> None:
+        """Be as `state` says."""
+        self.last_seq, self._entries = state.last_seq, deque(state.entries)
+
+    def add(self, entry: T) -> None:
+        """Give `entry` the next number."""
+        self.last_seq += 1
+        self._entries.append(entry)
+
+    def forget(self, seq: int) -> None:
+        """The master has recorded the entries with numbers up to `seq`."""
+        while self._entries and self.last_seq - len(self._entries) < seq:
+            self._entries.popleft()
+
+
+class RolloutEvents(NumberedLog[RolloutLine]):
+    """The ledger's lines on what became of rollouts.
+
+    Args:
         now: seconds since 1970.
     """
 
     def __init__(self, after: int = 0, now: Callable[[], float] = time.time) -> None:
-        self.last_seq = after
+        super().__init__(after)
         self._now = now
-        self._lines: deque[RolloutLine] = deque()
 
     def admitted(self, ticket: Ticket, version: int) -> None:
         """The gate let the rollout start while `version` was served."""
         prompt, order, attempt = ticket.prompt_id, ticket.order, ticket.attempt
-        self._add(Admitted(ticket.rollout_id, prompt, order, attempt, ticket.owner, version, self._at()))
-
-    def lent(self, worker: str, prompt_id: str, order: int, attempt: int) -> None:
-        """`worker`, which joined, is to play the prompt."""
-        self._add(Lent(prompt_id, order, attempt, worker, self._at()))
+        self.add(Admitted(ticket.rollout_id, prompt, order, attempt, ticket.owner, version, self._at()))
 
     def finished(self, rollout_id: str, tokens: int) -> None:
         """The trainer has the rollout, also if it was given up before."""
-        self._add(Finished(rollout_id, tokens, self._at()))
+        self.add(Finished(rollout_id, tokens, self._at()))
 
-    def dropped(self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None) -> None:
+    def dropped(
+        self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None, failures: int = 0
+    ) -> None:
         """The rollout left the count for `reason`; a prompt that is returned is tried again as its `attempt`."""
-        again = attempt if prompt is PromptGoes.returned else None
-        self._add(Dropped(rollout_id, reason, prompt, self._at(), again))
+        again = (attempt, failures) if prompt is PromptGoes.returned else ()
+        self.add(Dropped(rollout_id, reason, prompt, self._at(), *again))
 
     def abandoned(self, rollout_id: str) -> None:
         """The run ends before the rollout does."""
-        self._add(Abandoned(rollout_id, self._at()))
-
-    @property
-    def untold(self) -> list[RolloutLine]:
-        """The lines that the master may not have written yet, in order; the last has number `last_seq`."""
-        return list(self._lines)
-
-    def forget(self, seq: int) -> None:
-        """The master has written the lines with numbers up to `seq`."""
-        while self._lines and self.last_seq - len(self._lines) < seq:
-            self._lines.popleft()
-
-    def begin_above(self, seq: int) -> None:
-        """Numbers begin above `seq`; nothing happened yet."""
-        self.last_seq = seq
-
-    def state(self) -> EventsState:
-        """All there is; `restore` takes it."""
-        return EventsState(self.last_seq, list(self._lines))
-
-    def restore(self, state: EventsState) -> None:
-        """Be as `state` says."""
-        self.last_seq, self._lines = state.last_seq, deque(state.lines)
-
-    def _add(self, line: RolloutLine) -> None:
-        self.last_seq += 1
-        self._lines.append(line)
+        self.add(Abandoned(rollout_id, self._at()))
 
     def _at(self) -> float:
         return round(self._now(), 3)

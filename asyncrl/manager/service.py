@@ -8,24 +8,23 @@ runs on the servers goes on there, and counts again with its next request.
 A verb takes its request and returns its reply (`asyncrl.manager.messages`). Those that may have to wait look again
 whenever something changed that they depend on:
 
-    allocate_rollout   waits for room at the gate, or for prompts that are given back (`asyncrl.manager.admission`)
-    lend               waits until a worker that joined has room for prompts (`asyncrl.manager.lending`)
+    allocate_rollout   waits for room at the gate, and answers with what to play (`asyncrl.manager.admission`)
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
 
-Incarnations. A worker's process that died is followed by another of the same name and shard, its next incarnation.
-Whatever is heard of that one first, a call or its status, ends the one before: its running rollouts are dropped
-(`worker_died`), their prompts are returned to the worker, and its late calls are refused, but for what they tell of
-rollouts that ended. So all running rollouts of a worker belong to one incarnation. The successor asks what its
-predecessors have seen to (`take_over`) and then reads which prompts are used; between the two nothing is missed, as
-the master writes that file before it reports a step here, and only its report takes a rollout or a prompt off the list.
+Incarnations. A worker's process that died is followed by another of the same name, its next incarnation. Whatever is
+heard of that one first, a call or its status, ends the one before: its running rollouts are dropped (`worker_died`),
+their prompts wait for any worker, and its late calls are refused, but for what they tell of rollouts that ended. So
+all running rollouts of a worker belong to one incarnation.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,6 @@ from asyncrl.comm.remembered import ids_remembered
 from asyncrl.manager import messages as m
 from asyncrl.manager.admission import Admission
 from asyncrl.manager.event_log import EventLog
-from asyncrl.manager.gate_queue import GateQueue
-from asyncrl.manager.leases import WorkerLeases
-from asyncrl.manager.lending import Lending
-from asyncrl.manager.lost_servers import LostServers
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.rollout_books import (
     Abandoned,
@@ -47,18 +42,20 @@ from asyncrl.manager.rollout_books import (
     Consumed,
     Died,
     Ended,
-    Event,
     RolloutBooks,
     Served,
     Succeeded,
 )
 from asyncrl.manager.router import Router, ServerView
-from asyncrl.manager.shards import NO_SHARDS, Shards
 from asyncrl.manager.wakeup import Signal
 from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 
 MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""
+LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
+"""Losses of servers that are remembered: of each server some lives, all of which may end within a pause of a worker."""
 
 
 class ManagerService:
@@ -69,11 +66,12 @@ class ManagerService:
         max_staleness: η, versions.
         routing: routing policy.
         lease_s: seconds of silence after which a worker's rollouts are given up.
-        place_first: admissions bring a server. Not where servers are drained: they would wait for what nobody sent yet.
+        order: of the prompts.
+        first: the size that a rollout's first request is taken to have, so that admissions bring a server for it. None
+            where servers are drained: they would wait for what nobody sent yet.
         pacing: says how much of the gate's room is to be used now; None: all.
         clock: monotonic time in seconds.
         log_file: where the inputs are written; None: nowhere, and a service that dies is lost.
-        shards: the workers' shards of the data order; those beyond them have joined.
         versions_in_use: those that servers serve or load, for who may delete weights.
     """
 
@@ -84,30 +82,21 @@ class ManagerService:
         max_staleness: int,
         routing: str,
         lease_s: float,
-        place_first: bool = True,
+        order: DataOrder,
+        first: m.RequestSize | None = None,
         pacing: DeadlinePacing | None = None,
         clock: Callable[[], float] = time.monotonic,
         log_file: Path | None = None,
-        shards: Shards = NO_SHARDS,
         versions_in_use: Callable[[], Collection[int]] = tuple,
     ) -> None:
         self.log = EventLog(log_file, lambda: self.rollouts.remember())
-        self.rollouts = RolloutBooks(batch_size, max_staleness, self.log.note, shards=shards)
-        self.gate, self.returned = self.rollouts.gate, self.rollouts.returned
+        self.rollouts = RolloutBooks(batch_size, max_staleness, order, self.log.note)
+        self.gate = self.rollouts.gate
         self.router = Router(routing, ids_remembered(batch_size, max_staleness))
         self.leases = WorkerLeases(lease_s)
         self._clock, self._versions_in_use = clock, versions_in_use
-        calls = GateQueue(self.rollouts.suspects)
-        self._lending = Lending(self.rollouts, calls, self._apply)
         self.admission = Admission(
-            self.rollouts,
-            calls,
-            self._lending.lenders,
-            self._place,
-            self._apply,
-            place_first=place_first,
-            pacing=pacing,
-            clock=clock,
+            self.rollouts, self._place, self.rollouts.apply, first=first, pacing=pacing, clock=clock
         )
         self._routes = Signal()
         self.progress = Signal()
@@ -116,9 +105,7 @@ class ManagerService:
     def verbs(self) -> dict[str, m.Verb]:
         """What it answers: by path the request's type and the handler. A reply waits for its causes to be written."""
         verbs: dict[str, m.Verb] = {
-            "/take_over": (m.TakeOverRequest, self.take_over),
             "/allocate_rollout": (m.AllocateRequest, self.allocate_rollout),
-            "/lend": (m.LendRequest, self.lend),
             "/schedule_request": (m.ScheduleRequest, self.schedule_request),
             "/lost_servers": (m.LostServersRequest, self.lost_servers),
             "/wait_expiring": (m.WaitExpiringRequest, self.wait_expiring),
@@ -138,26 +125,12 @@ class ManagerService:
 
         return answer
 
-    async def take_over(self, request: m.TakeOverRequest) -> m.TakeOverReply:
-        """A worker's process begins; what of its shard is out already, and what was given up."""
-        self._note_call(request)
-        out = self.rollouts.out_of(request.worker)
-        return m.TakeOverReply(
-            [m.OutPrompt(prompt_id, attempt) for prompt_id, attempt in out.items()],
-            [given_up.prompt_id for given_up in self.rollouts.given_up.unrecorded],
-        )
-
     async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:
-        """Admit a prefix of the wanted rollouts; holds where there is nothing to tell."""
-        for rollout in request.rollouts:
-            self.admission.was_given_up(rollout.rollout_id)  # a refused call changes nothing
+        """Start rollouts for a prefix of the ids; holds where there is nothing to tell."""
+        for rollout_id in request.rollouts:
+            self.admission.was_given_up(rollout_id)  # a refused call changes nothing
         self._note_call(request)
         return await self.admission.answer(request, self._deadline(request.timeout_s))
-
-    async def lend(self, request: m.LendRequest) -> m.LendReply:
-        """Lend what is offered to who has room; without an offer hold until somebody has."""
-        self._note_call(request)
-        return await self._lending.answer(request, min(request.timeout_s, MAX_HOLD_S))
 
     async def schedule_request(self, request: m.ScheduleRequest) -> m.ScheduleReply:
         """Place the requests; holds while none of them can be."""
@@ -193,7 +166,7 @@ class ManagerService:
             self.router.release_rollout(rollout_id)
         for dropped in request.dropped:
             self.admission.rollout_ended(dropped.rollout_id, kept=False)
-        self._apply(Consumed(request))
+        self.rollouts.apply(Consumed(request))
         if request.trained:
             self.admission.batch_taken()
         self.admission.admit()
@@ -203,7 +176,7 @@ class ManagerService:
             self.gate.books(),
             given_up.unrecorded,
             given_up.last_seq,
-            events.untold,
+            events.unrecorded,
             events.last_seq,
             measured.unrecorded,
             measured.last_seq,
@@ -231,14 +204,14 @@ class ManagerService:
 
     async def close_gate(self, request: m.Empty) -> m.Done:
         """No rollout starts from now on."""
-        self._apply(Closed())
-        self._tell_of_the_end()
+        self.rollouts.apply(Closed())
+        self.admission.tell_of_the_end()
         return m.Done()
 
     async def abandon(self, request: m.Empty) -> m.Books:
         """Every live rollout is abandoned; the final books."""
-        self._apply(Abandoned())
-        self._tell_of_the_end()
+        self.rollouts.apply(Abandoned())
+        self.admission.tell_of_the_end()
         self.progress.notify()
         return self.gate.books()
 
@@ -254,7 +227,7 @@ class ManagerService:
     def routes_changed(self, served_version: int | None) -> None:
         """The router's servers changed; `served_version` is the least among those that take requests, if any does."""
         if served_version is not None and served_version > self.gate.version:
-            self._apply(Served(served_version))
+            self.rollouts.apply(Served(served_version))
             self.admission.admit()
         self._routes.notify()
 
@@ -267,7 +240,6 @@ class ManagerService:
         late = self.leases.expired(self._clock())
         for worker in late:
             self.worker_died(worker)
-        self.admission.look_for_absent()
         return late
 
     def incarnation_seen(self, worker: str, incarnation: int, *, killed: bool = False) -> bool:
@@ -280,15 +252,14 @@ class ManagerService:
         return True
 
     def worker_died(self, worker: str) -> None:
-        """The worker's process is gone: its running rollouts are dropped, their prompts wait for its successor."""
+        """The worker's process is gone: its running rollouts are dropped, their prompts wait for any worker."""
         self._ended(worker, Died(worker))
 
     def _ended(self, worker: str, event: Died | Succeeded) -> None:
         self.leases.end(worker)
-        self._lending.lenders.gone(worker)
         self.admission.gone(worker)
         self.router.release_worker(worker)
-        for rollout_id in self._apply(event):
+        for rollout_id in self.rollouts.apply(event):
             self.router.release_rollout(rollout_id)
             self.admission.rollout_ended(rollout_id, kept=False)
         self.admission.admit()
@@ -300,13 +271,15 @@ class ManagerService:
             curriculum.measured(prompt_id, success)
         self.admission.curriculum = curriculum
 
-    def begin(self, version: int, workers: Iterable[str] = (), dropped: Mapping[str, int] | None = None) -> None:
+    def begin(self, version: int, dropped: Mapping[str, int] | None = None, used: UsedPrompts | None = None) -> None:
         """The run starts (version 0) or goes on from a checkpoint at `version`; until then no rollout is admitted.
 
-        `workers` are waited for (`Admission.begin`). `dropped`: by reason, what was dropped up to the checkpoint.
+        `dropped`: by reason, what was dropped up to the checkpoint. `used`: the prompts that were trained, or dropped
+        for good, up to it.
         """
-        self._apply(Began(version, dict(dropped or {}), time.time_ns() // 1_000_000))
-        self.admission.begin(workers)
+        known = None if used is None else used.to_json()
+        self.rollouts.apply(Began(version, dict(dropped or {}), time.time_ns() // 1_000_000, known))
+        self.admission.admit()
 
     def begin_again(self) -> bool:
         """Go on where the service before this one stood; False where there was none, or it had not begun.
@@ -318,22 +291,10 @@ class ManagerService:
         """
         for noted in self.log.read():
             self.rollouts.replay(noted)
-        for owner in self.gate.owners | self.rollouts.incarnations.keys() | self.returned.workers:
+        for owner in self.gate.owners | self.rollouts.incarnations.keys():
             self.leases.renew(owner, self._clock())
         self.admission.begin_again()
         return self.rollouts.begun
-
-    def _apply(self, event: Event) -> list[str]:
-        """Take an input in, and wake the workers to which prompts are returned by it."""
-        given_up = self.rollouts.apply(event)
-        for worker in self.returned.take_told_more():
-            for waiting in self.admission.calls.of_worker(worker):
-                waiting.changed.notify()
-        return given_up
-
-    def _tell_of_the_end(self) -> None:
-        for waiting in self.admission.calls.all():
-            waiting.changed.notify()
 
     def _place(self, request: m.RouteRequest, worker: str) -> ServerView | None:
         """A server for the request; None where there is none now, or its rollout is over: nothing would release it."""
@@ -373,10 +334,79 @@ class ManagerService:
         """A rollout ended: the trainer has it, or it is dropped."""
         self.router.release_rollout(finished.rollout_id)
         before = self.rollouts.measured.last_seq
-        self._apply(Ended(finished))
+        self.rollouts.apply(Ended(finished))
         self.admission.rollout_ended(finished.rollout_id, kept=finished.accepted)
         if self.admission.curriculum is not None and self.rollouts.measured.last_seq > before:
             self.admission.curriculum.measured(*self.rollouts.measured.unrecorded[-1])
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)
+
+
+class WorkerLeases:
+    """A worker's lease is renewed by every call it makes and runs out after `lease_s` of silence.
+
+    Pure state: the caller brings the clock, in seconds.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._called_at: dict[str, float] = {}
+
+    @property
+    def workers(self) -> list[str]:
+        """Every worker whose lease has not run out."""
+        return list(self._called_at)
+
+    def renew(self, worker: str, now: float) -> None:
+        """`worker` is alive at `now`."""
+        self._called_at[worker] = now
+
+    def keep(self, worker: str, now: float) -> bool:
+        """A call of `worker` is held, and looks again: it is alive, unless its lease has ended since; whether not."""
+        if worker not in self._called_at:
+            return False
+        self._called_at[worker] = now
+        return True
+
+    def expired(self, now: float) -> list[str]:
+        """Workers whose lease has run out; each is named once, until it calls again."""
+        late = [worker for worker, called_at in self._called_at.items() if now - called_at > self._lease_s]
+        for worker in late:
+            del self._called_at[worker]
+        return late
+
+    def end(self, worker: str) -> None:
+        """`worker` is known to be dead."""
+        self._called_at.pop(worker, None)
+
+
+class LostServers:
+    """Servers that left service unexpectedly, numbered: each worker asks for those after the last that it was told.
+
+    `changed`: there is one more.
+    """
+
+    def __init__(self) -> None:
+        self.seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
+        """Number of the last."""
+        self.changed = Signal()
+        self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending
+
+    def __len__(self) -> int:
+        """URLs that are remembered."""
+        return len(self._losses)
+
+    def add(self, url: str, servers: int) -> None:
+        """What is at `url` is lost; `servers` are there."""
+        self.seq += 1
+        self._losses.pop(url, None)
+        self._losses[url] = self.seq
+        if len(self._losses) > max(LOSSES_AT_LEAST, LOSSES_PER_SERVER * servers):
+            self._losses.popitem(last=False)
+        self.changed.notify()
+
+    def since(self, after: int) -> list[str]:
+        """URLs of those with a number above `after`, in the order in which they were lost."""
+        newest_first = itertools.takewhile(lambda loss: loss[1] > after, reversed(self._losses.items()))
+        return [url for url, _ in newest_first][::-1]

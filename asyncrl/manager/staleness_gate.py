@@ -73,7 +73,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from msgspec import Struct
 
@@ -81,21 +81,21 @@ from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.remembered import Remembered, ids_remembered
 from asyncrl.manager.messages import Books
 
-TRAINED, ABANDONED, LENT = "trained", "abandoned", "lent"
+TRAINED, ABANDONED = "trained", "abandoned"
 WORKER_LOST = DropReason.worker_died.value
 """Reason of a rollout that was given up, which its own late report undoes."""
 _Key = TypeVar("_Key", int, str)
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """One rollout. `owner` is the worker that runs it; `prompt_id`, `order` and `attempt` say what to give back."""
+class Ticket(NamedTuple):
+    """One rollout. `owner` is the worker that runs it; the others say which prompt it plays, and as which try."""
 
     rollout_id: str
     owner: str
     prompt_id: str = ""
     order: int = 0
     attempt: int = 0
+    failures: int = 0
 
 
 @dataclass(slots=True)
@@ -113,10 +113,9 @@ class _Retired:
 
 _TRAINED = _Retired(TRAINED)
 _ABANDONED = _Retired(ABANDONED)
-_LENT = _Retired(LENT)
 
 
-LiveRow: TypeAlias = tuple[str, str, str, int, int, int, bool]
+LiveRow: TypeAlias = tuple[str, str, str, int, int, int, int, bool]
 """A live rollout: the fields of its ticket, the version it was admitted at, whether it is finished."""
 
 
@@ -158,7 +157,6 @@ class StalenessGate:
         self.trained_version = 0
         self.closed = False
         self._live: dict[str, _Live] = {}
-        self._live_of_prompt: Counter[str] = Counter()
         self._live_of_owner: dict[str, dict[str, _Live]] = {}
         self._running_at: Counter[int] = Counter()  # by the version of admission
         self._finished_at: Counter[int] = Counter()
@@ -257,10 +255,6 @@ class StalenessGate:
             self._retired.put(rollout_id, _Retired(retired.outcome))
         return None
 
-    def refuse(self, rollout_id: str) -> None:
-        """The rollout, which was not admitted, never will be: another worker plays its prompt. It enters no count."""
-        self._retired.put(rollout_id, _LENT)
-
     def give_up(self, rollout_id: str) -> Ticket | None:
         """The rollout's worker is silent: it leaves the count until it finishes after all; its ticket if it ran."""
         live = self._live.get(rollout_id)
@@ -312,7 +306,7 @@ class StalenessGate:
         return None if live is None or live.finished else live.version
 
     def outcome(self, rollout_id: str) -> str | None:
-        """How the rollout left, if that is remembered: `TRAINED`, `ABANDONED`, `LENT`, or why it was dropped."""
+        """How the rollout left, if that is remembered: `TRAINED`, `ABANDONED`, or why it was dropped."""
         retired = self._retired.get(rollout_id)
         return None if retired is None else retired.outcome
 
@@ -334,10 +328,6 @@ class StalenessGate:
         retired = self._retired.get(rollout_id)
         return None if retired is None or retired.lost is None else retired.lost.ticket
 
-    def has_prompt(self, prompt_id: str) -> bool:
-        """Whether a rollout of the prompt is live."""
-        return prompt_id in self._live_of_prompt
-
     def is_live(self, rollout_id: str) -> bool:
         """Whether the rollout runs, or is finished and not yet trained."""
         return rollout_id in self._live
@@ -355,9 +345,19 @@ class StalenessGate:
         """Prompts of which a rollout runs on worker `owner`."""
         return [live.ticket.prompt_id for live in self._live_of_owner.get(owner, {}).values() if not live.finished]
 
-    def live_of(self, owner: str) -> list[Ticket]:
-        """Rollouts of worker `owner` that run, or are finished and not yet trained."""
-        return [live.ticket for live in self._live_of_owner.get(owner, {}).values()]
+    @property
+    def live_ids(self) -> list[str]:
+        """All live rollouts."""
+        return list(self._live)
+
+    def live_orders(self) -> list[int]:
+        """Places in the data order of the prompts of all live rollouts."""
+        return [live.ticket.order for live in self._live.values()]
+
+    def ticket(self, rollout_id: str) -> Ticket | None:
+        """Ticket of a rollout that is live; None of any other."""
+        live = self._live.get(rollout_id)
+        return None if live is None else live.ticket
 
     def close(self) -> None:
         """No rollout starts from here on."""
@@ -400,7 +400,7 @@ class StalenessGate:
             self._part(rollout_id)
         for row in memory.live:
             self._join(_live(row))
-        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED, LENT: _LENT}
+        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}
         lost = {row[0]: _live(row) for row in memory.lost}
         self._retired.clear()
         for outcome, rollout_ids in memory.retired:
@@ -435,7 +435,6 @@ class StalenessGate:
         """Enter a rollout among the live ones."""
         ticket = live.ticket
         self._live[ticket.rollout_id] = live
-        self._live_of_prompt[ticket.prompt_id] += 1
         self._live_of_owner.setdefault(ticket.owner, {})[ticket.rollout_id] = live
         self._count(live)
 
@@ -445,7 +444,6 @@ class StalenessGate:
         if live is None:
             return None
         ticket = live.ticket
-        _take_one(self._live_of_prompt, ticket.prompt_id)
         of_owner = self._live_of_owner[ticket.owner]
         del of_owner[rollout_id]
         if not of_owner:
@@ -490,8 +488,6 @@ class StalenessGate:
             self._submitted += 1
         elif retired is _ABANDONED:
             self._abandoned -= 1
-        elif retired is _LENT:  # it was never counted
-            self._submitted += 1
         else:
             self._dropped[retired.outcome] -= 1
         return True
@@ -505,18 +501,9 @@ def _take_one(counts: Counter[_Key], key: _Key) -> None:
 
 
 def _row(live: _Live) -> LiveRow:
-    ticket = live.ticket
-    return (
-        ticket.rollout_id,
-        ticket.owner,
-        ticket.prompt_id,
-        ticket.order,
-        ticket.attempt,
-        live.version,
-        live.finished,
-    )
+    return *live.ticket, live.version, live.finished
 
 
 def _live(row: LiveRow) -> _Live:
-    rollout_id, owner, prompt_id, order, attempt, version, finished = row
-    return _Live(Ticket(rollout_id, owner, prompt_id, order, attempt), version, finished)
+    rollout_id, owner, prompt_id, order, attempt, failures, version, finished = row
+    return _Live(Ticket(rollout_id, owner, prompt_id, order, attempt, failures), version, finished)

@@ -47,9 +47,8 @@ class Suspects:
         self._in_hand = in_hand
         self._against: dict[str, int] = {}
         self._playing: dict[str, str] = {}
+        self._promised: dict[str, str] = {}  # by worker the suspect that it plays next, alone
         self._at_every_kill: frozenset[str] | None = None  # the prompts in hand at all of them; None before the first
-        self.changes = 0
-        """Grows whenever a prompt that has to wait may have to no longer."""
 
     def __bool__(self) -> bool:
         """True if there is a suspect."""
@@ -64,11 +63,25 @@ class Suspects:
     ) -> None:
         """Be as `state` says."""
         self._against, self._playing, self._at_every_kill = dict(against), dict(playing), at_every_kill
-        self.changes += 1
 
     def tried_alone(self, prompt_id: str) -> bool:
         """True if nothing is to be played beside `prompt_id` in the same worker."""
         return self._against.get(prompt_id, 0) >= ALONE
+
+    def tries_alone(self, worker: str) -> bool:
+        """True if `worker` plays a suspect beside which it begins nothing."""
+        return worker in self._playing and self.tried_alone(self._playing[worker])
+
+    def promised_to(self, worker: str) -> list[str]:
+        """The suspects that `worker` may be the one to try alone: the one that it was promised, or any that is free."""
+        if (mine := self._promised.get(worker)) is not None and self.tried_alone(mine):
+            return [mine]
+        others = {prompt for other, prompt in self._promised.items() if other != worker}
+        return [prompt for prompt in self._against if self.tried_alone(prompt) and prompt not in others]
+
+    def promise(self, worker: str, prompt_id: str) -> None:
+        """`worker` is to play `prompt_id` next, and begins nothing until its hands are empty."""
+        self._promised[worker] = prompt_id
 
     def must_wait(self, worker: str, prompt_id: str) -> bool:
         """True if `worker` may not begin `prompt_id` now, because of what else it plays."""
@@ -81,13 +94,10 @@ class Suspects:
         """`worker` plays `prompt_id`."""
         if prompt_id in self._against and self._playing.get(worker) != prompt_id:
             self._playing[worker] = prompt_id
-            self.changes += 1
 
     def ended(self, worker: str, prompt_id: str) -> None:
         """`prompt_id` came to an end on `worker`, whichever: it kills nobody, and another may be alone there now."""
-        if self._against:
-            self._against.pop(prompt_id, None)
-            self.changes += 1
+        self._against.pop(prompt_id, None)
         if self._playing.get(worker) == prompt_id:
             self._stop(worker)
 
@@ -120,5 +130,5 @@ class Suspects:
 
     def _stop(self, worker: str) -> str | None:
         """`worker` plays no suspect from now on; returns the one that it played."""
-        self.changes += bool(self._against)
+        self._promised.pop(worker, None)
         return self._playing.pop(worker, None)

@@ -5,7 +5,7 @@ A pure state machine over metadata (`RolloutRecord`); the tensors wait in the Mo
 Life of a record
 
     add ──▶ live ──take──▶ taken ──trained──▶ trained          (its prompt is used from here on)
-      │       └──expired at take──▶ dropped: stale             (its prompt goes back to the dataset)
+      │       └──expired at take──▶ dropped: stale             (its prompt waits again)
       ├──▶ dropped: duplicate_prompt                           (the first attempt was faster, or the prompt is used)
       └──▶ a second copy of a known rollout id: freed where it lies, counted nowhere else
 
@@ -218,8 +218,7 @@ class SampleBuffer:
 
     def _drop(self, record: RolloutRecord, reason: str) -> None:
         self.dropped[reason] += 1
-        kept = self._prompts.get(record.prompt_id, "")
-        self._drops.append(Drop(record, reason, record.prompt_id not in self.used, kept))
+        self._drops.append(Drop(record, reason, record.prompt_id in self.used))
         self._finished.put(record.rollout_id, True)
 
 

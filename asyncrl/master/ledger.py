@@ -44,15 +44,13 @@ from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.recorded import Recorded
+from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.runtime.run_dir import LEDGER_DIR
 
 FILE_BYTES = 16 << 20
 """About 50,000 rollouts."""
 
-_OF_A_ROLLOUT = tuple(
-    f'{{"kind":"{kind}"'.encode() for kind in ("admitted", "lent", "finished", "dropped", "abandoned")
-)
+_OF_A_ROLLOUT = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("admitted", "finished", "dropped", "abandoned"))
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Line).decode

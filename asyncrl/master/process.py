@@ -11,9 +11,10 @@ from asyncrl.comm import names
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.silence import unless_silent
-from asyncrl.master.train_loop import Peers, TrainLoop
+from asyncrl.master.train_loop import TrainLoop
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
@@ -36,17 +37,13 @@ class MasterWorker(AsyncWorker):
             except StopRequested:
                 return
             last_step = LastStep(self.run_dir) if keeps_last_step(self.config) else None
-            loop = TrainLoop(
-                self.config,
-                self.run_dir,
-                self._graph,
-                peers,
-                self.stop,
-                last_step=last_step,
-                incarnation=self.spec.incarnation,
-                begun=self.ready,
+            incarnation = self.spec.incarnation
+            parts = assemble(
+                self.config, self.run_dir, self._graph, peers, self.stop, last_step=last_step, incarnation=incarnation
             )
-            await unless_silent(loop.run(), peers.workers, self.stop, self.config.system.stop_patience_s)
+            await unless_silent(
+                TrainLoop(parts, self.ready).run(), peers.workers, self.stop, self.config.system.stop_patience_s
+            )
 
     async def _replaying(self, closing: AsyncExitStack) -> Peers:
         """Peers for kept samples in place of rollouts."""

@@ -10,14 +10,13 @@ from asyncrl.trainer.messages import RolloutRecord
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A received rollout that will not be trained, and why."""
+    """A received rollout that will not be trained, and why; `used`: its prompt is trained, or dropped for good."""
 
     record: RolloutRecord
     reason: str
-    return_prompt: bool
-    kept: str = ""
+    used: bool
 
     @property
     def message(self) -> DroppedRollout:
         """What the manager is told of it."""
-        return DroppedRollout(self.record.rollout_id, self.reason, self.return_prompt, self.kept)
+        return DroppedRollout(self.record.rollout_id, self.reason, self.used)

@@ -77,7 +77,7 @@ class OfflineGate:
         for drop in dropped:
             self._live.discard(drop.rollout_id)
             self._dropped[drop.reason] += 1
-            goes = PromptGoes.returned if drop.return_prompt else PromptGoes.used
+            goes = PromptGoes.used if drop.used else PromptGoes.returned
             self._lines.append(Dropped(drop.rollout_id, drop.reason, goes, self._now()))
         lines, self._lines = self._lines, []
         books = Books(

@@ -2,10 +2,10 @@
 
 Life of a rollout here
 
-1. `allocate`: the staleness gate admits it; until then its prompt waits.
+1. `allocate`: the staleness gate admits it, and the GserverManager says which prompt it plays.
 2. `run_group`: the agent's episodes act in their environments at the same time; the policy answers.
-3. Filters may reject the group; it leaves the count with its reason. Where the filter says so its prompt goes back, to
-   be tried with other random numbers after the rest of the epoch, `rollout.filter_tries` times in all.
+3. Filters may reject the group; it leaves the count with its reason. Where the filter says so its prompt is tried
+   again, with other random numbers and after the rest of the epoch, `rollout.filter_tries` times in all.
 4. `push`: a training rank acknowledges the trajectory. Only then
 5. `finish`: the manager moves it from running to finished, so that no counter ever misses it.
 
@@ -33,12 +33,12 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from asyncrl.algorithms.group_view import Verdict
-from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
+from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Sample, Trajectory
 from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, failed_in, given_up
 from asyncrl.config.catalog import resolve
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.messages import FinishedRollout, RequestSize, ReturnedPrompt, Route, WantedRollout
-from asyncrl.plugins.datasets.order import LentPrompts, PromptRef, PromptStream
+from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
+from asyncrl.plugins.datasets.order import PromptRef
 from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt
 from asyncrl.rollout.episode import Tries, judge, metrics_of, run_group, shape
 from asyncrl.rollout.generation_client import RolloutClient
@@ -55,40 +55,11 @@ MAX_ASKED = 64
 """Rollouts asked for in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
 GATHER_S = 0.01
 """How long the loop, where it was full, waits after a rollout's end: those that end in one burst ask in one call."""
-LEND_WAIT_S = 30.0
-"""How long one call waits for workers that want prompts of this one's shard."""
 MAX_ATTEMPTS = 3
 """Of an episode, and of a prompt."""
 AFTERWARDS_S = 60.0
 """Beyond `rollout.rollout_timeout_s`, which ends the episodes: to score them, and to hand them over."""
 MAX_FAILURES_IN_A_ROW = 16
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """A rollout to be: its prompt (or why there is none), and where its first request goes."""
-
-    rollout_id: str
-    ref: PromptRef
-    prompt: Prompt | Exception
-    route: Route | None = None
-    rests: bool = False
-    failed_in: str | None = None
-    """The code of the user's in which it failed, where that is known."""
-
-    @property
-    def wanted(self) -> WantedRollout:
-        """What the gate is asked for."""
-        ref = self.ref
-        return WantedRollout(self.rollout_id, ref.prompt_id, ref.order, self.first, ref.attempt)
-
-    @property
-    def first(self) -> RequestSize | None:
-        """Its first request, as far as one can tell: what an agent asks first is mostly the prompt's whole group."""
-        prompt = self.prompt
-        if isinstance(prompt, Exception):
-            return None
-        return RequestSize(len(prompt.input_ids), prompt.sampling.max_new_tokens, prompt.group_size)
 
 
 @dataclass(slots=True)
@@ -99,6 +70,8 @@ class _RolloutPolicy:
     rollout_id: str
     route: Route | None
     failures: list[Exception] = field(default_factory=list)
+    failed_in: str | None = None
+    """The code of the user's in which the rollout failed, where that is known."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         route, self.route = self.route, None
@@ -114,9 +87,8 @@ class RolloutLoop:
     """See the module's docstring. `run` goes on until it is cancelled or everything fails.
 
     Args:
-        stream: the worker's prompts: of its shard, or those that it is lent.
         plugins: the user's agent, environment, dataset and reward.
-        gate: the GserverManager, which admits rollouts and learns of their end.
+        gate: the GserverManager, which admits rollouts, says what they play and learns of their end.
         client: asks the policy on behalf of a rollout.
         push: hands a trajectory to a training rank; returns once it is acknowledged.
         config: concurrency, filters, limits.
@@ -127,7 +99,6 @@ class RolloutLoop:
 
     def __init__(
         self,
-        stream: PromptStream | LentPrompts,
         plugins: Plugins,
         gate: ManagerClient,
         client: RolloutClient,
@@ -140,15 +111,13 @@ class RolloutLoop:
         self._tries = Tries(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
         self._lost: Counter[str] = Counter()
         self._right_at = right_at
-        self._stream, self._plugins, self._gate = stream, plugins, gate
+        self._plugins, self._gate = plugins, gate
         self._client, self._push, self._config = client, push, config
         self._filters = [resolve("filter", choice.name, choice.params, registered_in) for choice in config.filters]
         self._shapings = [resolve("shaping", choice.name, choice.params, registered_in) for choice in config.shaping]
-        self._candidates: list[_Candidate] = []
-        self._returned_ack = 0
+        self._ids: list[str] = []  # of rollouts that there is room for
         self._free = config.max_concurrent
         self._room = asyncio.Event()
-        self._attempts: Counter[str] = Counter()
         self._failures_in_a_row = 0
 
     async def run(self) -> NoReturn:
@@ -159,128 +128,73 @@ class RolloutLoop:
                     self._room.clear()
                     await self._room.wait()
                     await asyncio.sleep(GATHER_S)
-                for candidate in await self._admitted():
+                for granted in await self._admitted():
                     self._free -= 1
-                    tasks.create_task(self._roll_out(candidate))
+                    tasks.create_task(self._roll_out(granted))
 
-    async def lend(self) -> NoReturn:
-        """Beside `run`, where there is a shard: hand prompts of it to workers that joined, as many as are wanted."""
-        offered: list[_Candidate] = []
-        while True:
-            reply = await self._gate.lend([item.wanted for item in offered], LEND_WAIT_S)
-            self._candidates = [item for item in self._candidates if item.rollout_id not in reply.lent]
-            offered = self._to_offer(reply.wanted)
-
-    def _to_offer(self, wanted: int) -> list[_Candidate]:
-        """Every second of those that wait at the gate, so that both advance in the data order, then new ones.
-
-        What is not lent stays among the candidates.
-        """
-        waiting = self._candidates[1::2][:wanted]
-        drawn = [self._next_candidate() for _ in range(wanted - len(waiting))]
-        new = [candidate for candidate in drawn if candidate is not None]
-        self._candidates += new
-        return waiting + new
-
-    async def _admitted(self) -> list[_Candidate]:
+    async def _admitted(self) -> list[GrantedRollout]:
+        """Ask for a prompt for each rollout that there is room for."""
         most = min(self._free, MAX_ASKED)
-        while len(self._candidates) < most and (candidate := self._next_candidate()) is not None:
-            self._candidates.append(candidate)
-        asked = self._candidates[: self._free]
-        reply = await self._gate.allocate(
-            [item.wanted for item in asked],
-            timeout_s=ALLOCATE_WAIT_S,
-            returned_ack=self._returned_ack,
-            room=max(0, most - len(self._candidates)),
-        )
-        for returned in reply.returned:
-            self._take_back(returned)
-        grants = {grant.rollout_id: grant for grant in reply.granted}
-        settled = grants.keys() | set(reply.gone)
-        self._candidates = [item for item in self._candidates if item.rollout_id not in settled]
-        granted = [item for item in asked if item.rollout_id in grants]
-        for item in granted:
-            item.route, item.rests = grants[item.rollout_id].route, grants[item.rollout_id].rests
-        return granted
+        self._ids += [uuid.uuid4().hex for _ in range(most - len(self._ids))]
+        reply = await self._gate.allocate(self._ids[:most], timeout_s=ALLOCATE_WAIT_S)
+        settled = {grant.rollout_id for grant in reply.granted} | set(reply.gone)
+        self._ids = [rollout_id for rollout_id in self._ids if rollout_id not in settled]
+        return reply.granted
 
-    def _next_candidate(self) -> _Candidate | None:
-        """The rollout of the next prompt; None where it has none now, as it is lent them."""
-        ref = self._stream.next()
-        if ref is None:
-            return None
-        prompt: Prompt | Exception
-        try:
-            prompt = self._plugins.train_prompt(ref)
-        except Exception as error:  # whatever the user's dataset raises: the rollout fails with it, once it is admitted
-            prompt = error
-        return _Candidate(uuid.uuid4().hex, ref, prompt)
-
-    def _take_back(self, returned: ReturnedPrompt) -> None:
-        if returned.seq <= self._returned_ack:
-            return
-        self._returned_ack = returned.seq
-        try:
-            self._stream.give_back(returned.prompt_id, returned.attempt)
-        except ValueError:  # it was returned before: it waits to be handed out
-            _log.info("prompt %s came back and was not out", returned.prompt_id)
-
-    async def _roll_out(self, candidate: _Candidate) -> None:
+    async def _roll_out(self, granted: GrantedRollout) -> None:
+        policy = _RolloutPolicy(self._client, granted.rollout_id, granted.route)
         limit = asyncio.timeout(self._config.rollout_timeout_s + AFTERWARDS_S)
         try:
             async with limit:
-                outcome = await self._attempt(candidate)
+                outcome = await self._attempt(granted, policy)
             self._failures_in_a_row = 0
         except Exception as error:
             if isinstance(error, EpisodeTimeout) or limit.expired():  # other TimeoutErrors are the user's own
-                _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", candidate.ref.prompt_id)
-                outcome = FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.timeout)
+                _log.warning("rollout of prompt %s exceeded rollout.rollout_timeout_s", granted.prompt_id)
+                outcome = FinishedRollout(granted.rollout_id, accepted=False, reason=DropReason.timeout)
             else:
-                outcome = self._failure(candidate, error)
+                outcome = self._failure(granted, policy, error)
         finally:
             self._free += 1
             self._room.set()
-        if not outcome.return_prompt:
-            del self._attempts[candidate.ref.prompt_id]
         self._gate.finish([outcome])
 
-    async def _attempt(self, candidate: _Candidate) -> FinishedRollout:
+    async def _attempt(self, granted: GrantedRollout, policy: _RolloutPolicy) -> FinishedRollout:
         """Roll out, judge, and hand over what is kept."""
-        ref, plugins = candidate.ref, self._plugins
-        if candidate.rests:
-            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.curriculum)
-        if isinstance(candidate.prompt, Exception):
-            raise candidate.prompt
-        policy = _RolloutPolicy(self._client, candidate.rollout_id, candidate.route)
+        rollout_id, plugins = granted.rollout_id, self._plugins
+        if granted.rests:
+            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.curriculum)
+        prompt = plugins.train_prompt(PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt))
         try:
             with metered() as meter:
                 samples, counted = await run_group(
                     plugins.agent,
-                    plugins.make_envs(candidate.prompt.group_size),
-                    candidate.prompt,
+                    plugins.make_envs(prompt.group_size),
+                    prompt,
                     policy,
                     plugins.episode_client,
                     self._tries,
                 )
         except Exception as error:
-            candidate.failed_in = group_failed_in(error, type(plugins.agent).__name__, policy.failures)
+            policy.failed_in = group_failed_in(error, type(plugins.agent).__name__, policy.failures)
             raise
         self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
         if not samples:
-            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.agent_rejected)
+            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.agent_rejected)
         success = self._success(samples)
         verdict = judge(samples, self._filters)
         if not verdict.keep:
-            return self._rejection(candidate, verdict, success)
+            return self._rejection(granted, verdict, success)
         shaped = shape(samples, self._shapings)
         metrics = metrics_of(samples) | counted | meter.metrics()
         lost, self._lost = self._lost, Counter()  # with those of groups that were not pushed
         try:
-            await self._push(Trajectory(candidate.rollout_id, ref.prompt_id, ref.order, shaped, metrics | lost))
+            await self._push(Trajectory(rollout_id, granted.prompt_id, granted.order, shaped, metrics | lost))
         except BaseException:
             self._lost.update(lost)
             raise
         tokens = sum(len(sample.tokens) for sample in samples)
-        return FinishedRollout(candidate.rollout_id, accepted=True, tokens=tokens, success=success)
+        return FinishedRollout(rollout_id, accepted=True, tokens=tokens, success=success)
 
     def _success(self, samples: Sequence[Sample]) -> float | None:
         """The share of right answers, where a curriculum asks for it."""
@@ -288,12 +202,12 @@ class RolloutLoop:
             return None
         return sum(sample.reward >= self._right_at for sample in samples) / len(samples)
 
-    def _rejection(self, candidate: _Candidate, verdict: Verdict, success: float | None) -> FinishedRollout:
+    def _rejection(self, granted: GrantedRollout, verdict: Verdict, success: float | None) -> FinishedRollout:
         """A filter rejected the group; where it returns the prompt, that is tried again as often as is allowed."""
-        again = verdict.return_prompt and candidate.ref.attempt + 1 < self._config.filter_tries
+        again = verdict.return_prompt and granted.attempt + 1 < self._config.filter_tries
         reason = given_up(verdict.reason) if verdict.return_prompt and not again else verdict.reason
         return FinishedRollout(
-            candidate.rollout_id,
+            granted.rollout_id,
             accepted=False,
             reason=reason,
             return_prompt=again,
@@ -301,18 +215,17 @@ class RolloutLoop:
             success=success,
         )
 
-    def _failure(self, candidate: _Candidate, error: Exception) -> FinishedRollout:
-        prompt_id = candidate.ref.prompt_id
+    def _failure(self, granted: GrantedRollout, policy: _RolloutPolicy, error: Exception) -> FinishedRollout:
+        rollout_id, prompt_id = granted.rollout_id, granted.prompt_id
         if isinstance(error, OverlongPrompt):  # said at the start, with how many there are; no sign of a defect
             _log.debug("prompt %s is left out: %s", prompt_id, error)
-            return FinishedRollout(candidate.rollout_id, accepted=False, reason=DropReason.overlong_prompt)
-        self._attempts[prompt_id] += 1
+            return FinishedRollout(rollout_id, accepted=False, reason=DropReason.overlong_prompt)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= max(MAX_FAILURES_IN_A_ROW, self._config.max_concurrent - self._free):
             _log.error("%d rollouts in a row failed, the last on prompt %s", self._failures_in_a_row, prompt_id)
             raise error
-        reason = DropReason.bad_prompt if isinstance(error, BadPrompt) else failed_in(candidate.failed_in)
-        again = reason != DropReason.bad_prompt and self._attempts[prompt_id] < MAX_ATTEMPTS
+        reason = DropReason.bad_prompt if isinstance(error, BadPrompt) else failed_in(policy.failed_in)
+        again = reason != DropReason.bad_prompt and granted.failures + 1 < MAX_ATTEMPTS
         fate = "to be tried again" if again else "given up"
         _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
-        return FinishedRollout(candidate.rollout_id, accepted=False, reason=reason, return_prompt=again)
+        return FinishedRollout(rollout_id, accepted=False, reason=reason, return_prompt=again)

@@ -22,7 +22,6 @@ from asyncrl.inference.settings import caches_prefixes, finds_stop_strings
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
-from asyncrl.plugins.datasets.order import LentPrompts, PromptStream
 from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.evaluator import Evaluator
 from asyncrl.rollout.generation_client import RolloutClient
@@ -45,7 +44,7 @@ _BACKOFF = Backoff(0.2, 5.0)
 
 
 class RolloutWorker(AsyncWorker):
-    """Agents, environments and rewards on one shard of the prompts; one that joined is lent prompts of all shards."""
+    """Agents, environments and rewards, on the prompts that the GserverManager hands out."""
 
     trains: ClassVar[bool] = True
     """Whether it has training prompts; else it evaluates alone."""
@@ -189,25 +188,24 @@ class RolloutWorker(AsyncWorker):
         server = self._request_server()
         try:
             self._register(server.endpoint)
-            stream, plugins, config = await self._open_stream(manager), self._plugins, self.config
+            plugins, config = self._plugins, self.config
             curriculum = config.dataset.curriculum
             right_at = curriculum.right_at if curriculum.is_on else None
             loop = RolloutLoop(
-                *(stream, plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
+                *(plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
                 right_at=right_at,
                 least_episodes=config.algorithm.least_episodes,
             )
             self.ready()
-            await self._until_stopped(loop, pusher, lends=not self._has_joined)
+            await self._until_stopped(loop, pusher)
         finally:
             server.close()
             unacknowledged = await pusher.close(CLOSE_LIMIT_S)
             self.log.info("stopped; %d trajectories were never acknowledged", len(unacknowledged))
 
-    async def _until_stopped(self, loop: RolloutLoop, pusher: TrajectoryPusher, *, lends: bool) -> None:
+    async def _until_stopped(self, loop: RolloutLoop, pusher: TrajectoryPusher) -> None:
         """Run the loop until a stop is requested; a failure of it is this worker's."""
-        works = [loop.run(), self._follow_pullers(pusher), *([loop.lend()] if lends else [])]
-        working = [asyncio.create_task(work) for work in works]
+        working = [asyncio.create_task(work) for work in (loop.run(), self._follow_pullers(pusher))]
         stopping = asyncio.create_task(self.stop.wait())
         try:
             done, _ = await asyncio.wait({*working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -218,7 +216,7 @@ class RolloutWorker(AsyncWorker):
 
     @property
     def _has_joined(self) -> bool:
-        """Whether it was added to the run that goes on, and so has no shard."""
+        """Whether it was added to the run that goes on."""
         return self.index >= self.config.rollout.workers
 
     @property
@@ -234,23 +232,6 @@ class RolloutWorker(AsyncWorker):
     def _register_pusher(self) -> None:
         lease_s = self.config.system.heartbeat_s
         self.resolver.add(names.pusher_key(self.index), self.name, lease_s=lease_s, replace=True)
-
-    async def _open_stream(self, manager: ManagerClient) -> PromptStream | LentPrompts:
-        """The prompts of this worker's shard, once the MasterWorker has said which are used; or those that it is lent.
-
-        Those that the process before this one has seen to are asked for first, see `ManagerClient.take_over`.
-        """
-        former = await manager.take_over()
-        if self._has_joined:
-            return LentPrompts(len(self._plugins.train_set), self.config.seed)
-        leader = names.RECORDER if self.config.samples.only else names.MASTER_WORKER
-        await self.registered(names.DATA_STATE_KEY, leader, while_alive=True)  # it waits for the ranks meanwhile
-        rows, workers = len(self._plugins.train_set), self.config.rollout.workers
-        used = [*await manager.used_prompts(), *former.given_up]
-        out = {prompt.prompt_id: prompt.attempt for prompt in former.out}
-        if out:
-            self.log.info("%d prompts of the process before this one are at the trainer or come back", len(out))
-        return PromptStream(rows, self.config.seed, self.index, workers, used=used, out=out)
 
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
         """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go.

@@ -64,7 +64,7 @@ class EndpointConfig:
 class RolloutConfig:
     """RolloutWorkers: agents, environments, rewards."""
 
-    workers: int = setting(1, "number of RolloutWorkers; each takes a shard of the prompts", minimum=1)
+    workers: int = setting(1, "number of RolloutWorkers", minimum=1)
     max_concurrent: int = setting(128, "rollouts one worker runs at the same time", unit="rollouts", minimum=1)
     new_tokens_per_chunk: int = setting(
         0, "ask for so many tokens at a time; 0: the whole answer", unit="tokens", minimum=0

@@ -1,7 +1,7 @@
 """One simulated run: the control plane's own code, and around it what is simulated.
 
 Real: `ManagerService` with its gate, router, leases and pacing; `FleetDecisions` and `FleetRunner`; `ManagerClient`,
-`RolloutClient` and `RolloutLoop` of every RolloutWorker; `PromptStream`; `Collector`, `SampleBuffer` and the ranks'
+`RolloutClient` and `RolloutLoop` of every RolloutWorker; `PromptQueue`; `Collector`, `SampleBuffer` and the ranks'
 `Inbox`. Simulated: the servers (`Engine`), the time that a step and its publishing take, HTTP and ZMQ (calls in
 process), name resolution (a call). The master's step is the loop below, in the order of `asyncrl.master.train_loop`.
 
@@ -24,7 +24,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.update import UpdateCheck
-from asyncrl.manager.messages import AllocateReply, Empty, GateBooks, Route, RouteRequest, StatusReply
+from asyncrl.manager.messages import AllocateReply, Empty, GateBooks, RequestSize, Route, RouteRequest, StatusReply
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig, UpdateMode
@@ -32,7 +32,7 @@ from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.collector import Collector
 from asyncrl.master.records import Drop
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.order import PromptStream
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.settings import Pacing, RolloutConfig
@@ -131,7 +131,8 @@ class Simulation:
             max_staleness=setup.eta,
             routing=setup.routing,
             lease_s=30.0,
-            place_first=setup.update_mode != UpdateMode.finish,
+            order=DataOrder(1_000_000, setup.seed),
+            first=None if setup.update_mode == UpdateMode.finish else self._first_request(),
             pacing=DeadlinePacing(setup.batch, setup.eta) if setup.pacing == Pacing.deadline else None,
             clock=clock,
         )
@@ -191,7 +192,7 @@ class Simulation:
             *(asyncio.create_task(self._worker(index)) for index in range(setup.workers)),
         ]
         self.collector.start()
-        self.service.begin(0, (f"rollout_worker/{index}" for index in range(setup.workers)))
+        self.service.begin(0)
         training = asyncio.create_task(self._train())
         try:
             await self._unless_failed(training, background)
@@ -220,6 +221,11 @@ class Simulation:
         newest = None if target is None else target.version
         workers = self.service.leases.workers
         return StatusReply(self.service.gate_state(), self.fleet_runner.status(), newest, workers)
+
+    def _first_request(self) -> RequestSize:
+        setup = self.setup
+        size = max(1, setup.prompt_tokens // setup.grain), max(1, setup.max_new_tokens // setup.grain)
+        return RequestSize(*size, setup.group)
 
     def _checks(self) -> tuple[UpdateCheck, ...]:
         """What a server passes after an update, where that takes time."""
@@ -254,11 +260,10 @@ class Simulation:
             request_timeout_s=setup.request_timeout_s,
         )
         manager = _Client(f"rollout_worker/{index}", self.network, self.on)
-        stream = PromptStream(1_000_000, setup.seed, index, setup.workers)
         requests = concurrent if setup.turns is None else concurrent * setup.group
         limits = {"max_concurrent": requests, "request_timeout_s": setup.request_timeout_s}
         async with _Rollouts(manager, self.network, self.on, **limits) as client:
-            await RolloutLoop(stream, code, manager, client, self.head.push, config).run()
+            await RolloutLoop(code, manager, client, self.head.push, config).run()
 
     # the master, in the order of `asyncrl.master.train_loop.TrainLoop`
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.commands.audit import audit
-from asyncrl.plugins.datasets.order import PromptStream
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
 
@@ -103,11 +103,11 @@ def orders_used_so_far(run: Any) -> set[int]:
 
 
 def orders_of(run: Any, used: UsedPrompts) -> set[int]:
-    stream = PromptStream(json.loads((run.run_dir / "data_record.json").read_text())["rows"], seed=1)
+    stream = DataOrder(json.loads((run.run_dir / "data_record.json").read_text())["rows"], seed=1)
     return {stream.order_of(prompt_id) for prompt_id in used}
 
 
-def test_a_killed_rollout_worker_is_started_again_and_its_shard_goes_on(
+def test_a_killed_rollout_worker_is_started_again_and_no_prompt_is_passed_over(
     start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate]
 ) -> None:
     """The only one, so that the run waits for its successor. Each prompt is trained once; none that was out is lost.
@@ -284,7 +284,7 @@ def test_an_evaluation_that_the_trainers_restart_cuts_off_is_made_again_on_its_v
 
 
 DEADLY = """
-import asyncio, os, signal
+import asyncio, os
 from pathlib import Path
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 
@@ -298,7 +298,7 @@ class Deadly(SingleTurnAgent):
             while not (here / f"may-die-{{deaths}}").exists():
                 await asyncio.sleep(0.05)
             (here / f"death-{{deaths}}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.abort()  # as a native library does; SIGKILL would be held to come from outside
         return await super().run(prompt, env, client)
 """
 

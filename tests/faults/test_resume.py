@@ -15,7 +15,7 @@ import pytest
 from asyncrl.commands.audit import audit
 from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.plugins.datasets.mixture import Mixture
-from asyncrl.plugins.datasets.order import PromptStream, epoch_order
+from asyncrl.plugins.datasets.order import DataOrder, epoch_order
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.loop import MAX_ATTEMPTS
 
@@ -95,7 +95,7 @@ def _failed(dropped: dict[str, int]) -> int:
 
 def test_what_was_dropped_for_good_is_told_and_not_played_again(start_run: Any, ctrl_c: Any, tmp_path: Path) -> None:
     """Every sixth prompt fails whenever it is tried: never so many in a row that the run ends for it."""
-    stream = PromptStream(16_384, seed=1)
+    stream = DataOrder(16_384, seed=1)
     rows = {stream.ref(order).row for order in range(1, 16_384, 6)}
     (tmp_path / "failing.py").write_text(FAILING.format(rows=rows))
     settings = {"reward__path": f"{tmp_path / 'failing.py'}:even_digits", "eval__interval": 0, "seed": 1}

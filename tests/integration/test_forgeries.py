@@ -28,10 +28,12 @@ from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import ManagerHttp
-from asyncrl.manager.messages import FinishedRollout, WantedRollout
-from asyncrl.manager.prometheus import manager_registry
+from asyncrl.manager.http_server import ManagerHttp, manager_registry
+from asyncrl.manager.messages import FinishedRollout
 from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.order import DataOrder
+
+ORDER = DataOrder(9, 0)
 
 HOST, LIMIT_S = "127.0.0.1", 60.0
 RUN = RunSecret(b"r" * 32).sockets()
@@ -210,7 +212,9 @@ class Unserved(Request[Done], frozen=True):
 
 
 async def test_a_forged_report_to_the_manager_changes_nothing(http_security: HttpSecurity) -> None:
-    service = ManagerService(batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0)
+    service = ManagerService(
+        batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, order=DataOrder(9, 0)
+    )
     service.begin(0)
     http = ManagerHttp(
         service.verbs(),
@@ -218,8 +222,7 @@ async def test_a_forged_report_to_the_manager_changes_nothing(http_security: Htt
         registry=manager_registry(service, FleetDecisions("interrupt", 1.0)),
     )
     client = ManagerClient(await http.start(HOST), "rollout_worker/0", http_security, retry_s=LIMIT_S)
-    wanted = [WantedRollout(name, f"p-{name}", order) for order, name in enumerate("ab")]
-    await client.allocate(wanted, timeout_s=LIMIT_S)
+    await client.allocate(["a", "b"], timeout_s=LIMIT_S)
     client.finish([FinishedRollout("a", True)])
     await client.flush()
     await client.report_consumed(1, ["a"], [])
@@ -228,7 +231,7 @@ async def test_a_forged_report_to_the_manager_changes_nothing(http_security: Htt
         await client.report_consumed(1_000_000, ["b"], [])
     client.finish([FinishedRollout("b", True)])
     with pytest.raises(HttpRefused, match="'a' was used before"):
-        await client.allocate([WantedRollout("a", "p-a", 0)], timeout_s=0.0)
+        await client.allocate(["a"], timeout_s=0.0)
     assert service.gate.books() == before
     assert http.refused == {"malformed": 2}
     await client.close()

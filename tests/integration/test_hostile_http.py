@@ -25,10 +25,12 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import MAX_PROMPTS_BYTES, serve
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp
-from asyncrl.manager.prometheus import manager_registry
+from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry
 from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.weights.loading import INDEX_FILE
+
+ORDER = DataOrder(9, 0)
 
 LIMIT_S = 60.0
 VOCABULARY = 40
@@ -98,7 +100,9 @@ def engine() -> Any:
 async def target(request: pytest.FixtureRequest, http_security: HttpSecurity) -> AsyncIterator[Target]:
     target = Target(request.param, http_security)
     if target.kind == "manager":
-        service = ManagerService(batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0)
+        service = ManagerService(
+            batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, order=DataOrder(9, 0)
+        )
         registry = manager_registry(service, FleetDecisions("interrupt", 1.0))
         target.http = ManagerHttp(service.verbs(), security=http_security, registry=registry)
         url = await target.http.start("127.0.0.1")

@@ -13,10 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import HttpRefused
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.manager.admission import FIRST_ASK_S
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
-from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp
+from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
     DroppedRollout,
@@ -27,11 +26,11 @@ from asyncrl.manager.messages import (
     RequestSize,
     RouteRequest,
     StatusReply,
-    WantedRollout,
 )
-from asyncrl.manager.prometheus import manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.prompt_queue import PromptQueue
 
 
 class Clock:
@@ -41,6 +40,9 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+ORDER = DataOrder(1000, 0)
 
 
 class Manager:
@@ -54,6 +56,7 @@ class Manager:
             max_staleness=1,
             routing="least_requests",
             lease_s=30.0,
+            order=ORDER,
             clock=self.clock,
             versions_in_use=lambda: {4, 3},
         )
@@ -97,10 +100,6 @@ def trusting(manager: Manager) -> aiohttp.TCPConnector:
     return aiohttp.TCPConnector(ssl=manager.security.client_context())
 
 
-def wanted(*names: str, first: int = 0) -> list[WantedRollout]:
-    return [WantedRollout(name, f"p-{name}", first + number) for number, name in enumerate(names)]
-
-
 def request_of(name: str, rollout: str | None = None, min_version: int | None = None) -> RouteRequest:
     return RouteRequest(10, 20, 4, request_id=name, rollout_id=rollout, min_version=min_version)
 
@@ -119,10 +118,10 @@ async def held(manager: Manager, waiting: Callable[[], int], count: int = 1) -> 
 
 async def test_a_prefix_is_granted_and_the_rest_waits_for_room(manager: Manager) -> None:
     client = manager.client()
-    first = await client.allocate(wanted(*"abcde"), timeout_s=30)
+    first = await client.allocate([*"abcde"], timeout_s=30)
     assert [(grant.rollout_id, grant.version) for grant in first.granted] == [(name, 0) for name in "abcd"]
-    assert (first.version, first.closed, first.returned) == (0, False, [])
-    second = asyncio.create_task(client.allocate(wanted("e"), timeout_s=30))
+    assert (first.version, first.closed) == (0, False)
+    second = asyncio.create_task(client.allocate(["e"], timeout_s=30))
     await held(manager, lambda: len(manager.service.admission.calls))
     await accept(client, "a", "b")
     await client.report_consumed(1, ["a", "b"], [])
@@ -133,75 +132,54 @@ async def test_a_prefix_is_granted_and_the_rest_waits_for_room(manager: Manager)
 
 async def test_a_repeated_allocation_is_answered_as_before_even_without_room(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abcd"), timeout_s=30)
-    again = await client.allocate(wanted(*"abcde"), timeout_s=30)
+    await client.allocate([*"abcd"], timeout_s=30)
+    again = await client.allocate([*"abcde"], timeout_s=30)
     assert [grant.rollout_id for grant in again.granted] == list("abcd")
     assert manager.books().submitted == 4
 
 
-async def test_workers_that_wait_are_admitted_in_the_data_order(manager: Manager) -> None:
-    client, other = manager.client(), manager.client("rollout_worker/1")
-    await client.allocate(wanted(*"abcd"), timeout_s=30)
-    late = asyncio.create_task(client.allocate(wanted("x", "y", first=11), timeout_s=30))
-    await held(manager, lambda: len(manager.service.admission.calls), 1)
-    early = asyncio.create_task(other.allocate(wanted("u", "v", first=10), timeout_s=30))
+async def test_workers_that_wait_get_a_rollout_each_in_turn(manager: Manager) -> None:
+    clients = [manager.client(f"rollout_worker/{index}") for index in range(2)]
+    await clients[0].allocate([*"abcd"], timeout_s=30)
+    waiting = [
+        asyncio.create_task(client.allocate(names, timeout_s=30))
+        for client, names in zip(clients, (["x", "y"], ["u", "v"]), strict=True)
+    ]
     await held(manager, lambda: len(manager.service.admission.calls), 2)
     manager.serve(1)
-    assert [grant.rollout_id for grant in (await early).granted] == ["u"]
-    assert [grant.rollout_id for grant in (await late).granted] == ["x"]
+    granted = [(await each).granted for each in waiting]
+    assert sorted([grant.order for grant in each] for each in granted) == [[4], [5]]
 
 
-async def test_the_first_batch_is_in_the_data_order_whoever_asks_first(manager: Manager) -> None:
+async def test_a_prompt_that_the_trainer_dropped_is_the_next_for_any_worker(manager: Manager) -> None:
     client, other = manager.client(), manager.client("rollout_worker/1")
-    manager.service.begin(0, ["rollout_worker/0", "rollout_worker/1"])
-    early = asyncio.create_task(client.allocate(wanted(*"abcd", first=10), timeout_s=30))
-    await held(manager, lambda: len(manager.service.admission.calls), 1)
-    assert [grant.rollout_id for grant in (await other.allocate(wanted(*"xyz"), timeout_s=30)).granted] == [
-        "x",
-        "y",
-        "z",
-    ]
-    assert [grant.rollout_id for grant in (await early).granted] == ["a"]
-
-
-@pytest.mark.parametrize("gone", ["dead", "silent"])
-async def test_the_first_batch_does_not_wait_for_ever_for_a_worker(manager: Manager, gone: str) -> None:
-    manager.service.begin(0, ["rollout_worker/0", "rollout_worker/1"])
-    asking = asyncio.create_task(manager.client().allocate(wanted("a"), timeout_s=30))
-    await held(manager, lambda: len(manager.service.admission.calls), 1)
-    manager.service.expire_workers()
-    assert not asking.done()
-    if gone == "dead":
-        manager.service.worker_died("rollout_worker/1")
-    else:
-        manager.clock.now += FIRST_ASK_S + 1
-        manager.service.expire_workers()
-    assert [grant.rollout_id for grant in (await asking).granted] == ["a"]
-
-
-async def test_a_dropped_prompt_comes_back_to_its_worker_until_acknowledged(manager: Manager) -> None:
-    client, other = manager.client(), manager.client("rollout_worker/1")
-    await client.allocate(wanted("a"), timeout_s=30)
-    waiting = asyncio.create_task(client.allocate([], timeout_s=30))
-    await held(manager, lambda: len(manager.service.admission.calls))
-    await other.report_consumed(0, [], [DroppedRollout("a", "stale", True)])
-    (prompt,) = (await waiting).returned
-    assert (prompt.prompt_id, prompt.order) == ("p-a", 0)
-    assert (await client.allocate([], timeout_s=0)).returned == [prompt]
-    assert (await client.allocate([], timeout_s=0, returned_ack=prompt.seq)).returned == []
+    (first, _) = (await client.allocate(["a", "b"], timeout_s=30)).granted
+    await other.report_consumed(0, [], [DroppedRollout("a", "stale")])
+    (again, later) = (await other.allocate(["c", "d"], timeout_s=30)).granted
+    assert (again.prompt_id, again.order, again.row, again.attempt) == (first.prompt_id, 0, first.row, 0)
+    assert later.order == 2
     assert manager.books().dropped == {"stale": 1}
+
+
+async def test_a_prompt_that_failed_comes_at_once_and_one_that_was_filtered_after_its_epoch(manager: Manager) -> None:
+    client = manager.client()
+    await client.allocate(["a", "b"], timeout_s=30)
+    client.finish([FinishedRollout("a", False, "failed", return_prompt=True)])
+    client.finish([FinishedRollout("b", False, "dull", return_prompt=True, as_next_attempt=True)])
+    granted = (await client.allocate(["c", "d"], timeout_s=30)).granted
+    assert [(grant.order, grant.attempt, grant.failures) for grant in granted] == [(0, 0, 1), (2, 0, 0)]
 
 
 async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manager: Manager) -> None:
     worker, master = manager.client(), manager.client("master_worker/0")
-    await worker.allocate(wanted("a", "b", "c", "d"), timeout_s=1.0)
+    await worker.allocate(["a", "b", "c", "d"], timeout_s=1.0)
     ends = [("a", "failed", False), ("b", "failed", True), ("c", "zero_variance", False)]
     worker.finish([FinishedRollout(name, False, reason, return_prompt=back) for name, reason, back in ends])
     worker.finish([FinishedRollout("d", True)])
     await worker.flush()
-    dropped_by_trainer = [DroppedRollout("d", "duplicate_prompt", False)]
+    dropped_by_trainer = [DroppedRollout("d", "duplicate_prompt")]
     first = await master.report_consumed(0, [], dropped_by_trainer)
-    assert first.given_up == [GivenUp("a", "p-a"), GivenUp("c", "p-c")]
+    assert first.given_up == [GivenUp(name, ORDER.ref(order).prompt_id) for name, order in (("a", 0), ("c", 2))]
     assert (first.books.submitted, first.books.dropped) == (4, {"failed": 2, "zero_variance": 1, "duplicate_prompt": 1})
     again = await master.report_consumed(0, [], dropped_by_trainer, given_up_after=0)
     assert again.given_up == first.given_up, "the first reply may have been lost"
@@ -210,9 +188,11 @@ async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manag
 
 async def test_a_pause_of_the_manager_is_not_its_workers_silence(manager: Manager) -> None:
     clock = AwakeClock(manager.clock)
-    service = ManagerService(batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, clock=clock)
+    service = ManagerService(
+        batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, order=ORDER, clock=clock
+    )
     service.begin(0)
-    await service.allocate_rollout(AllocateRequest(worker="rollout_worker/0", rollouts=wanted("a")))
+    await service.allocate_rollout(AllocateRequest(worker="rollout_worker/0", rollouts=["a"]))
     manager.clock.now += 60.0  # the process is stopped
     assert service.expire_workers() == []
     for _ in range(31):
@@ -225,7 +205,7 @@ async def test_a_late_drop_of_a_rollout_that_was_given_up_as_lost_leaves_its_pro
     manager: Manager,
 ) -> None:
     worker, master = manager.client(), manager.client("master_worker/0")
-    await worker.allocate(wanted("a"), timeout_s=1.0)
+    await worker.allocate(["a"], timeout_s=1.0)
     manager.clock.now = 31.0
     assert manager.service.expire_workers() == ["rollout_worker/0"]
     worker.finish([FinishedRollout("a", False, "failed")])
@@ -235,10 +215,10 @@ async def test_a_late_drop_of_a_rollout_that_was_given_up_as_lost_leaves_its_pro
 
 async def test_an_id_of_a_former_attempt_is_refused(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted("a"), timeout_s=30)
+    await client.allocate(["a"], timeout_s=30)
     client.finish([FinishedRollout("a", False, "rejected", return_prompt=True)])
     with pytest.raises(HttpRefused, match="'a' was used before"):
-        await client.allocate(wanted("a"), timeout_s=30)
+        await client.allocate(["a"], timeout_s=30)
 
 
 async def test_requests_of_one_turn_travel_in_one_call_and_are_released(manager: Manager) -> None:
@@ -254,9 +234,9 @@ async def test_requests_of_one_turn_travel_in_one_call_and_are_released(manager:
 
 async def test_what_ended_travels_with_the_next_call(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted("b"), timeout_s=30)
+    await client.allocate(["b"], timeout_s=30)
     client.finish([FinishedRollout("b", True, tokens=7)])
-    await client.allocate(wanted("a"), timeout_s=30)
+    await client.allocate(["a"], timeout_s=30)
     await client.schedule(request_of("q", "a"), 5)
     client.release("q")
     await client.allocate([], timeout_s=0)
@@ -280,7 +260,7 @@ async def test_what_makes_room_or_is_measured_does_not_wait_as_long_for_a_call_t
 ) -> None:
     monkeypatch.setattr("asyncrl.manager.client.TELL_WITHIN_S", 3600.0)
     client = manager.client()
-    await client.allocate([*wanted("a"), *wanted("b", first=1)], timeout_s=5)
+    await client.allocate(["a", "b"], timeout_s=5)
     client.finish([FinishedRollout("a", True, tokens=7)])
     assert manager.service.gate.books().running == 2
     client.finish([urgent])
@@ -300,14 +280,14 @@ async def test_a_release_is_told_again_after_a_call_that_was_refused(manager: Ma
     assert manager.service.router.placed == 0
 
 
-async def test_an_admission_brings_a_server_for_the_first_request_where_its_size_is_told(manager: Manager) -> None:
+async def test_an_admission_brings_a_server_for_the_first_request(manager: Manager) -> None:
+    manager.service.admission._first = RequestSize(prompt_tokens=10, max_new_tokens=20, n=4)
     client = manager.client()
     manager.serve(0, index=1)
-    size = RequestSize(prompt_tokens=10, max_new_tokens=20, n=4)
-    asked = [WantedRollout(name, f"p-{name}", order, size) for order, name in enumerate("ab")]
-    granted = (await client.allocate([*asked, *wanted("c", first=2)], timeout_s=30)).granted
+    asked = ["a", "b"]
+    granted = (await client.allocate(asked, timeout_s=30)).granted
     urls = [grant.route and grant.route.url for grant in granted]
-    assert urls == ["http://server0", "http://server1", None]
+    assert urls == ["http://server0", "http://server1"]
     views = manager.service.router.servers
     assert [(view.sequences, view.tokens) for view in views] == [(4, 90), (4, 90)]
     again = (await client.allocate(asked, timeout_s=30)).granted  # as if the reply had been lost
@@ -321,16 +301,14 @@ async def test_an_admission_brings_a_server_for_the_first_request_where_its_size
 
 
 async def test_an_admission_without_a_server_to_be_had_leaves_its_request_to_be_scheduled(manager: Manager) -> None:
+    manager.service.admission._first = RequestSize(prompt_tokens=10, max_new_tokens=20, n=4)
     manager.service.router.update(0, "http://server0", 0, False)
-    asked = [WantedRollout("a", "p-a", 0, RequestSize(10, 20, 4))]
-    (grant,) = (await manager.client().allocate(asked, timeout_s=30)).granted
+    (grant,) = (await manager.client().allocate(["a"], timeout_s=30)).granted
     assert grant.route is None
 
 
 async def test_no_server_comes_with_an_admission_where_servers_are_drained(manager: Manager) -> None:
-    manager.service.admission.place_first = False
-    asked = [WantedRollout("a", "p-a", 0, RequestSize(10, 20, 4))]
-    (grant,) = (await manager.client().allocate(asked, timeout_s=30)).granted
+    (grant,) = (await manager.client().allocate(["a"], timeout_s=30)).granted
     assert grant.route is None
     assert manager.service.router.placed == 0
 
@@ -338,7 +316,7 @@ async def test_no_server_comes_with_an_admission_where_servers_are_drained(manag
 async def test_a_request_never_goes_below_its_rollouts_admission_version(manager: Manager) -> None:
     client = manager.client()
     manager.serve(3)
-    await client.allocate(wanted("a"), timeout_s=30)
+    await client.allocate(["a"], timeout_s=30)
     manager.service.router.update(0, "http://server0", 2, True)
     waiting = asyncio.create_task(client.schedule(request_of("q", "a"), 30))
     await held(manager, lambda: len(manager.service._routes._waiters))
@@ -366,7 +344,7 @@ async def test_no_server_in_time_is_told_as_such(manager: Manager) -> None:
 
 async def test_the_end_of_a_rollout_releases_its_requests(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted("a"), timeout_s=30)
+    await client.allocate(["a"], timeout_s=30)
     await client.schedule(request_of("q", "a"), 5)
     await accept(client, "a")
     assert manager.service.router.placed == 0
@@ -375,7 +353,7 @@ async def test_the_end_of_a_rollout_releases_its_requests(manager: Manager) -> N
 
 async def test_a_step_is_held_until_nothing_would_expire(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abcd"), timeout_s=30)
+    await client.allocate([*"abcd"], timeout_s=30)
     await accept(client, "a", "b")
     assert await client.wait_expiring(0, 0.01) == []
     await client.report_consumed(1, ["a", "b"], [])
@@ -388,7 +366,7 @@ async def test_a_step_is_held_until_nothing_would_expire(manager: Manager) -> No
 
 async def test_a_silent_workers_rollouts_are_dropped_and_go_to_its_successor(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"ab"), timeout_s=30)
+    await client.allocate([*"ab"], timeout_s=30)
     await accept(client, "b")
     await client.schedule(request_of("q", "a"), 5)
     manager.clock.now = 31.0
@@ -396,36 +374,36 @@ async def test_a_silent_workers_rollouts_are_dropped_and_go_to_its_successor(man
     assert manager.service.router.placed == 0
     books = manager.books()
     assert (books.dropped, books.running, books.finished_untrained) == ({"worker_died": 1}, 0, 1)
-    (prompt,) = (await client.allocate([], timeout_s=0)).returned
-    assert prompt.prompt_id == "p-a"
+    (again,) = (await manager.client("rollout_worker/1").allocate(["c"], timeout_s=0)).granted
+    assert again.order == 0
 
 
 async def test_a_worker_that_was_silent_but_lives_keeps_its_rollout(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted("a"), timeout_s=30)
+    await client.allocate(["a"], timeout_s=30)
     manager.clock.now = 31.0
     manager.service.expire_workers()
     await accept(client, "a")
-    assert (await client.allocate([], timeout_s=0)).returned == []
+    assert [grant.order for grant in (await client.allocate(["b"], timeout_s=0)).granted] == [1]
     assert manager.books().dropped == {}
 
 
 async def test_a_drop_by_the_trainer_is_final_though_the_worker_reports_the_end_later(manager: Manager) -> None:
     """The lease runs out, the prompt is run again, the trainer drops the first attempt, then its report arrives."""
     client, master = manager.client(), manager.client("master_worker/0")
-    await client.allocate(wanted("a"), timeout_s=30)
+    await client.allocate(["a"], timeout_s=30)
     manager.clock.now = 31.0
     manager.service.expire_workers()
-    await master.report_consumed(0, [], [DroppedRollout("a", "duplicate_prompt", False)])
+    await master.report_consumed(0, [], [DroppedRollout("a", "duplicate_prompt")])
     await accept(client, "a")
     books = manager.books()
     assert (books.running, books.finished_untrained, books.dropped) == (0, 0, {"worker_died": 1})
-    assert len((await client.allocate(wanted(*"bcdef"), timeout_s=30)).granted) == manager.service.gate.limit
+    assert len((await client.allocate([*"bcdef"], timeout_s=30)).granted) == manager.service.gate.limit
 
 
 async def test_a_request_of_a_rollout_that_ended_while_it_waited_is_not_placed(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted("a"), timeout_s=30)
+    await client.allocate(["a"], timeout_s=30)
     manager.service.router.update(0, "http://server0", 0, False)
     waiting = asyncio.create_task(client.schedule(request_of("q", "a"), 30))
     await held(manager, lambda: len(manager.service._routes._waiters))
@@ -454,22 +432,22 @@ async def test_what_is_placed_for_a_request_that_nobody_waits_for_any_more_is_re
 async def test_a_worker_that_was_silent_while_a_grant_was_under_way_asks_for_others(manager: Manager) -> None:
     """The reply came too late, so the call is repeated; what it granted was given up meanwhile."""
     client = manager.client()
-    await client.allocate(wanted("a"), timeout_s=30)
+    await client.allocate(["a"], timeout_s=30)
     manager.clock.now = 31.0
     manager.service.expire_workers()
-    reply = await client.allocate(wanted("a", "b"), timeout_s=30)
+    reply = await client.allocate(["a", "b"], timeout_s=30)
     assert reply.gone == ["a"]
     assert [grant.rollout_id for grant in reply.granted] == ["b"]
-    assert [prompt.prompt_id for prompt in reply.returned] == ["p-a"]
+    assert [grant.order for grant in reply.granted] == [0]
     await client.abandon()
-    assert (await client.allocate(wanted("b"), timeout_s=30)).gone == ["b"]
+    assert (await client.allocate(["b"], timeout_s=30)).gone == ["b"]
 
 
 async def test_asking_at_a_closed_gate_is_held(manager: Manager) -> None:
     """Workers would ask again at once, hundreds of times a second, until the run ends."""
     client, master = manager.client(), manager.client("master_worker/0")
     await master.close_gate()
-    asking = asyncio.create_task(client.allocate(wanted("a"), timeout_s=30))
+    asking = asyncio.create_task(client.allocate(["a"], timeout_s=30))
     await held(manager, lambda: len(manager.service.admission.calls))
     assert not asking.done()
     assert (await manager.client().allocate([], timeout_s=0)).closed
@@ -477,8 +455,8 @@ async def test_asking_at_a_closed_gate_is_held(manager: Manager) -> None:
 
 async def test_closing_ends_the_wait_at_the_gate(manager: Manager) -> None:
     client, master = manager.client(), manager.client("master_worker/0")
-    await client.allocate(wanted(*"abcd"), timeout_s=30)
-    waiting = asyncio.create_task(client.allocate(wanted("e"), timeout_s=30))
+    await client.allocate([*"abcd"], timeout_s=30)
+    waiting = asyncio.create_task(client.allocate(["e"], timeout_s=30))
     await held(manager, lambda: len(manager.service.admission.calls))
     await master.close_gate()
     reply = await waiting
@@ -487,7 +465,7 @@ async def test_closing_ends_the_wait_at_the_gate(manager: Manager) -> None:
 
 async def test_abandoning_balances_the_books(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abcd"), timeout_s=30)
+    await client.allocate([*"abcd"], timeout_s=30)
     await accept(client, "a")
     books = await client.abandon()
     assert (books.submitted, books.abandoned, books.running, books.finished_untrained) == (4, 4, 0, 0)
@@ -506,7 +484,7 @@ async def test_lost_servers_are_told_to_those_who_watch(manager: Manager) -> Non
 
 async def test_a_report_brings_how_gate_and_servers_stand(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abcd"), timeout_s=30)
+    await client.allocate([*"abcd"], timeout_s=30)
     await accept(client, *"abc")
     manager.clock.now = 2.0
     await accept(client, "d")  # until now one ran
@@ -517,7 +495,7 @@ async def test_a_report_brings_how_gate_and_servers_stand(manager: Manager) -> N
 
 async def test_the_status_has_a_line_for_people(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abcd"), timeout_s=30)
+    await client.allocate([*"abcd"], timeout_s=30)
     manager.clock.now = 3.0
     status = await client.status()
     assert status.idle_s == 0.0, "rollouts run"
@@ -554,9 +532,9 @@ REQUEST = '"request_id": "q", "rollout_id": null, "prompt_tokens": 1, "max_new_t
         ("/allocate_rollout", "{}", 400, "$: object missing required field worker"),
         (
             "/allocate_rollout",
-            f'{{{WORKER}, "rollouts": [{{"rollout_id": "a", "prompt_id": "p", "order": "1"}}]}}',
+            f'{{{WORKER}, "rollouts": ["a", 1]}}',
             400,
-            "$.rollouts[0].order: expected int, got str",
+            "$.rollouts[1]: expected str, got int",
         ),
         ("/allocate_rollout", f'{{{WORKER}, "rolouts": []}}', 400, "$: object contains unknown field rolouts"),
         ("/finish_rollout", '{"worker": 3}', 400, "$.worker: expected str, got int"),
@@ -608,7 +586,7 @@ async def test_a_manager_that_does_not_answer_is_given_up_in_time(manager: Manag
 
 async def test_metrics_are_open_and_tell_the_books(manager: Manager) -> None:
     client = manager.client()
-    await client.allocate(wanted(*"abc"), timeout_s=30)
+    await client.allocate([*"abc"], timeout_s=30)
     await accept(client, "a")
     client.finish([FinishedRollout("b", False, "all_equal")])
     await client.flush()
@@ -637,8 +615,8 @@ async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands(ht
     manager.url = await manager.http.start("127.0.0.1")
     manager.serve(0)
     client = manager.client()
-    assert (await client.allocate(wanted("a"), timeout_s=0.01)).granted == []
-    waiting = asyncio.create_task(client.allocate(wanted(*"abcde"), timeout_s=30))
+    assert (await client.allocate(["a"], timeout_s=0.01)).granted == []
+    waiting = asyncio.create_task(client.allocate([*"abcde"], timeout_s=30))
     await held(manager, lambda: len(manager.service.admission.calls))
     manager.service.begin(6)
     assert not waiting.done()
@@ -653,18 +631,22 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_the_master_hears
 ) -> None:
     manager.service.admission.curriculum = Curriculum(0.2, 0.8, 1)
     client = manager.client()
-    prompts = ["e0-3", "e0-4", "e1-3", "e1-4"]
-    ask = [WantedRollout(f"r{number}", prompt, number) for number, prompt in enumerate(prompts)]
-    await client.allocate(ask[:2], timeout_s=30)
+    manager.service.rollouts.order, manager.service.rollouts.queue = DataOrder(2, 0), PromptQueue(2)
+    prompts = [manager.service.rollouts.prompt_id(order) for order in range(4)]
+    await client.allocate(["r0", "r1"], timeout_s=30)
     client.finish([FinishedRollout("r0", True, success=1.0), FinishedRollout("r1", False, "dull", success=0.5)])
     await client.flush()
-    granted = (await client.allocate(ask[2:], timeout_s=30)).granted
-    assert [(grant.rollout_id, grant.rests) for grant in granted] == [("r2", True), ("r3", False)]
-    client.finish([FinishedRollout("r2", False, "curriculum")])
+    granted = (await client.allocate(["r2", "r3"], timeout_s=30)).granted
+    assert {(grant.prompt_id, grant.rests) for grant in granted} == {
+        (f"e1{prompts[0][2:]}", True),
+        (f"e1{prompts[1][2:]}", False),
+    }
+    (resting,) = [grant for grant in granted if grant.rests]
+    client.finish([FinishedRollout(resting.rollout_id, False, "curriculum")])
     await client.flush()
     reply = await client.report_consumed(0, [], [])
-    assert reply.measured == [("e0-3", 1.0), ("e0-4", 0.5)]
-    assert [each.prompt_id for each in reply.given_up] == ["e0-4", "e1-3"], (
+    assert reply.measured == [(prompts[0], 1.0), (prompts[1], 0.5)]
+    assert [each.prompt_id for each in reply.given_up] == [prompts[1], resting.prompt_id], (
         "it is used: nobody tries it again in this epoch"
     )
     assert reply.books.dropped == {"dull": 1, "curriculum": 1}

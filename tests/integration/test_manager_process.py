@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.http import HttpRefused
 from asyncrl.comm.sealed_json import seal
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.server import serve
 from asyncrl.manager.client import ManagerClient
+from asyncrl.manager.http_server import manager_registry
 from asyncrl.manager.messages import (
     ConsumedReport,
     FinishedRollout,
@@ -33,14 +33,16 @@ from asyncrl.manager.messages import (
     Route,
     RouteRequest,
     ServerStatus,
-    WantedRollout,
 )
 from asyncrl.manager.process import GserverManager
-from asyncrl.manager.prometheus import manager_registry
+from asyncrl.master.run_files import write_data_state
+from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.run_dir import write_run_config
+from asyncrl.runtime.run_dir import DATA_RECORD_FILE, write_run_config
 from asyncrl.runtime.worker import WorkerSpec
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
@@ -50,6 +52,7 @@ from asyncrl.weights.published import WholeModel
 from asyncrl.weights.publishing import publish
 from asyncrl.weights.shared_files import SharedFiles
 
+ROWS = 1000
 LIMIT_S = 60.0
 """Of waits for what must come, and of what runs out where nobody is there: a machine may stand still for seconds."""
 
@@ -59,6 +62,7 @@ class Run:
 
     def __init__(self, run_dir: Path, config: ExperimentConfig) -> None:
         write_run_config(config, run_dir)
+        DataRecord(ROWS).write(run_dir / DATA_RECORD_FILE)
         self.dir = run_dir
         self.manager = GserverManager(WorkerSpec("gserver_manager", 0, run_dir))
         self.manager.stop = asyncio.Event()
@@ -66,9 +70,10 @@ class Run:
         self.task = asyncio.create_task(self.manager.main())
         self.clients: list[ManagerClient] = []
 
-    def begin(self, **counted: Any) -> None:
+    def begin(self, used: Iterable[str] = (), **counted: Any) -> None:
         """What the master announces once it knows where the run stands."""
-        self.resolver.add(names.DATA_STATE_KEY, names.DataState("data_state.json", **counted).encode())
+        state = write_data_state(self.dir, UsedPrompts(used), Curriculum(0.0, 1.0, 1))
+        self.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state), **counted).encode())
 
     async def client(self, worker: str = "rollout_worker/0") -> ManagerClient:
         url = await asyncio.to_thread(self.resolver.wait, names.MANAGER_KEY, LIMIT_S)
@@ -201,7 +206,7 @@ async def test_one_killed_one_hanging_and_one_refusing_server_lose_nothing(
     await run.until(serving(0, 0, 1, 2))
     run.begin()
     run.manager._service.gate.batch_size = 6
-    granted = await client.allocate([WantedRollout(f"r{i}", f"p{i}", i) for i in range(12)], timeout_s=LIMIT_S)
+    granted = await client.allocate([f"r{i}" for i in range(12)], timeout_s=LIMIT_S)
     assert len(granted.granted) == 12
     settings: dict[str, Any] = {"security": None, "max_concurrent": 12, "request_timeout_s": 600.0}
     async with RolloutClient(client, **settings) as rollouts:
@@ -254,7 +259,7 @@ async def test_a_server_that_wakes_after_its_successor_came_is_asked_for_nothing
     await run.until(serving(0, 0))
     run.begin()
     client = run.clients[0]
-    await client.allocate([WantedRollout("r0", "p0", 0), WantedRollout("r1", "p1", 1)], timeout_s=LIMIT_S)
+    await client.allocate(["r0", "r1"], timeout_s=LIMIT_S)
     async with RolloutClient(client, security=None, max_concurrent=2, request_timeout_s=600.0) as rollouts:
         call = asyncio.create_task(rollouts.generate(request_of("q0"), "r0"))
         await old.until(lambda: old.generated_tokens == 2)  # and is stopped in the middle of both answers
@@ -329,9 +334,7 @@ async def test_a_resumed_run_begins_at_the_version_of_its_checkpoint(run: Run, s
     run.register(0, server)
     await run.until(serving(0, 0))
     client = run.clients[0]
-    early = asyncio.create_task(
-        client.allocate([WantedRollout(str(i), str(i), i) for i in range(9)], timeout_s=LIMIT_S)
-    )
+    early = asyncio.create_task(client.allocate([str(i) for i in range(9)], timeout_s=LIMIT_S))
     run.publish(9)
     run.begin(dropped={"failed": 3})
     reply = await early
@@ -346,7 +349,7 @@ async def test_a_worker_whose_status_is_gone_loses_its_rollouts_at_once(run: Run
     run.resolver.add(names.status_key("rollout_worker", 0), names.WorkerStatus("ready", 7).encode())
     run.begin()
     client = run.clients[0]
-    await client.allocate([WantedRollout("a", "p", 0)], timeout_s=LIMIT_S)
+    await client.allocate(["a"], timeout_s=LIMIT_S)
     async with asyncio.timeout(LIMIT_S):
         while not run.manager._workers:
             await run.manager._service.progress.wait(0.05)
@@ -363,7 +366,7 @@ async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_b
     await run.until(serving(0, 0))
     run.resolver.add(names.status_key("rollout_worker", 0), names.WorkerStatus("ready", 7).encode())
     run.begin()
-    await run.clients[0].allocate([WantedRollout("a", "p", 0)], timeout_s=LIMIT_S)
+    await run.clients[0].allocate(["a"], timeout_s=LIMIT_S)
     rollouts, progress = run.manager._service.rollouts, run.manager._service.progress
     async with asyncio.timeout(LIMIT_S):
         while not run.manager._workers:
@@ -379,7 +382,7 @@ async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_b
         while not run.manager._workers:
             await progress.wait(0.05)
     assert rollouts.incarnations == {"rollout_worker/0": 1}
-    assert rollouts.suspects.state() == ({"p": 2}, {}, None)
+    assert rollouts.suspects.state() == ({rollouts.prompt_id(0): 2}, {}, None)
     assert run.books().dropped == {"worker_died": 1}
 
 
@@ -681,25 +684,37 @@ async def until_generated(engines: list[GenerationEngine], tokens: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_workers_are_told_which_prompts_are_used_and_a_damaged_record_is_named(tmp_path: Path) -> None:
-    state, run = tmp_path / "data_state.json", Run(tmp_path, config_of())
+async def test_what_is_used_is_not_handed_out(tmp_path: Path, start_fake_server: Any) -> None:
+    order, run = DataOrder(ROWS, 1), Run(tmp_path, config_of())
     try:
         client = await run.client()
-        state.write_bytes(seal({"used_prompts": UsedPrompts(["e0-3", "e1-70000"]).to_json()}))
-        run.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state)).encode())
-        assert list(await client.used_prompts()) == ["e0-3", "e1-70000"]
-        state.write_text("{}")
-        with pytest.raises(HttpRefused, match=r"data_state\.json does not say which prompts are used; it is damaged"):
-            await client.used_prompts()
+        run.register(0, await start_fake_server())
+        run.begin(used=[order.ref(number).prompt_id for number in (0, 2, 3)])
+        granted = (await client.allocate(["a", "b"], timeout_s=LIMIT_S)).granted
+        assert [grant.order for grant in granted] == [1, 4]
     finally:
         await run.close()
+
+
+async def test_a_damaged_record_of_what_is_used_is_named(tmp_path: Path) -> None:
+    state, run = tmp_path / "data_state.json", Run(tmp_path, config_of())
+    await run.client()
+    state.write_text("{}")
+    run.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state)).encode())
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(ValueError, match=r"data_state\.json does not say which prompts are used; it is damaged")
+    ):
+        await run.task
+    run.resolver.close()
+    for client in run.clients:
+        await client.close()
 
 
 async def test_a_manager_that_follows_one_that_died_lets_rows_rest_as_that_one_did(tmp_path: Path) -> None:
     config = config_of()
     config.dataset.curriculum.high = 0.8
     state = tmp_path / "data_state.json"
-    state.write_bytes(seal({"curriculum": [[3, 0, 1.0]]}))
+    state.write_bytes(seal({"used_prompts": UsedPrompts().to_json(), "curriculum": [[3, 0, 1.0]]}))
     first = Run(tmp_path, config)
     try:
         await first.client()

@@ -58,12 +58,13 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.event_log import EventLog
 from asyncrl.manager.http_server import answering
 from asyncrl.manager.messages import GateBooks
-from asyncrl.manager.rollout_books import Lent, RolloutBooks
+from asyncrl.manager.rollout_books import RolloutBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.buffer import TrainBatch
 from asyncrl.master.ledger import Ledger
 from asyncrl.observe.metrics import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.plugins.datasets.readers import read as read_records
 from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
@@ -279,19 +280,18 @@ def trajectory(name: str = "r1", samples: int = 2) -> Trajectory:
 
 RECORD = RolloutRecord("r1", "e0-1", 1, 0, 3, {3: 2}, (4, 4), (2, 2), (1.0, 0.0), (False, True), (0, 1), {"time": 0.5})
 MINUTE = {"timeout_s": 0.0}
+ORDER = DataOrder(10, 0)
 WHO: dict[str, Any] = {"worker": "rollout_worker/0", "incarnation": 0, "released": ["q"], "finished": []}
 MANIFEST = Manifest("actor", 3, {"f": FileEntry(1, "crc")}, {"w": TensorEntry((2, 2), "F32", "f")})
 FINISHED = m.FinishedRollout("r1", True, tokens=2)
 REQUESTS: list[m.Message] = [
-    m.TakeOverRequest(**WHO),
-    m.AllocateRequest(**WHO, rollouts=[m.WantedRollout("r1", "e0-1", 1, m.RequestSize(1, 2, 3), 1)], **MINUTE),
+    m.AllocateRequest(**WHO, rollouts=["r1"], **MINUTE),
     m.ScheduleRequest(**WHO, requests=[m.RouteRequest(1, 2, 3, request_id="q", rollout_id="r1")], **MINUTE),
     m.LostServersRequest(**WHO, after=-1, **MINUTE),
     m.FinishRequest(worker="rollout_worker/0", finished=[FINISHED]),
     m.ConsumedReport(1, ["r1"], [m.DroppedRollout("r2", "stale", True)], 1, 2, 3),
     m.WaitExpiringRequest(1, 0.0),
     m.Empty(),
-    m.LendRequest(**WHO, offered=[m.WantedRollout("r3", "e0-2", 2)], **MINUTE),
 ]
 CHAT = [
     {"role": "system", "content": "be brief"},
@@ -353,7 +353,6 @@ def ledger_bytes() -> bytes:
     books = GateBooks(1, 0, {"stale": 1}, 0)
     ledger.begin(0, None, GateBooks(0, 0, {}, 0))
     ledger.take([lines.Admitted("r1", "e0-1", 1, 0, "rollout_worker/0", 0, 1000.0), lines.Finished("r1", 8, 1000.0)])
-    ledger.take([lines.Lent("e0-2", 2, 0, "rollout_worker/1", 1000.0)])
     ledger.take([lines.Dropped("r0", "stale", lines.PromptGoes.returned, 1000.0), lines.Abandoned("r0", 1000.0)])
     ledger.step(TrainBatch(0, 0, (RECORD,)), books)
     ledger.saved(1, books)
@@ -374,13 +373,12 @@ def audit(folder: Path) -> None:
 
 def event_log_bytes() -> bytes:
     noted: list[bytes] = []
-    service = ManagerService(batch_size=1, max_staleness=1, routing="round_robin", lease_s=1.0)
+    service = ManagerService(batch_size=1, max_staleness=1, routing="round_robin", lease_s=1.0, order=ORDER)
     service.rollouts._note = lambda event: noted.append(js(event))
     service.begin(0)
-    run(service.allocate_rollout(REQUESTS[1]))
-    run(service.finish_rollout(REQUESTS[4]))
-    run(service.report_consumed(REQUESTS[5]))
-    service.rollouts.apply(Lent("r3", "rollout_worker/1", "e0-2", 2, 0))
+    run(service.allocate_rollout(REQUESTS[0]))
+    run(service.finish_rollout(REQUESTS[3]))
+    run(service.report_consumed(REQUESTS[4]))
     service.worker_died("rollout_worker/0")
     noted.append(js(msgspec.convert((1.0, msgspec.to_builtins(service.rollouts.remember())), tuple[float, Any])))
     return b"\n".join(noted) + b"\n"
@@ -398,11 +396,11 @@ def with_checksums(data: bytes) -> bytes:
 def read_event_log(folder: Path, *, sum_anew: bool = False) -> Any:
     if sum_anew:
         (folder / "log").write_bytes(with_checksums((folder / "log").read_bytes()))
-    return EventLog(folder / "log", lambda: RolloutBooks(1, 1).remember()).read()
+    return EventLog(folder / "log", lambda: RolloutBooks(1, 1, ORDER).remember()).read()
 
 
 def manager_cases() -> Iterator[Case]:
-    service = ManagerService(batch_size=1, max_staleness=1, routing="round_robin", lease_s=1.0)
+    service = ManagerService(batch_size=1, max_staleness=1, routing="round_robin", lease_s=1.0, order=ORDER)
     service.begin(0)
     for path, (kind, _) in service.verbs().items():
 

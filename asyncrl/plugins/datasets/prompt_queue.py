@@ -22,6 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from msgspec import Struct
+
 
 class Turn(NamedTuple):
     """What is to be played: the prompt at `order` as its `attempt`, of whose tries so many have failed."""
@@ -31,7 +33,7 @@ class Turn(NamedTuple):
     failures: int = 0
 
 
-class QueueState(NamedTuple):
+class QueueState(Struct, frozen=True, array_like=True):
     """What waits, but for what is live: `used` are the orders to be remembered, `back` the prompts that wait again."""
 
     cursor: int
@@ -59,6 +61,7 @@ class PromptQueue:
         self._heap: list[tuple[tuple[int, int], int]] = []
         for order, (attempt, failures) in (retries or {}).items():
             self._wait(Turn(order, attempt, failures))
+        self._advance()
 
     def state(self) -> QueueState:
         """All there is beside `live`; `restore` takes it."""
@@ -67,31 +70,38 @@ class PromptQueue:
     def restore(self, state: QueueState, live: Iterable[int]) -> None:
         """Be as `state` says, with a live rollout for each order in `live`."""
         self._cursor, self._used, self.live = state.cursor, set(state.used), Counter(live)
-        self.back, self._heap = {}, []
-        for turn in state.back:
-            self._put_back(turn)
+        self.back = {turn.order: turn[1:] for turn in state.back}
+        self._heap = [(self._place(turn.order, turn.attempt), turn.order) for turn in state.back]
+        heapq.heapify(self._heap)
 
-    def next(self, may: Callable[[int], bool] = lambda order: True) -> Turn:
-        """Take the first prompt that waits and `may` be begun now; it is live from then on.
-
-        Only prompts that wait again are asked about: one that was never begun may be.
-        """
+    def peek(self, may: Callable[[int], bool] = lambda order: True) -> Turn:
+        """The first prompt that waits and `may` be begun now. Only prompts that wait again are asked about."""
         passed_over = []
         try:
-            while True:
-                self._skip()
-                if not self._heap or self._heap[0][0] > (self._cursor, 1):
-                    return self._take(Turn(self._cursor))
-                place, order = heapq.heappop(self._heap)
-                tries = self.back.get(order)
-                if tries is None or self._place(order, tries[0]) != place:
-                    continue  # used or live by now, or waits as another attempt
-                if may(order):
-                    return self._take(Turn(order, *tries))
-                passed_over.append((place, order))
+            while self._heap and self._heap[0][0] < (self._cursor, 1):
+                place, order = self._heap[0]
+                turn = self.waiting(order)
+                if turn is not None and self._place(turn.order, turn.attempt) == place:
+                    if may(order):
+                        return turn
+                    passed_over.append(heapq.heappop(self._heap))
+                else:
+                    heapq.heappop(self._heap)  # used or live by now, or waits as another attempt
+            return Turn(self._cursor)
         finally:
             for entry in passed_over:
                 heapq.heappush(self._heap, entry)
+
+    def next(self) -> Turn:
+        """Take the first prompt that waits; it is live from now on."""
+        turn = self.peek()
+        self.enter(turn.order)
+        return turn
+
+    def waiting(self, order: int) -> Turn | None:
+        """How the prompt at `order` waits to be tried again; None where it does not wait, or was never begun."""
+        tries = self.back.get(order)
+        return None if tries is None else Turn(order, *tries)
 
     def enter(self, order: int) -> None:
         """A rollout of the prompt is live from now on, whoever began it."""
@@ -99,6 +109,7 @@ class PromptQueue:
             self._used.add(order)
         self.live[order] += 1
         self.back.pop(order, None)
+        self._advance()
 
     def leave(self, turn: Turn) -> bool:
         """A rollout of the prompt is live no more; True if the prompt waits, to be tried again as `turn`.
@@ -121,6 +132,7 @@ class PromptQueue:
         if order >= self._cursor or order in self.live:
             self._used.add(order)
         self.back.pop(order, None)
+        self._advance()
 
     def is_used(self, order: int) -> bool:
         """True if the prompt was trained or dropped for good."""
@@ -133,16 +145,12 @@ class PromptQueue:
     def _place(self, order: int, attempt: int) -> tuple[int, int]:
         return ((order // self.rows + attempt) * self.rows, 0) if attempt else (order, 1)
 
-    def _skip(self) -> None:
+    def _advance(self) -> None:
+        """Bring the cursor to the first prompt that is neither used, nor live, nor back."""
         while self._cursor in self._used or self._cursor in self.live or self._cursor in self.back:
             if self._cursor not in self.live:
                 self._used.discard(self._cursor)
             self._cursor += 1
-
-    def _take(self, turn: Turn) -> Turn:
-        self.back.pop(turn.order, None)
-        self.live[turn.order] += 1
-        return turn
 
     def _wait(self, turn: Turn) -> None:
         untried = not turn.attempt and not turn.failures
@@ -153,3 +161,4 @@ class PromptQueue:
     def _put_back(self, turn: Turn) -> None:
         self.back[turn.order] = turn.attempt, turn.failures
         heapq.heappush(self._heap, (self._place(turn.order, turn.attempt), turn.order))
+        self._advance()

@@ -100,13 +100,15 @@ class McpServer:
         """End the connection, and the program that was started for it.
 
         A program that takes longer than `limit_s` seconds is left to its end: it ends with this process at the latest.
+        Half of the time is for the connection's own end, the other half for that of its task once it is cancelled.
         """
         self._closing = True
         self._broken.set()
-        done, _ = await asyncio.wait({self._owner}, timeout=limit_s)
+        done, _ = await asyncio.wait({self._owner}, timeout=limit_s / 2)
         if not done:
-            _log.warning("mcp server %s did not close within %g s", self.config.name, limit_s)
+            _log.warning("mcp server %s did not close within %g s", self.config.name, limit_s / 2)
             self._owner.cancel()
+            await asyncio.wait({self._owner}, timeout=limit_s / 2)
 
     async def _open(self, limit_s: float) -> Any:
         """The client, once there is one."""

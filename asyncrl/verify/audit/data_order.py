@@ -1,9 +1,8 @@
-"""The rules of the data order: which prompt has which place, who plays it, and that none of a shard was passed over."""
+"""The rules of the data order: which prompt has which place, and that none was passed over."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import islice
@@ -11,7 +10,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.comm.ledger_lines import Admitted, Lent, RunSettings
+from asyncrl.comm.ledger_lines import Admitted, RunSettings
 
 _PROMPT_ID = re.compile(r"e(\d+)-(\d+)")
 _WORKER = re.compile(r"[a-z_]+/\d+")
@@ -31,14 +30,11 @@ class DataOrder:
         self._settings: RunSettings | None = None
         self._lineage = 0
         self._admitted: set[int] = set()
-        self._last: dict[int, int] = {}  # by shard the last place that its own worker was admitted at
-        self._lent: dict[int, str] = {}  # by place the worker that joined
         self._used_before: set[int] = set()
 
     def begin(self, settings: RunSettings, lineage: int, used: Iterable[str]) -> None:
         """A launch begins; the prompts `used` are trained, or dropped for good."""
         self._settings, self._lineage = settings, lineage
-        self._last, self._lent = {}, {}
         self._admitted, self._used_before = set(), {self._orders[prompt] for prompt in used}
 
     def check_prompt(self, prompt: str, order: int) -> None:
@@ -56,58 +52,24 @@ class DataOrder:
                 self._report(f"place {order} of the data order is of prompt e{epoch}-{row}, not of {prompt}")
 
     def admit(self, line: Admitted) -> None:
-        """A prompt is played by the worker of its shard, or by one without a shard that it was lent to last."""
-        workers = self._workers
+        """A prompt is played."""
         if not _WORKER.fullmatch(line.worker):
             self._report(f"rollout {line.rollout} runs on {line.worker!r}, which names no worker")
-        elif workers and (index := _index(line.worker)) < workers:
-            if index != line.order % workers:
-                self._report(f"prompt {line.prompt} (order {line.order}) is not of the shard of {line.worker}")
-            self._last[index] = max(line.order, self._last.get(index, -1))
-        elif workers and self._lent.get(line.order) != line.worker:
-            self._report(f"prompt {line.prompt} (order {line.order}) was not lent to {line.worker}, which has no shard")
         self._admitted.add(line.order)
 
-    def lend(self, line: Lent) -> None:
-        """A prompt is lent to a worker that joined."""
-        self.check_prompt(line.prompt, line.order)
-        if not _WORKER.fullmatch(line.worker) or _index(line.worker) < self._workers:
-            self._report(f"prompt {line.prompt} was lent to {line.worker!r}, which names no worker that joined")
-        self._lent[line.order] = line.worker
-
-    def check_shards(self) -> None:
-        """No prompt of a shard was passed over in this lineage: all before its worker's last are admitted or lent, or
-        were used.
-        """
-        workers = self._workers
-        if workers < 1:
+    def check_none_passed_over(self) -> None:
+        """All prompts before the last that was played in this lineage were played in it too, or used before."""
+        if self._settings is None or not self._settings.workers or not self._admitted:
             return
-        last = self._last
-        seen = Counter(
-            order % workers
-            for order in self._admitted | self._used_before | self._lent.keys()
-            if 0 <= order < last.get(order % workers, 0)  # counted: a doctored place may be beyond all bounds
-        )
-        for worker, newest in sorted(last.items()):
-            before_it = max(0, -((worker - newest) // workers))
-            if (missing := before_it - seen[worker]) > 0:
-                places = (order for order in range(worker, newest, workers) if not self._is_seen(order))
-                some = f"{list(islice(places, 5))}{' ...' if missing > 5 else ''}"
-                self._report(
-                    f"places {some} of the data order ({missing}) were passed over in lineage {self._lineage}: "
-                    "their prompts were neither run nor used before"
-                )
-
-    @property
-    def _workers(self) -> int:
-        return self._settings.workers if self._settings else 0
-
-    def _is_seen(self, order: int) -> bool:
-        return order in self._admitted or order in self._used_before or order in self._lent
-
-
-def _index(worker: str) -> int:
-    return int(worker.partition("/")[2])
+        newest = max(self._admitted)
+        seen = {order for order in self._admitted | self._used_before if 0 <= order < newest}
+        if (missing := newest - len(seen)) > 0:  # counted: a doctored place may be beyond all bounds
+            places = list(islice((order for order in range(newest) if order not in seen), 5))
+            some = f"{places}{' ...' if missing > 5 else ''}"
+            self._report(
+                f"places {some} of the data order ({missing}) were passed over in lineage {self._lineage}: "
+                "their prompts were neither run nor used before"
+            )
 
 
 @lru_cache(maxsize=8)

@@ -6,7 +6,7 @@
   none but such tokens), none of a version that did not exist, and none older than the rollout's admission.
 - Times: each process's clock goes forward, or is set back for good (`clocks`).
 - Order: steps are numbered without a gap, have train_batch_size rollouts each, in the data order; a prompt's id is the
-  one that the seed gives its place in the data order; no prompt of a worker's shard was passed over (`data_order`).
+  one that the seed gives its place in the data order; no prompt was passed over (`data_order`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from asyncrl.comm.ledger_lines import (
     End,
     Finished,
     LedgerBooks,
-    Lent,
     Line,
     PromptGoes,
     RunSettings,
@@ -90,7 +89,7 @@ class Replay:
             self._take(entry.line)
             if isinstance(entry.line, Saved):
                 self.outcome.saved[entry.number] = SavedLine(entry.line, len(self.outcome.used))
-        self._check_shards()
+        self._check_data_order()
         for clock in (self._manager_clock, self._master_clock):
             clock.check(self._report_to, self._note_to)
         if self._batch and self.outcome.ended:
@@ -118,8 +117,6 @@ class Replay:
                 self._begin(line)
             case Admitted():
                 self._admit(line)
-            case Lent():
-                self._data_order.lend(line)
             case Finished():
                 self._finish(line)
             case Dropped():
@@ -139,7 +136,7 @@ class Replay:
                 self._end(line)
 
     def _begin(self, line: Begin) -> None:
-        self._check_shards()
+        self._check_data_order()
         for rollout_id in [key for key, known in self._rollouts.items() if known.fate in (_RUNNING, _FINISHED)]:
             self._set_fate(self._rollouts.pop(rollout_id), None)
             self.outcome.lost += 1
@@ -207,7 +204,7 @@ class Replay:
         if known is None:
             return
         allowed: dict[str, tuple[PromptGoes, ...]] = {
-            _LOST_WORKER: (PromptGoes.returned,),
+            _LOST_WORKER: (PromptGoes.returned, PromptGoes.used),
             _STALE: (PromptGoes.returned, PromptGoes.used),
             _DUPLICATE: (PromptGoes.returned, PromptGoes.used),
         }
@@ -352,9 +349,9 @@ class Replay:
         if lineage != self._lineage:
             self._report(f"lineage {lineage}, in the midst of lineage {self._lineage}")
 
-    def _check_shards(self) -> None:
+    def _check_data_order(self) -> None:
         if self.outcome.whole:
-            self._data_order.check_shards()
+            self._data_order.check_none_passed_over()
 
     def _known(self, rollout_id: str) -> _Rollout | None:
         known = self._rollouts.get(rollout_id)

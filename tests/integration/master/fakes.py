@@ -18,7 +18,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
 from asyncrl.master.graph.builtin import grpo
-from asyncrl.master.train_loop import Peers, TrainLoop
+from asyncrl.master.parts import Peers, assemble
+from asyncrl.master.train_loop import TrainLoop
 from asyncrl.observe.metrics import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.last_step import LastStep
@@ -128,7 +129,7 @@ class FakeWorkers:
             case CommitCheckpoint():
                 assert worker == 0 or request.of_last_step, "the publisher"
                 assert len(request.files) == self.count
-                begun = self.requests(SaveCheckpoint)[-1]
+                begun = self.begun(request.of_last_step)
                 assert begun.path == request.path
                 if request.of_last_step:
                     assert self.last_step is not None
@@ -182,6 +183,10 @@ class FakeWorkers:
     def requests(self, kind: type[_Q]) -> list[_Q]:
         """What worker 0 was asked."""
         return [request for worker, request in self.log if worker == 0 and isinstance(request, kind)]
+
+    def begun(self, of_last_step: bool) -> SaveCheckpoint:
+        """The checkpoint, or state of a step, that was begun last."""
+        return next(each for each in reversed(self.requests(SaveCheckpoint)) if each.of_last_step == of_last_step)
 
     def saved(self) -> list[int]:
         return [int(Path(request.path).name[1:]) for request in self.requests(CommitCheckpoint)]
@@ -339,7 +344,8 @@ class Run:
         assert self.workers.placed is not None
         peers = Peers(list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board)
         self.last_step = self.workers.last_step = last_step or (None if follows is None else follows.last_step)
-        self.loop = TrainLoop(config, run_dir, graph, peers, self.stop, clock, self.last_step, begun=self._begin)
+        parts = assemble(config, run_dir, graph, peers, self.stop, clock, self.last_step)
+        self.loop = TrainLoop(parts, ready=self._begin)
         self.begun = 0
 
     def _begin(self) -> None:
@@ -392,4 +398,4 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def kill(run: Run) -> None:
     """What ends from here on nobody hears of."""
-    run.loop._announcer._on_end = run.loop._announcer._announce = lambda *_: None
+    run.loop.parts.announcer._on_end = run.loop.parts.announcer._announce = lambda *_: None

@@ -38,9 +38,9 @@ async def test_what_workers_dropped_for_good_is_used_and_never_comes_again(tmp_p
     await first.deliver(range(12), oldest=1)
     first.manager.give_up("e0-20", "zero_variance")
     async with running(first) as task:  # killed in step 4
-        await until(lambda: first.loop.version == 2)
+        await until(lambda: first.loop.parts.version == 2)
         first.manager.give_up("e0-21", "failed")
-        await until(lambda: first.loop.version == 3)
+        await until(lambda: first.loop.parts.version == 3)
         task.cancel()
     assert first.workers.stored is not None
 
@@ -94,7 +94,7 @@ async def test_a_stop_after_a_checkpoint_saves_again_what_was_dropped_for_good_s
 async def test_a_failure_after_a_checkpoint_saves_again_what_was_dropped_for_good_since(tmp_path: Path) -> None:
     """Else the failing prompts that ended the run would be the first of every resume, and end that too."""
     run = Run(tmp_path, make_config(checkpoint__interval=1))
-    run.workers.on_train = lambda: setattr(run.loop._stall, "limit_s", 0.05)  # for the step after this one
+    run.workers.on_train = lambda: setattr(run.loop.parts.stall, "limit_s", 0.05)  # for the step after this one
     await run.deliver(range(4))
     run.manager.give_up("e0-20")
     async with running(run) as task:
@@ -119,9 +119,9 @@ async def test_a_received_rollout_whose_prompt_is_dropped_for_good_leaves_the_ga
         run.manager.give_up("e0-4")
         await run.deliver(range(3), tag="again")
         await until(lambda: run.manager.dropped.get("duplicate_prompt") == 4)
-        assert run.loop.version == 1
-    assert "e0-4" in run.loop.buffer.used
-    assert len(run.loop.buffer) == 0
+        assert run.loop.parts.version == 1
+    assert "e0-4" in run.loop.parts.buffer.used
+    assert len(run.loop.parts.buffer) == 0
 
 
 async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_batch_is(tmp_path: Path) -> None:
@@ -129,11 +129,11 @@ async def test_a_stale_rollouts_prompt_is_not_used_but_a_filtered_group_of_the_b
     run.workers.filtered_in_graph = 2.0
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
-        await until(lambda: run.loop.version == 2)
+        await until(lambda: run.loop.parts.version == 2)
         await run.deliver(range(8, 9), oldest=0, tag="late")
         await run.deliver(range(9, 13), oldest=2)
         await task
-    assert sorted(run.loop.buffer.used) == sorted(f"e0-{order}" for order in range(13) if order != 8)
+    assert sorted(run.loop.parts.buffer.used) == sorted(f"e0-{order}" for order in range(13) if order != 8)
 
 
 async def test_the_last_known_books_are_on_disk_from_the_beginning_and_after_every_step(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ async def test_without_the_manager_the_last_step_is_saved_and_its_books_are_kept
     run = Run(tmp_path, make_config())
     await run.deliver(range(5))
     async with running(run) as task:
-        await until(lambda: run.loop.version == 1 and len(run.rows()) == 1)
+        await until(lambda: run.loop.parts.version == 1 and len(run.rows()) == 1)
         run.manager.dead = True
         run.stop.set()
         with pytest.raises(ConnectionError):

@@ -31,7 +31,7 @@ async def test_an_evaluation_pins_its_version_while_training_goes_on(tmp_path: P
     run.rollouts.finish = asyncio.Event()
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
-        await until(lambda: run.loop.version == 2)
+        await until(lambda: run.loop.parts.version == 2)
         assert run.rollouts.started == [0]
         assert run.board.versions == []  # version 0 is being measured
         run.rollouts.finish.set()
@@ -91,16 +91,16 @@ async def test_an_evaluation_beyond_its_limit_names_the_setting(tmp_path: Path) 
 async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: Path) -> None:
     """The gate has no room before a newer version is served, and none is while the evaluation goes on."""
     run = Run(tmp_path, make_config(eval__interval=10))
-    stall, looks = run.loop._stall, itertools.count()
+    stall, looks = run.loop.parts.stall, itertools.count()
     free_since = stall._free_since
     stall._free_since = lambda: (next(looks), free_since())[1]
     run.rollouts.finish = asyncio.Event()
     await run.deliver(range(8), oldest=1)
     async with running(run) as task:
-        await until(lambda: run.loop.version == 2)
+        await until(lambda: run.loop.parts.version == 2)
         usual, stall.limit_s = stall.limit_s, 0.05  # below the setting's least value
         await run.deliver(range(8, 9), oldest=2)  # from here on it counts
-        await until(lambda: len(run.loop.buffer) == 1)
+        await until(lambda: len(run.loop.parts.buffer) == 1)
         before = next(looks)
         await until(lambda: next(looks) > before + 10 or task.done())
         assert not task.done()
@@ -113,7 +113,7 @@ async def test_a_slow_evaluation_that_holds_the_data_back_is_no_stall(tmp_path: 
 
 async def test_no_data_after_an_evaluation_is_a_stall(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config(eval__interval=10, eval__timeout_s=0.3))
-    run.loop._stall.limit_s = 0.1  # below the setting's least value
+    run.loop.parts.stall.limit_s = 0.1  # below the setting's least value
     run.rollouts.finish = asyncio.Event()
     with pytest.raises(Stalled, match="step 0 waits for trajectories"):
         await run.loop.run()
@@ -140,7 +140,7 @@ async def test_a_finished_run_is_saved_before_its_last_evaluation_ends(tmp_path:
     run = Run(tmp_path, make_config(total_train_steps=1, eval__interval=1))
     await run.deliver(range(4))
     async with running(run) as task:
-        await until(lambda: run.loop.version == 1)
+        await until(lambda: run.loop.parts.version == 1)
         run.rollouts.finish = asyncio.Event()
         await until(lambda: run.rollouts.started == [0, 1])
         await until(lambda: run.workers.saved() == [1])
@@ -225,7 +225,7 @@ async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path:
     async with running(run) as task:
         for step in range(1, 7):
             if step == 4:
-                await until(lambda: 2 in run.loop._journal.scores("eval/held_out/len_mean"))
+                await until(lambda: 2 in run.loop.parts.journal.scores("eval/held_out/len_mean"))
                 run.rollouts.finish = asyncio.Event()
             await run.deliver(range(4 * step, 4 * step + 4), oldest=step - 1)
             if step == 6:

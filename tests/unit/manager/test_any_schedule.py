@@ -1,13 +1,13 @@
 """Any process dies, falls silent or is heard late, at any moment: no prompt or place is lost, none is trained twice.
 
-Gate, returned prompts, manager, sample buffer, prompt streams and ledger are the real ones. Processes, messages and
+Gate, prompt queue, manager, sample buffer and ledger are the real ones. Processes, messages and
 what outlives them (the manager's log, the last step, the inboxes, checkpoints, the file of used prompts) are played as
 `manager/client.py`, `rollout/loop.py`, `trainer/trajectories/intake.py`, `master/train_loop.py` and `master/reports.py`
 have them.
 
     messages   a call's reply is lost, a call arrives late, again, or after those that were made later; a trajectory
                reaches the trainer late, never, twice, or without its acknowledgement
-    joining    a RolloutWorker without a shard comes, is lent prompts, goes for good, and another takes its name
+    joining    a RolloutWorker comes while the run goes on, goes for good, and another takes its name
     deaths     of a RolloutWorker, the manager, the trainer's side (which goes on from its last step), or of the run
                (from its newest checkpoint); and a worker's lease that lapses though it lives
 
@@ -38,29 +38,30 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.ledger_lines import LedgerBooks, RunSettings
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_books import Noted
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.shards import Shards
 from asyncrl.master.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.ledger import Ledger
 from asyncrl.master.records import Drop
 from asyncrl.master.reports import decide
 from asyncrl.master.run_files import check_books
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.order import LentPrompts, PromptRef, PromptStream
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 
-ROWS, SHARDS, SEED, HEADS = 7, 2, 0, 2
+ROWS, WORKERS, SEED, HEADS = 7, 2, 0, 2
 SCHEDULES = int(os.environ.get("ASYNCRL_FUZZ_SCHEDULES", "60"))
 LONG_SCHEDULES, LONG = int(os.environ.get("ASYNCRL_FUZZ_LONG_SCHEDULES", "6")), 700
 FIRST_SEED = int(os.environ.get("ASYNCRL_FUZZ_SEED", "0"))
 DECODER = msgspec.json.Decoder(Noted)
 NO_BOOKS = m.GateBooks(0, 0, {}, 0)
 SIZE = m.RequestSize(1, 1, 1)
+ORDER = DataOrder(ROWS, SEED)
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 BOTH, UP_TO_3 = (False, True), range(1, 4)
 PICK = range(10_001)
@@ -72,7 +73,7 @@ BEGINNINGS: dict[str, Sequence[Any]] = {
     "eta": range(3),
     "on_stale": tuple(OnStale),
     "stops_early": BOTH,
-    "shards": range(1, 5),
+    "own": range(1, 5),
 }
 _T = TypeVar("_T")
 _Method = TypeVar("_Method", bound=Callable[..., None])
@@ -103,7 +104,7 @@ def some_may_be_rejected(self: Schedule) -> bool:
 
 
 def some_joined(self: Schedule) -> bool:
-    return len(self.workers) > self.shards
+    return len(self.workers) > self.own
 
 
 def move(when: Callable[[Schedule], bool] | None = None, **choices: Sequence[Any]) -> Callable[[_Method], _Method]:
@@ -120,22 +121,20 @@ def move(when: Callable[[Schedule], bool] | None = None, **choices: Sequence[Any
 class Worker:
     """A RolloutWorker's process.
 
-    `running`: by rollout what it plays, and the version that it was admitted at; `pushed`: of those, what is on its way
-    to the trainer; `ended`: what the manager was not heard to know.
+    `ids`: of rollouts that it has room for; `running`: what it plays; `pushed`: of those, what is on its way to the
+    trainer, `arrived`: what has been there; `ended`: what the manager was not heard to know.
     """
 
-    def __init__(self, shard: int, incarnation: int, shards: int) -> None:
-        self.shard, self.incarnation = shard, incarnation
-        self.joined = shard >= shards
-        self.name = f"rollout_worker/{shard}"
-        self.former: m.TakeOverReply | None = None
-        self.stream: PromptStream | LentPrompts | None = None
-        self.wanted: list[tuple[str, PromptRef]] = []
-        self.running: dict[str, tuple[PromptRef, int]] = {}
+    def __init__(self, index: int, incarnation: int, own: int) -> None:
+        self.index, self.incarnation = index, incarnation
+        self.joined = index >= own
+        self.name = f"rollout_worker/{index}"
+        self.ids: list[str] = []
+        self.running: dict[str, m.GrantedRollout] = {}
         self.pushed: dict[str, RolloutRecord] = {}
+        self.arrived: set[str] = set()
         self.ended: list[m.FinishedRollout] = []
         self.delivered: set[str] = set()  # prompts among `ended`
-        self.ack = 0
 
     def who(self) -> dict[str, Any]:
         return {"worker": self.name, "incarnation": self.incarnation, "finished": list(self.ended)}
@@ -145,7 +144,7 @@ class Worker:
 
     @property
     def in_hand(self) -> set[str]:
-        return {ref.prompt_id for ref, _ in self.running.values()} | self.delivered
+        return {granted.prompt_id for granted in self.running.values()} | self.delivered
 
 
 @dataclass
@@ -176,9 +175,9 @@ class Trainer:
 
 class Schedule(RuleBasedStateMachine):
     @initialize(**{name: st.sampled_from(values) for name, values in BEGINNINGS.items()})
-    def begin(self, batch: int, eta: int, on_stale: OnStale, stops_early: bool, shards: int = SHARDS) -> None:
+    def begin(self, batch: int, eta: int, on_stale: OnStale, stops_early: bool, own: int = WORKERS) -> None:
         self.batch, self.eta, self.on_stale, self.stops_early = batch, eta, on_stale, stops_early
-        self.shards = shards
+        self.own = own
         self.runner = asyncio.Runner()
         self.folder = Path(tempfile.mkdtemp(dir=IN_MEMORY))
         self.ids = (f"r{number}" for number in itertools.count())
@@ -187,6 +186,8 @@ class Schedule(RuleBasedStateMachine):
         self.ledger: Ledger | None = None
         self.doubtful: set[str] = set()
         """Prompts that may be played twice: a worker died, or was taken for dead, with an attempt in hand."""
+        self.all_heard = True
+        """No worker has died, left or been taken for dead since the launch."""
         self.launch()
 
     # The launch: everything begins, from the newest checkpoint.
@@ -197,6 +198,7 @@ class Schedule(RuleBasedStateMachine):
 
     def launch(self) -> None:
         state = self.checkpoint
+        self.all_heard = True
         self.network: list[Answer] = []  # calls to the manager that arrive late
         self.events: list[bytes] = []  # what the manager has written
         self.told = 0  # how many of them were written when a reply last arrived
@@ -211,17 +213,16 @@ class Schedule(RuleBasedStateMachine):
         self.ledger = self.new_ledger()
         self.ledger.begin(self.trainer.version, None if state is None else state["ledger"], self.trainer.books)
         self.check_recorded()
-        self.disk = list(self.trainer.buffer.used)
         self.served = self.trainer.version
         self.service = self.new_manager()
-        self.service.begin(self.trainer.version, (), self.trainer.books.dropped)
+        self.service.begin(self.trainer.version, self.trainer.books.dropped, self.trainer.buffer.used)
         self.service.routes_changed(self.served)
         self.told = len(self.events)
-        self.workers = [Worker(shard, 0, self.shards) for shard in range(self.shards)]
-        self.incarnations = dict.fromkeys(range(self.shards, self.shards + JOINED), 0)
+        self.workers = [Worker(index, 0, self.own) for index in range(self.own)]
+        self.incarnations = dict.fromkeys(range(self.own, self.own + JOINED), 0)
 
     def new_ledger(self) -> Ledger:
-        run = RunSettings(self.batch, self.eta, str(self.on_stale), self.shards, SEED)
+        run = RunSettings(self.batch, self.eta, str(self.on_stale), self.own, SEED)
         return Ledger(self.folder, run, file_bytes=4000)
 
     def new_trainer(self, state: dict[str, Any] | None, trained: list[list[str]]) -> Trainer:
@@ -244,7 +245,8 @@ class Schedule(RuleBasedStateMachine):
             routing="least_requests",
             lease_s=1e9,
             clock=lambda: 0.0,
-            shards=Shards(self.shards),
+            order=ORDER,
+            first=SIZE,
         )
         for event in map(DECODER.decode, self.events):
             service.rollouts.replay(event)
@@ -297,128 +299,67 @@ class Schedule(RuleBasedStateMachine):
     def at(self, pick: int) -> Worker:
         return self.workers[pick % len(self.workers)]
 
-    @move(pick=WORKER)
-    def take_over(self, pick: int) -> None:
-        worker = self.at(pick)
-        if worker.former is None:
-            request = m.TakeOverRequest(**worker.who())
-            worker.former = self.call(lambda service: service.take_over(request))
-
-    @move(pick=WORKER)
-    def read_used_prompts(self, pick: int) -> None:
-        worker = self.at(pick)
-        if worker.former is not None and worker.stream is None and worker.joined:
-            worker.stream = LentPrompts(ROWS, SEED)
-        elif worker.former is not None and worker.stream is None:
-            out = {prompt.prompt_id: prompt.attempt for prompt in worker.former.out}
-            used = [*self.disk, *worker.former.given_up]
-            worker.stream = PromptStream(ROWS, SEED, worker.shard, self.shards, used=used, out=out)
-
     @move(pick=WORKER, count=UP_TO_3, fate=FATE)
     def allocate(self, pick: int, count: int, fate: str) -> None:
         worker = self.at(pick)
-        if worker.stream is None:
-            return
-        request = self.allocation(worker, count)
-        reply = self.call(lambda service: service.allocate_rollout(request), fate)
+        worker.ids += [next(self.ids) for _ in range(count - len(worker.ids))]
+        request = m.AllocateRequest(**worker.who(), rollouts=list(worker.ids))
+
+        async def answer(service: ManagerService) -> m.AllocateReply:
+            running = set(service.gate.live_ids)
+            reply = await service.allocate_rollout(request)
+            for granted in reply.granted:
+                if granted.rollout_id not in running:
+                    self.check_handed_out(granted)
+            self.check_bound(reply)
+            return reply
+
+        reply = self.call(answer, fate)
         if reply is not None:
             self.take_allocation(worker, reply)
 
-    def draw(self, worker: Worker) -> tuple[str, PromptRef] | None:
-        """A prompt that the worker wants to play, where it has one."""
-        ref = worker.stream.next()
-        if ref is None:
-            return None
-        self.check_handed_out(ref.prompt_id)
-        self.highest = max(self.highest, ref.order)
-        worker.wanted.append((next(self.ids), ref))
-        return worker.wanted[-1]
-
-    def allocation(self, worker: Worker, count: int) -> m.AllocateRequest:
-        while len(worker.wanted) < count and self.draw(worker) is not None:
-            pass
-        rollouts = [self.wanted(item) for item in worker.wanted]
-        room = max(0, count - len(rollouts))
-        return m.AllocateRequest(**worker.who(), rollouts=rollouts, returned_ack=worker.ack, room=room)
-
-    def wanted(self, item: tuple[str, PromptRef]) -> m.WantedRollout:
-        name, ref = item
-        return m.WantedRollout(name, ref.prompt_id, ref.order, SIZE, ref.attempt)
-
     def take_allocation(self, worker: Worker, reply: m.AllocateReply) -> None:
         worker.heard()
-        for returned in reply.returned:
-            if returned.seq > worker.ack:
-                worker.ack = returned.seq
-                with contextlib.suppress(ValueError):  # trained meanwhile, which the data state knew first
-                    worker.stream.give_back(returned.prompt_id, returned.attempt)
-        refs = dict(worker.wanted)
-        worker.running |= {grant.rollout_id: (refs[grant.rollout_id], grant.version) for grant in reply.granted}
-        settled = {grant.rollout_id for grant in reply.granted} | set(reply.gone)
-        worker.wanted = [item for item in worker.wanted if item[0] not in settled]
+        worker.running |= {granted.rollout_id: granted for granted in reply.granted}
+        settled = {granted.rollout_id for granted in reply.granted} | set(reply.gone)
+        worker.ids = [name for name in worker.ids if name not in settled]
 
-    @move(index=range(JOINED), when=lambda self: len(self.workers) < self.shards + JOINED)
+    @move(index=range(JOINED), when=lambda self: len(self.workers) < self.own + JOINED)
     def a_worker_joins(self, index: int) -> None:
         """Its number may have been another's, whose end the manager need not have seen."""
-        index += self.shards
-        if all(worker.shard != index for worker in self.workers):
+        index += self.own
+        if all(worker.index != index for worker in self.workers):
             self.incarnations[index] += 1
-            self.workers.append(Worker(index, self.incarnations[index], self.shards))
+            self.workers.append(Worker(index, self.incarnations[index], self.own))
 
     @move(pick=PICK, seen=BOTH, on_its_way=PICK, when=some_joined)
     def a_worker_leaves(self, pick: int, seen: bool, on_its_way: int) -> None:
-        worker = self.workers.pop(self.shards + pick % (len(self.workers) - self.shards))
+        worker = self.workers.pop(self.own + pick % (len(self.workers) - self.own))
         self.leave_in_the_midst(worker, on_its_way)
         if seen:
             self.service.worker_died(worker.name)
 
-    @move(
-        pick=PICK,
-        shard=PICK,
-        count=UP_TO_3,
-        offers=UP_TO_3,
-        fate=FATE,
-        asks_on=BOTH,
-        when=some_joined,
-    )
-    def lend(self, pick: int, shard: int, count: int, offers: int, fate: str, asks_on: bool) -> None:
-        """A worker that joined holds a call while one with a shard offers; either reply may be lost."""
-        borrower, lender = (
-            self.workers[self.shards + pick % (len(self.workers) - self.shards)],
-            self.workers[shard % self.shards],
-        )
-        if borrower.stream is None or lender.stream is None:
-            return
-        asking = msgspec.structs.replace(self.allocation(borrower, count), timeout_s=60.0)
-        offered = lender.wanted[1::2][:offers]
-        offered += [item for _ in range(offers - len(offered)) if (item := self.draw(lender)) is not None]
-        offer = m.LendRequest(**lender.who(), offered=[self.wanted(item) for item in offered])
-
-        async def meet(service: ManagerService) -> tuple[m.LendReply, m.AllocateReply | None]:
-            held = asyncio.create_task(service.allocate_rollout(asking))
-            await asyncio.sleep(0)
-            try:
-                lent = await service.lend(offer)
-                for _ in range(5):  # turns of the event loop, of which an answer takes two
-                    await asyncio.sleep(0)
-                return lent, held.result() if held.done() else None
-            finally:
-                held.cancel()
-                await asyncio.gather(held, return_exceptions=True)
-
-        replies = self.call(meet, fate)
-        if replies is None:
-            return
-        lender.heard()
-        lender.wanted = [item for item in lender.wanted if item[0] not in replies[0].lent]
-        if replies[1] is not None and asks_on:
-            self.take_allocation(borrower, replies[1])
-
-    def check_handed_out(self, prompt_id: str) -> None:
-        """Nothing is played that is settled, unless another attempt may have been under way unseen."""
+    def check_handed_out(self, granted: m.GrantedRollout) -> None:
+        """Nothing is played that is settled or played already, unless another attempt may be under way unseen."""
+        self.highest = max(self.highest, granted.order)
+        prompt_id = granted.prompt_id
+        assert ORDER.ref(granted.order).prompt_id == prompt_id
         if prompt_id not in self.doubtful:
             assert not any(prompt_id in step for step in self.trainer.trained)
             assert prompt_id not in self.given_up | self.proposed()
+            others = [each.prompt_id for worker in self.workers for each in worker.running.values()]
+            assert prompt_id not in others, "a prompt is played twice at a time"
+
+    def check_bound(self, reply: m.AllocateReply) -> None:
+        """So many rollouts exist at most; with a worker that is not heard the gate does not know of some."""
+        if not self.all_heard or not reply.granted:
+            return
+        buffer = self.trainer.buffer
+        exist = {granted.rollout_id for granted in reply.granted}
+        exist |= {record.rollout_id for record in [*buffer.live(), *self.inbox] if record.prompt_id not in buffer.used}
+        exist |= {name for worker in self.workers for name in worker.running.keys() - worker.arrived}
+        most = (self.eta + self.served + 1) * self.batch
+        assert self.trainer.version * self.batch + len(exist) <= most, "more rollouts exist than the bound allows"
 
     def proposed(self) -> set[str]:
         """The prompts that the manager dropped for good and that the master may not know of."""
@@ -436,11 +377,11 @@ class Schedule(RuleBasedStateMachine):
     @move(pick=PICK, when=some_run)
     def push(self, pick: int) -> None:
         worker, name = self.pick_running(pick)
-        ref, version = worker.running[name]
+        granted = worker.running[name]
         sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
-        tokens = {"oldest_version": version, "version_tokens": {version: 1}}
+        tokens = {"oldest_version": granted.version, "version_tokens": {granted.version: 1}}
         worker.pushed[name] = RolloutRecord(
-            rollout_id=name, prompt_id=ref.prompt_id, order=ref.order, head=0, **tokens, **sizes
+            rollout_id=name, prompt_id=granted.prompt_id, order=granted.order, head=0, **tokens, **sizes
         )
 
     @move(pick=PICK, head=range(HEADS), acknowledged=BOTH, when=some_are_pushed)
@@ -448,6 +389,7 @@ class Schedule(RuleBasedStateMachine):
         """A trajectory reaches a rank, also one that its worker died with; what is not acknowledged is sent again."""
         worker, name = self.pick_of(pick, lambda worker: worker.pushed)
         record = msgspec.structs.replace(worker.pushed[name], head=head)
+        worker.arrived.add(name)
         if (head, name) not in self.held:
             self.held[head, name] = record
             self.inbox.append(record)
@@ -489,14 +431,15 @@ class Schedule(RuleBasedStateMachine):
         """Another process begins; the manager may see that in name resolution, or only when it calls."""
         worker = self.at(pick)
         self.leave_in_the_midst(worker, on_its_way)
-        self.workers[pick % len(self.workers)] = Worker(worker.shard, worker.incarnation + 1, self.shards)
+        self.workers[pick % len(self.workers)] = Worker(worker.index, worker.incarnation + 1, self.own)
         if worker.joined:
-            self.incarnations[worker.shard] += 1
+            self.incarnations[worker.index] += 1
         if by_status:
             self.service.incarnation_seen(worker.name, worker.incarnation + 1)
 
     def leave_in_the_midst(self, worker: Worker, on_its_way: int) -> None:
         self.doubtful |= worker.in_hand
+        self.all_heard = False
         for index, (name, record) in enumerate(worker.pushed.items()):
             if on_its_way >> index & 1 and (0, name) not in self.held:
                 self.held[0, name] = record
@@ -506,7 +449,8 @@ class Schedule(RuleBasedStateMachine):
     def a_lease_lapses(self, pick: int) -> None:
         """The worker lives, and goes on once it is heard again; what it was to play again it is told once more."""
         worker = self.at(pick)
-        self.doubtful |= worker.in_hand | {ref.prompt_id for _, ref in worker.wanted}
+        self.doubtful |= worker.in_hand
+        self.all_heard = False
         self.service.worker_died(worker.name)
 
     # The trainer's side.
@@ -576,8 +520,9 @@ class Schedule(RuleBasedStateMachine):
     @move(lost=BOTH, dies=BOTH)
     def report_step(self, lost: bool = False, dies: bool = False) -> None:
         trainer = self.trainer
-        self.disk = list(trainer.buffer.used)
         trainer.drops += trainer.buffer.pop_drops()
+        if self.on_stale == OnStale.wait and self.all_heard:
+            assert not any(drop.reason == DropReason.stale for drop in trainer.drops), "the step did not wait"
         after = trainer.kept_known
         dropped = [drop.message for drop in trainer.drops]
         report = m.ConsumedReport(trainer.version, list(trainer.unreported), dropped, after.given_up, after.events)
@@ -620,7 +565,6 @@ class Schedule(RuleBasedStateMachine):
             trainer.known = trainer.kept_known = kept["known"]
             trainer.told_already = told.rollouts
             trainer.untold = None if told.step else kept["batch"]
-        self.disk = list(trainer.buffer.used)
         self.given_up &= set(trainer.buffer.used) | self.proposed()
 
     @move(when=lambda self: not self.trainer.unreported and self.trainer.version)
@@ -658,14 +602,14 @@ class Schedule(RuleBasedStateMachine):
         """Without deaths: what was ever handed out comes to its end, and no place or server's load is left over."""
         for _ in list(self.network):
             self.a_call_arrives_late(0, again=False)
-        for index in self.incarnations.keys() - {worker.shard for worker in self.workers}:
+        for index in self.incarnations.keys() - {worker.index for worker in self.workers}:
             self.service.worker_died(f"rollout_worker/{index}")  # at the latest as its lease lapses
         own = set(range(self.highest + 1))
         settled: set[int] = set()
         for turn in range(6 * (len(own) + 10)):
             self.fair_turn(turn)
             trained = [prompt for step in self.trainer.trained for prompt in step]
-            settled = set(map(PromptStream(ROWS, SEED).order_of, [*trained, *self.given_up]))
+            settled = set(map(ORDER.order_of, [*trained, *self.given_up]))
             if own <= settled:
                 break
         assert own <= settled, "a prompt was lost"
@@ -678,13 +622,8 @@ class Schedule(RuleBasedStateMachine):
     def fair_turn(self, first: int) -> None:
         """All calls are answered, all that runs ends, and if it suffices a step is trained."""
         count = len(self.workers)
-        for pick in range(count):
-            self.take_over(pick)
-            self.read_used_prompts(pick)
         for pick in (each % count for each in range(first, first + count)):  # whoever asks first finds the places
             worker = self.at(pick)
-            if worker.joined:
-                self.lend(pick - self.shards, first % self.shards, 3, 2, "answered", True)
             self.allocate(pick, 3, "answered")
             while worker.running:
                 self.push(0)
@@ -727,47 +666,6 @@ def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> N
     schedule.the_run_dies()
     schedule.fair_turn(0)
     schedule.teardown()
-
-
-def test_a_run_that_goes_on_from_its_checkpoint_plays_each_prompt_that_was_lent_once() -> None:
-    """At the checkpoint one of them is trained, one is played and one waits at its borrower; two are lent after it."""
-    schedule = Schedule()
-    schedule.begin(batch=1, eta=2, on_stale=OnStale.drop, stops_early=False)
-    lent = join_and_lend(schedule, 0, 3)
-    schedule.allocate(SHARDS, 2, "answered")
-    schedule.push(0)
-    schedule.arrive(0, 0, True)
-    schedule.collect()
-    schedule.train(dies=False)
-    schedule.report_step()
-    schedule.save()
-    assert (schedule.trainer.version, len(schedule.workers[SHARDS].running), len(owed_to(schedule, 0))) == (1, 1, 1)
-    later = join_and_lend(schedule, 1, 2)
-    schedule.the_run_dies()
-    assert not schedule.service.returned.workers, "this launch has lent nothing yet"
-    again = join_and_lend(schedule, 0, 2)
-    assert again < lent
-    schedule.go_on()
-    trained = [prompt for step in schedule.trainer.trained for prompt in step]
-    assert [trained.count(prompt) for prompt in lent | later] == [1] * 5
-    schedule.teardown()
-
-
-def join_and_lend(schedule: Schedule, number: int, count: int) -> set[str]:
-    """Another worker joins and is lent prompts of the shard of this `number`; returns these."""
-    schedule.a_worker_joins(number)
-    for pick in range(len(schedule.workers)):
-        schedule.take_over(pick)
-        schedule.read_used_prompts(pick)
-    schedule.lend(number, number, count, count, "answered", True)
-    lent = owed_to(schedule, number)
-    assert len(lent) == count
-    return lent
-
-
-def owed_to(schedule: Schedule, number: int) -> set[str]:
-    """What the worker that joined has been lent and does not play yet."""
-    return {prompt.prompt_id for prompt in schedule.service.returned.owed(f"rollout_worker/{SHARDS + number}")}
 
 
 class Played(NamedTuple):

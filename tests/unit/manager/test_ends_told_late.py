@@ -8,8 +8,10 @@ from typing import Any
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.order import DataOrder
 
 WORKER = "rollout_worker/0"
+ORDER = DataOrder(2, 0)
 
 
 def call(service: ManagerService, path: str, **fields: Any) -> Any:
@@ -18,16 +20,22 @@ def call(service: ManagerService, path: str, **fields: Any) -> Any:
 
 
 def begun() -> ManagerService:
-    service = ManagerService(batch_size=2, max_staleness=0, routing="least_requests", lease_s=1e9, clock=lambda: 0.0)
+    service = ManagerService(
+        batch_size=2, max_staleness=0, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, order=ORDER
+    )
     service.begin(0)
     return service
 
 
 def admitted(service: ManagerService, *orders: int, incarnation: int = 0) -> list[m.GrantedRollout]:
-    """What of these prompts may begin now, each as the rollout of its order and the worker's incarnation."""
-    wanted = [m.WantedRollout(f"{incarnation}/{order}", f"e{order // 2}-{order % 2}", order) for order in orders]
-    granted = call(service, "/allocate_rollout", worker=WORKER, incarnation=incarnation, rollouts=wanted).granted
-    return list(granted)
+    """The prompts that may begin now, these if any; the ids are of the order and the worker's incarnation."""
+    granted = ask(service, *(f"{incarnation}/{order}" for order in orders), incarnation=incarnation)
+    assert [each.order for each in granted] in ([], list(orders[: len(granted)]))
+    return granted
+
+
+def ask(service: ManagerService, *ids: str, incarnation: int) -> list[m.GrantedRollout]:
+    return list(call(service, "/allocate_rollout", worker=WORKER, incarnation=incarnation, rollouts=list(ids)).granted)
 
 
 def trained(service: ManagerService, version: int, *rollouts: str) -> None:
@@ -44,8 +52,10 @@ def test_a_suspect_that_was_trained_is_cleared_so_that_the_next_one_has_its_turn
     service = begun()
     assert len(admitted(service, 0, 1)) == 2
     service.incarnation_seen(WORKER, 1)  # both are suspects
-    assert [grant.rollout_id for grant in admitted(service, 0, 1, incarnation=1)] == ["1/0"]
-    call(service, "/report_consumed", version=0, trained=[], dropped=[m.DroppedRollout("1/0", "stale", True)])
+    assert [grant.order for grant in admitted(service, 0, incarnation=1)] == [0]
+    assert [grant.order for grant in ask(service, "other", incarnation=1)] == [2], "the other suspect has to wait"
+    told(service, "other", incarnation=1)
+    call(service, "/report_consumed", version=0, trained=[], dropped=[m.DroppedRollout("1/0", "stale", used=True)])
     assert [grant.rollout_id for grant in admitted(service, 1, incarnation=1)] == ["1/1"]
     trained(service, 1, "1/1")
     told(service, "1/0", "1/1", incarnation=1)
@@ -63,7 +73,7 @@ def test_no_row_begins_another_epoch_before_it_is_known_how_it_was_answered() ->
     told(service, "0/1")
     again = admitted(service, 2, 3)
     assert [(grant.rollout_id, grant.rests) for grant in again] == [("0/2", True), ("0/3", True)]
-    assert service.rollouts.measured.unrecorded == [("e0-0", 1.0), ("e0-1", 1.0)]
+    assert service.rollouts.measured.unrecorded == [(ORDER.ref(order).prompt_id, 1.0) for order in (0, 1)]
 
 
 def test_who_died_before_it_told_is_not_waited_for() -> None:

@@ -14,13 +14,20 @@ from asyncrl.comm import patient_writing
 from asyncrl.manager import event_log
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.order import DataOrder
 
 WORKER = "rollout_worker/0"
 
 
 def manager(file: Path) -> ManagerService:
     return ManagerService(
-        batch_size=2, max_staleness=1, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, log_file=file
+        batch_size=2,
+        max_staleness=1,
+        routing="least_requests",
+        lease_s=1e9,
+        order=DataOrder(100, 0),
+        clock=lambda: 0.0,
+        log_file=file,
     )
 
 
@@ -30,8 +37,7 @@ async def call(service: ManagerService, path: str, **fields: Any) -> Any:
 
 
 async def admit(service: ManagerService, *names: str) -> None:
-    rollouts = [m.WantedRollout(name, f"e0-{name}", int(name)) for name in names]
-    await call(service, "/allocate_rollout", worker=WORKER, rollouts=rollouts)
+    await call(service, "/allocate_rollout", worker=WORKER, rollouts=list(names))
 
 
 async def some_life(service: ManagerService) -> None:

@@ -24,8 +24,7 @@ from asyncrl.master import buffer as buffers
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.reports import decide
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets import order
-from asyncrl.plugins.datasets.order import PromptRef, PromptStream
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
 
 ROLLOUTS, WARM_UP = 12_000, 3_000
@@ -35,7 +34,6 @@ REMEMBERED = 128
 SLACK = 128
 GROWS = {
     "SampleBuffer.used": "a bit for each prompt used: what a checkpoint has to know",
-    "PromptStream._settled": "a bit for each prompt that was used when the stream began; it does not grow later",
 }
 CONTAINERS = (dict, set, list, deque, OrderedDict, bytearray, np.ndarray)
 
@@ -83,71 +81,55 @@ class Run:
             lease_s=60.0,
             pacing=DeadlinePacing(B, ETA),
             clock=lambda: self.now,
+            order=DataOrder(ROWS, 0),
+            first=m.RequestSize(3, 4, 2),
         )
         self.service.router.update(0, "http://a", 0, routable=True)
         self.service.router.update(1, "http://b", 0, routable=True)
         self.service.begin(0)
         self.buffer = SampleBuffer(B, ETA, OnStale.drop)
-        self.streams = [PromptStream(ROWS, 0, shard, WORKERS) for shard in range(WORKERS)]
-        self.wanted: list[dict[str, PromptRef]] = [{} for _ in range(WORKERS)]
-        self.running: list[dict[str, tuple[PromptRef, int]]] = [{} for _ in range(WORKERS)]
-        self.acks = [0] * WORKERS
+        self.ids: list[list[str]] = [[] for _ in range(WORKERS)]
+        self.running: list[dict[str, m.GrantedRollout]] = [{} for _ in range(WORKERS)]
         self.outbox: Outbox[str] = Outbox(["x", "y"], high_water=64, resend_after_s=5.0)
         self.version = self.made = self.incarnation = 0
         self.known = (0, 0, 0)
 
     @property
     def machines(self) -> tuple[Any, ...]:
-        return self.service, self.buffer, self.outbox, *self.streams
+        return self.service, self.buffer, self.outbox
 
     async def play(self, until: int) -> None:
         while self.made < until:
             self.now += 1.0
-            for shard in range(WORKERS):
-                await self.turn(shard)
+            for index in range(WORKERS):
+                await self.turn(index)
             await self.train()
             if self.chance.random() < 0.01:
                 self.service.worker_died("rollout_worker/0")
             if self.chance.random() < 0.01:
                 self.incarnation += 1
                 self.service.incarnation_seen("rollout_worker/1", self.incarnation)
-                self.wanted[1].clear()
+                self.ids[1].clear()
                 self.running[1].clear()
-                self.streams[1] = await self.successor()
 
-    async def successor(self) -> PromptStream:
-        request = m.TakeOverRequest(worker="rollout_worker/1", incarnation=self.incarnation)
-        former = await self.service.take_over(request)
-        out = {prompt.prompt_id: prompt.attempt for prompt in former.out}
-        self.acks[1] = 0
-        return PromptStream(ROWS, 0, 1, WORKERS, used=[*self.buffer.used, *former.given_up], out=out)
-
-    async def turn(self, shard: int) -> None:
-        who = {"worker": f"rollout_worker/{shard}", "incarnation": self.incarnation if shard == 1 else 0}
-        wanted, running, stream = self.wanted[shard], self.running[shard], self.streams[shard]
-        finished = []
-        for name in [name for name in running if self.chance.random() < 0.5]:
-            finished.append(self.finish(name, *running.pop(name)))
-        while len(wanted) + len(running) < AT_ONCE:
+    async def turn(self, index: int) -> None:
+        who = {"worker": f"rollout_worker/{index}", "incarnation": self.incarnation if index == 1 else 0}
+        ids, running = self.ids[index], self.running[index]
+        finished = [self.finish(running.pop(name)) for name in list(running) if self.chance.random() < 0.5]
+        while len(ids) + len(running) < AT_ONCE:
             self.made += 1
-            wanted[f"r{self.made}"] = stream.next()
-        size = m.RequestSize(3, 4, 2)
-        asked = [m.WantedRollout(name, ref.prompt_id, ref.order, size, ref.attempt) for name, ref in wanted.items()]
-        request = m.AllocateRequest(**who, finished=finished, rollouts=asked, returned_ack=self.acks[shard])
-        reply = await self.service.allocate_rollout(request)
-        for returned in reply.returned:
-            if returned.seq > self.acks[shard]:
-                self.acks[shard] = returned.seq
-                if stream._is_out(stream.order_of(returned.prompt_id)):
-                    stream.give_back(returned.prompt_id, returned.attempt)
-        for grant in reply.granted:
-            running[grant.rollout_id] = wanted.pop(grant.rollout_id), grant.version
+            ids.append(f"r{self.made}")
+        reply = await self.service.allocate_rollout(m.AllocateRequest(**who, finished=finished, rollouts=list(ids)))
+        for granted in reply.granted:
+            ids.remove(granted.rollout_id)
+            running[granted.rollout_id] = granted
         for name in reply.gone:
-            wanted.pop(name, None)
+            ids.remove(name)
         asks = [m.RouteRequest(1, 2, 1, request_id=f"{name}/2", rollout_id=name, affinity=name) for name in running]
         await self.service.schedule_request(m.ScheduleRequest(**who, requests=asks))
 
-    def finish(self, name: str, ref: PromptRef, version: int) -> m.FinishedRollout:
+    def finish(self, granted: m.GrantedRollout) -> m.FinishedRollout:
+        name = granted.rollout_id
         fate = self.chance.random()
         if fate < 0.2:
             again = fate < 0.15
@@ -159,9 +141,10 @@ class Run:
             self.outbox.take(("y",), self.now)
         self.outbox.acked(entry.seq)
         sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
-        oldest = max(0, version - self.chance.choice((0, 0, 0, 3)))
+        oldest = max(0, granted.version - self.chance.choice((0, 0, 0, 3)))
         tokens = {"oldest_version": oldest, "version_tokens": {oldest: 1}}
-        record = RolloutRecord(rollout_id=name, prompt_id=ref.prompt_id, order=ref.order, head=0, **tokens, **sizes)
+        of = {"rollout_id": name, "prompt_id": granted.prompt_id, "order": granted.order, "head": 0}
+        record = RolloutRecord(**of, **tokens, **sizes)
         self.buffer.add([record])
         return m.FinishedRollout(name, True, tokens=2)
 
@@ -185,7 +168,6 @@ class Run:
 def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
     for room in (service, staleness_gate, buffers):
         monkeypatch.setattr(room, "ids_remembered", lambda *_: REMEMBERED)
-    monkeypatch.setattr(order, "ATTEMPTS_KEPT", REMEMBERED)
     run = Run()
     asyncio.run(run.play(WARM_UP))
     before = largest(*run.machines)
@@ -194,4 +176,4 @@ def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(monkeypat
     assert run.version > ROLLOUTS // B // 3
     grown = {name: (before.get(name, 0), size) for name, size in after.items() if size > before.get(name, 0) + SLACK}
     assert not grown
-    assert {"PromptStream._attempts", "Router._placements", "Remembered._generations[]"} <= after.keys()
+    assert {"PromptQueue.back", "Router._placements", "Remembered._generations[]"} <= after.keys()

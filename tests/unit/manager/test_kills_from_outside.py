@@ -1,6 +1,6 @@
 """RolloutWorkers that are killed from outside, again and again: every prompt is trained, none is dropped for it.
 
-Manager, gate, suspects, prompt streams and buffer are the real ones, in virtual time. A worker plays `PLACES` rollouts
+Manager, gate, suspects, prompt queue and buffer are the real ones, in virtual time. A worker plays `PLACES` rollouts
 of `ROLLOUT_S` at a time, and its successor begins `RESTART_S` after a death; the trainer takes `STEP_S` for a step.
 """
 
@@ -17,30 +17,27 @@ import pytest
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.shards import Shards
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.reports import decide
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.order import PromptRef, PromptStream
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.runtime.settings import SystemConfig
 from asyncrl.trainer.messages import RolloutRecord
 
 BATCH, ETA, ROWS, PLACES = 4, 2, 64, 4
+ORDER = DataOrder(ROWS, 0)
 ROLLOUT_S, STEP_S, RESTART_S = (0.2, 0.8), 4.0, 1.8
 
 
 class Worker:
     """A RolloutWorker's process."""
 
-    def __init__(self, shard: int, incarnation: int) -> None:
-        self.name, self.shard, self.incarnation = f"rollout_worker/{shard}", shard, incarnation
-        self.stream: PromptStream | None = None
-        self.wanted: dict[str, PromptRef] = {}
-        self.running: dict[str, PromptRef] = {}
+    def __init__(self, index: int, incarnation: int) -> None:
+        self.name, self.index, self.incarnation = f"rollout_worker/{index}", index, incarnation
+        self.running: dict[str, m.GrantedRollout] = {}
         self.ended: list[m.FinishedRollout] = []
-        self.ack = 0
-        self.dead = False
+        self.begun = self.dead = False
 
     def who(self) -> dict[str, Any]:
         ended, self.ended = self.ended, []
@@ -62,19 +59,20 @@ class Cluster:
             routing="least_requests",
             lease_s=1e9,
             clock=lambda: self.now,
-            shards=Shards(workers),
+            order=ORDER,
         )
         self.service.begin(0)
         self.service.router.update(0, "http://server", 0, routable=True)
         self.buffer = SampleBuffer(BATCH, ETA, OnStale.wait)
-        self.version, self.deadly = 0, {PromptStream(ROWS, 0).ref(order).prompt_id for order in deadly}
+        self.version, self.deadly = 0, {ORDER.ref(order).prompt_id for order in deadly}
         self.trained: list[str] = []
         self.deaths: list[tuple[float, str]] = []
         self.known = (0, 0)
         self.training = False
         self.ids = itertools.count()
         self.turns: list[tuple[float, int, Callable[[], None]]] = []
-        self.workers = [Worker(shard, 0) for shard in range(workers)]
+        self.highest = 0
+        self.workers = [Worker(index, 0) for index in range(workers)]
         for worker in self.workers:
             self.after(0.0, lambda worker=worker: self.begin(worker))
 
@@ -95,48 +93,45 @@ class Cluster:
             self.train()
 
     def begin(self, worker: Worker) -> None:
-        former = self.runner.run(self.service.take_over(m.TakeOverRequest(**worker.who())))
-        out = {prompt.prompt_id: prompt.attempt for prompt in former.out}
-        used = [*self.buffer.used, *former.given_up]
-        worker.stream = PromptStream(ROWS, 0, worker.shard, len(self.workers), used=used, out=out)
+        worker.begun = True
 
     def ask(self) -> None:
-        """Every worker with room asks for rollouts, the one with the earliest prompt first, as if calls were held."""
-        for worker in self.workers:
-            while worker.stream is not None and len(worker.wanted) + len(worker.running) < PLACES:
-                worker.wanted[f"r{next(self.ids)}"] = worker.stream.next()
-        asking = [worker for worker in self.workers if worker.wanted]
-        for worker in sorted(asking, key=lambda worker: min(ref.order for ref in worker.wanted.values())):
-            wanted = [m.WantedRollout(key, ref.prompt_id, ref.order) for key, ref in worker.wanted.items()]
-            request = m.AllocateRequest(**worker.who(), rollouts=wanted, returned_ack=worker.ack)
-            reply = self.runner.run(self.service.allocate_rollout(request))
-            for returned in reply.returned:
-                worker.ack = returned.seq
-                assert worker.stream is not None
-                worker.stream.give_back(returned.prompt_id, returned.attempt)
-            for granted in reply.granted:
-                self.play(worker, granted.rollout_id, worker.wanted.pop(granted.rollout_id), granted.version)
+        """Every worker with room asks for a rollout at a time, in turn, as if calls were held."""
+        asking = [worker for worker in self.workers if worker.begun]
+        while asking:
+            for worker in list(asking):
+                if len(worker.running) == PLACES:
+                    asking.remove(worker)
+                    continue
+                request = m.AllocateRequest(**worker.who(), rollouts=[f"r{next(self.ids)}"])
+                reply = self.runner.run(self.service.allocate_rollout(request))
+                for granted in reply.granted:
+                    self.highest = max(self.highest, granted.order)
+                    self.play(worker, granted)
+                if not reply.granted:
+                    asking.remove(worker)
 
-    def play(self, worker: Worker, rollout: str, ref: PromptRef, version: int) -> None:
-        worker.running[rollout] = ref
+    def play(self, worker: Worker, granted: m.GrantedRollout) -> None:
+        rollout = granted.rollout_id
+        worker.running[rollout] = granted
 
         def end() -> None:
             if not worker.dead:
                 del worker.running[rollout]
                 worker.ended.append(m.FinishedRollout(rollout, True, tokens=2))
-                self.buffer.add([record(rollout, ref, version)])
+                self.buffer.add([record(granted)])
 
-        if ref.prompt_id in self.deadly:
+        if granted.prompt_id in self.deadly:
             self.after(0.5, lambda: self.kill(worker, from_outside=self.sigkill))
         else:
             self.after(self.random.uniform(*ROLLOUT_S), end)
 
     def kill(self, worker: Worker, *, from_outside: bool = False) -> None:
-        if worker.dead or worker.stream is None:
+        if worker.dead or not worker.begun:
             return
         worker.dead = True
         self.deaths.append((self.now, worker.name))
-        self.workers[worker.shard] = successor = Worker(worker.shard, worker.incarnation + 1)
+        self.workers[worker.index] = successor = Worker(worker.index, worker.incarnation + 1)
         self.service.incarnation_seen(worker.name, successor.incarnation, killed=from_outside)
         self.after(RESTART_S, lambda: self.begin(successor))
 
@@ -176,10 +171,11 @@ class Cluster:
         self.runner.close()
 
 
-def record(rollout: str, ref: PromptRef, version: int) -> RolloutRecord:
+def record(granted: m.GrantedRollout) -> RolloutRecord:
     sizes = {"lengths": (2,), "generated": (1,), "rewards": (1.0,), "truncated": (False,), "episodes": (1,)}
-    tokens = {"oldest_version": version, "version_tokens": {version: 1}}
-    return RolloutRecord(rollout_id=rollout, prompt_id=ref.prompt_id, order=ref.order, head=0, **tokens, **sizes)
+    tokens = {"oldest_version": granted.version, "version_tokens": {granted.version: 1}}
+    of = {"rollout_id": granted.rollout_id, "prompt_id": granted.prompt_id, "order": granted.order, "head": 0}
+    return RolloutRecord(**of, **tokens, **sizes)
 
 
 def kill_from_outside(cluster: Cluster, kills: int, mean_s: float) -> None:
@@ -192,8 +188,7 @@ def kill_from_outside(cluster: Cluster, kills: int, mean_s: float) -> None:
 
     cluster.after(cluster.random.expovariate(1 / mean_s), kill)
     cluster.run(lambda: len(cluster.deaths) == kills)
-    out = max(ref.order for worker in cluster.workers for ref in worker.wanted.values() or [PromptRef("", 0, 0)])
-    end = {PromptStream(ROWS, 0).ref(order).prompt_id for order in range(out)}
+    end = {ORDER.ref(order).prompt_id for order in range(cluster.highest)}
     cluster.run(lambda: end <= set(cluster.buffer.used))
 
 
@@ -237,7 +232,7 @@ def test_prompts_that_kill_are_dropped_before_they_use_up_the_restarts(
     policy = RestartPolicy(system.restarts_per_process, system.restart_window_s)
     alone = [policy.died(worker, now) is AfterDeath.alone for now, worker in cluster.deaths]
     assert all(alone)
-    end = {PromptStream(ROWS, 0).ref(order).prompt_id for order in range(max(deadly) + 1)}
+    end = {ORDER.ref(order).prompt_id for order in range(max(deadly) + 1)}
     cluster.run(lambda: end <= set(cluster.buffer.used))
     assert set(cluster.buffer.used) - set(cluster.trained) == cluster.deadly
     cluster.close()

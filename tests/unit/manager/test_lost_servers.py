@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.order import DataOrder
 
 
 async def test_every_one_of_512_servers_that_are_lost_at_once_is_told() -> None:
-    service = ManagerService(batch_size=1, max_staleness=0, routing="least_requests", lease_s=1e9)
+    service = ManagerService(
+        batch_size=1, max_staleness=0, routing="least_requests", lease_s=1e9, order=DataOrder(1, 0)
+    )
     urls = [f"http://{index}" for index in range(512)]
     for index, url in enumerate(urls):
         service.router.update(index, url, 0, True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import msgspec
 import pytest
@@ -11,9 +10,9 @@ import pytest
 from asyncrl.comm.ledger_lines import Dropped
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.shards import Shards
 from asyncrl.master.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.history import read_ledger
 from tests.unit.manager.test_any_schedule import Schedule, Worker
@@ -22,14 +21,7 @@ from tests.unit.manager.test_any_schedule import Schedule, Worker
 def begun(eta: int = 2) -> Schedule:
     schedule = Schedule()
     schedule.begin(batch=1, eta=eta, on_stale=OnStale.drop, stops_early=False)
-    take_over(schedule)
     return schedule
-
-
-def take_over(schedule: Schedule) -> None:
-    for pick in range(len(schedule.workers)):
-        schedule.take_over(pick)
-        schedule.read_used_prompts(pick)
 
 
 def running(schedule: Schedule, prompt: str) -> tuple[Worker, str]:
@@ -37,8 +29,8 @@ def running(schedule: Schedule, prompt: str) -> tuple[Worker, str]:
     found = [
         (worker, name)
         for worker in schedule.workers
-        for name, (ref, _) in worker.running.items()
-        if ref.prompt_id == prompt
+        for name, granted in worker.running.items()
+        if granted.prompt_id == prompt
     ]
     assert len(found) == 1
     return found[0]
@@ -75,7 +67,6 @@ def played_twice(steps: int = 0) -> tuple[Schedule, str]:
     (prompt,) = schedule.workers[0].in_hand
     deliver(schedule, prompt)
     schedule.a_worker_dies(0, True, 0)
-    take_over(schedule)
     play_again(schedule, prompt)
     return schedule, prompt
 
@@ -144,7 +135,6 @@ def test_a_suspect_that_was_delivered_before_its_worker_died_is_trained_or_dropp
     (prompt,) = schedule.workers[0].in_hand
     for _ in range(2):
         schedule.a_worker_dies(0, True, 0)
-        take_over(schedule)
         schedule.allocate(0, 1, "answered")
         while {prompt} != schedule.workers[0].in_hand:
             for other in schedule.workers[0].in_hand - {prompt}:
@@ -152,32 +142,11 @@ def test_a_suspect_that_was_delivered_before_its_worker_died_is_trained_or_dropp
             schedule.allocate(0, 1, "answered")
     deliver(schedule, prompt)
     schedule.a_worker_dies(0, True, 0)
-    take_over(schedule)
     schedule.collect()
     schedule.train(dies=False)
     schedule.report_step()
     assert schedule.trainer.trained == [[prompt]]
     assert dropped_lines(schedule)[-1] == ("crashed_worker", "used")
-    schedule.teardown()
-
-
-def test_a_worker_that_was_taken_for_dead_is_not_told_again_of_a_prompt_that_it_has() -> None:
-    schedule = begun()
-    schedule.allocate(0, 1, "answered")
-    returned = schedule.service.returned
-    (prompt,) = schedule.workers[0].in_hand
-    schedule.a_lease_lapses(0)
-    schedule.allocate(0, 1, "reply lost")
-    assert [each.prompt_id for each in returned.pending("rollout_worker/0")] == [prompt]
-    schedule.service.gate.closed = True  # for a moment, so that it is told and begins nothing
-    schedule.allocate(0, 1, "answered")
-    schedule.allocate(0, 1, "answered")
-    schedule.service.gate.closed = False
-    assert returned.pending("rollout_worker/0") == [], "it has heard it"
-    schedule.a_lease_lapses(0)
-    assert prompt not in [each.prompt_id for each in returned.pending("rollout_worker/0")]
-    schedule.a_worker_dies(0, True, 0)
-    assert prompt in [each.prompt_id for each in returned.pending("rollout_worker/0")]
     schedule.teardown()
 
 
@@ -197,72 +166,59 @@ class Manager:
 
     def __init__(self) -> None:
         self.service = ManagerService(
-            batch_size=1, max_staleness=1, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, shards=Shards(1)
+            batch_size=1,
+            max_staleness=1,
+            routing="least_requests",
+            lease_s=1e9,
+            clock=lambda: 0.0,
+            order=DataOrder(1, 0),
         )
         self.service.begin(0)
 
-    def play(self, rollout: str, ack: int = 0) -> None:
-        wanted = [m.WantedRollout(rollout, "e0-0", 0)]
-        asyncio.run(self.service.allocate_rollout(m.AllocateRequest(**WORKER, rollouts=wanted, returned_ack=ack)))
+    def admit(self, rollout: str) -> list[str]:
+        """The prompts that are played."""
+        reply = asyncio.run(self.service.allocate_rollout(m.AllocateRequest(**WORKER, rollouts=[rollout])))
+        return [granted.prompt_id for granted in reply.granted]
+
+    def play(self, rollout: str) -> list[str]:
+        prompts = self.admit(rollout)
         finished = [m.FinishedRollout(rollout, True)]
         asyncio.run(self.service.finish_rollout(m.FinishRequest(**WORKER, finished=finished)))
+        return prompts
 
     def report(self, buffer: SampleBuffer, version: int) -> None:
         dropped = [drop.message for drop in buffer.pop_drops()]
         asyncio.run(self.service.report_consumed(m.ConsumedReport(version, [], dropped)))
 
-    def returned(self) -> list[Any]:
-        return [prompt.prompt_id for prompt in self.service.returned.pending("rollout_worker/0")]
-
 
 def test_a_prompt_is_not_lost_where_a_stale_attempt_is_received_again_and_hides_the_next_one() -> None:
     """The master that dropped it died before it freed it at its rank; the next one receives both."""
     manager = Manager()
-    manager.play("r1")
+    assert manager.play("r1") == ["e0-0"]
     manager.service.routes_changed(2)
     manager.service.gate.trained_version = 2
     first = SampleBuffer(1, 1, OnStale.drop)
     first.add([record("r1", 0)])
     first.expire(2)
     manager.report(first, 2)
-    assert manager.returned() == ["e0-0"]
-    manager.play("r2", manager.service.returned.pending("rollout_worker/0")[-1].seq)
-    assert manager.returned() == []
+    assert manager.play("r2") == ["e0-0"]
     second = SampleBuffer(1, 1, OnStale.drop)
     second.add([record("r1", 0), record("r2", 2)])
     assert second.take(2) is None
     manager.report(second, 2)
-    assert manager.returned() == ["e0-0"]
+    assert manager.play("r3") == ["e0-0"]
 
 
-def test_the_prompt_of_a_duplicate_is_not_returned_while_the_trainer_has_the_other_attempt() -> None:
-    """Also where that one is counted as lost with its worker."""
+def test_a_prompt_that_is_trained_unheard_is_not_played_for_ever() -> None:
+    """Its worker said that it failed, though the trainer had it: the next one is a duplicate of a used prompt."""
     manager = Manager()
-    wanted = [m.WantedRollout("r1", "e0-0", 0)]
-    asyncio.run(manager.service.allocate_rollout(m.AllocateRequest(**WORKER, rollouts=wanted)))
-    manager.service.worker_died("rollout_worker/0")
-    manager.play("r2", manager.service.returned.pending("rollout_worker/0")[-1].seq)
+    assert manager.admit("r1") == ["e0-0"]
+    failed = [m.FinishedRollout("r1", False, "failed", return_prompt=True)]
+    asyncio.run(manager.service.finish_rollout(m.FinishRequest(**WORKER, finished=failed)))
+    asyncio.run(manager.service.report_consumed(m.ConsumedReport(1, ["r1"], [])))
     buffer = SampleBuffer(1, 1, OnStale.drop)
-    buffer.add([record("r1", 0), record("r2", 0)])
-    manager.report(buffer, 0)
-    assert manager.returned() == []
-    buffer.expire(2)
-    manager.report(buffer, 0)
-    assert manager.returned() == ["e0-0"]
-
-
-def test_a_rollout_that_was_refused_is_not_started_by_a_late_copy_of_its_call() -> None:
-    """It was of a prompt that was lent, went home with its borrower's lease, and is lent to the same one again."""
-    schedule = Schedule()
-    schedule.begin(batch=1, eta=1, on_stale=OnStale.drop, stops_early=False, shards=1)
-    schedule.a_worker_joins(0)
-    for _ in range(2):
-        schedule.fair_turn(0)
-    schedule.allocate(1, 1, "late")
-    schedule.a_lease_lapses(1)
-    for _ in range(2):
-        schedule.fair_turn(0)
-    schedule.a_call_arrives_late(0, again=False)
-    known = {name for worker in schedule.workers for name in [*worker.running, *dict(worker.wanted)]}
-    assert set(schedule.service.gate.running_of("rollout_worker/1")) <= known
-    schedule.teardown()
+    buffer.used.add("e0-0")
+    assert manager.play("r2") == ["e0-0"]
+    buffer.add([record("r2", 0)])
+    manager.report(buffer, 1)
+    assert manager.play("r3") == ["e1-0"]

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl.manager import messages as m
 from asyncrl.manager.pacing import LEAST_MARGIN, DeadlinePacing
 from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.order import DataOrder
 
 
 @dataclass
@@ -206,6 +207,7 @@ def paced_service(log_file: Path | None = None, clock: Callable[[], float] = lam
         batch_size=2,
         max_staleness=8,
         routing="round_robin",
+        order=DataOrder(1000, 0),
         lease_s=1e9,
         pacing=DeadlinePacing(2, 8),
         clock=clock,
@@ -214,7 +216,7 @@ def paced_service(log_file: Path | None = None, clock: Callable[[], float] = lam
 
 
 async def granted(service: ManagerService, *numbers: int, timeout_s: float = 0.0) -> list[str]:
-    rollouts = [m.WantedRollout(str(number), f"p{number}", number) for number in numbers]
+    rollouts = [str(number) for number in numbers]
     request = m.AllocateRequest(worker="rollout_worker/0", rollouts=rollouts, timeout_s=timeout_s)
     return [each.rollout_id for each in (await service.allocate_rollout(request)).granted]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
+from asyncrl.plugins.datasets.order import DataOrder
 
 WORKER = "rollout_worker/0"
 
@@ -17,67 +18,65 @@ def call(service: ManagerService, path: str, **fields: Any) -> Any:
 
 
 def begun() -> ManagerService:
-    """The first attempt at `e0-5` was given up; the trainer has it, and its worker's report never came."""
-    service = ManagerService(batch_size=2, max_staleness=1, routing="least_requests", lease_s=1e9, clock=lambda: 0.0)
+    """The first attempt at order 0 was given up; the trainer has it, and its worker's report never came."""
+    service = ManagerService(
+        batch_size=4,
+        max_staleness=1,
+        routing="least_requests",
+        lease_s=1e9,
+        clock=lambda: 0.0,
+        order=DataOrder(100, 0),
+    )
     service.begin(0)
-    ask(service, 0, "first")
+    assert ask(service, "first", 0) == [0]
     service.incarnation_seen(WORKER, 1)
     return service
 
 
-def ask(service: ManagerService, incarnation: int, *rollouts: str, ack: int = 0) -> Any:
-    wanted = [m.WantedRollout(rollout, "e0-5", 5) for rollout in rollouts]
-    return call(service, "/allocate_rollout", worker=WORKER, incarnation=incarnation, rollouts=wanted, returned_ack=ack)
+def ask(service: ManagerService, rollout: str, incarnation: int = 1) -> list[int]:
+    """The orders of the prompts that are played."""
+    reply = call(service, "/allocate_rollout", worker=WORKER, incarnation=incarnation, rollouts=[rollout])
+    return [granted.order for granted in reply.granted]
 
 
-def returned(service: ManagerService) -> list[str]:
-    return [prompt.prompt_id for prompt in ask(service, 1).returned]
+def drop(service: ManagerService, rollout: str, reason: str, *, used: bool = False) -> None:
+    call(service, "/report_consumed", version=0, trained=[], dropped=[m.DroppedRollout(rollout, reason, used)])
 
 
-def drop(service: ManagerService, rollout: str, reason: str, *, back: bool) -> None:
-    call(service, "/report_consumed", version=0, trained=[], dropped=[m.DroppedRollout(rollout, reason, back)])
-
-
-def play_again(service: ManagerService) -> None:
-    (prompt,) = ask(service, 1).returned
-    ask(service, 1, "second", ack=prompt.seq)
-
-
-def test_the_prompt_comes_back_where_the_second_attempt_was_a_duplicate_of_the_first_which_then_expired() -> None:
+def test_the_prompt_is_played_again_where_the_second_attempt_was_a_duplicate_of_the_first_which_then_expired() -> None:
     service = begun()
-    play_again(service)
-    drop(service, "second", "duplicate_prompt", back=False)
-    assert returned(service) == []
-    drop(service, "first", "stale", back=True)
-    assert returned(service) == ["e0-5"]
-    drop(service, "first", "stale", back=True)
-    assert returned(service) == ["e0-5"]
+    assert ask(service, "second") == [0]
+    drop(service, "second", "duplicate_prompt")
+    for _ in range(2):
+        drop(service, "first", "stale")
+    assert [ask(service, "third"), ask(service, "fourth")] == [[0], [1]]
     assert service.gate.books().balanced
 
 
-def test_the_prompt_does_not_come_back_while_another_attempt_at_it_runs() -> None:
+def test_the_prompt_is_not_played_while_another_attempt_at_it_runs() -> None:
     service = begun()
-    play_again(service)
-    drop(service, "first", "stale", back=True)
-    assert returned(service) == []
+    assert ask(service, "second") == [0]
+    drop(service, "first", "stale")
+    assert ask(service, "third") == [1]
 
 
-def test_the_prompt_comes_back_once_where_it_is_on_its_way_already() -> None:
-    service = begun()
-    drop(service, "first", "stale", back=True)
-    assert returned(service) == ["e0-5"]
-
-
-def test_the_prompt_does_not_come_back_once_it_is_trained() -> None:
+def test_the_prompt_is_not_played_once_it_is_trained() -> None:
     service = begun()
     call(service, "/report_consumed", version=1, trained=["first"], dropped=[])
-    assert returned(service) == []
+    assert ask(service, "second") == [1]
 
 
-def test_the_prompt_does_not_come_back_where_the_second_attempt_was_given_up_for_good() -> None:
+def test_the_prompt_is_not_played_once_the_trainer_says_that_it_is_used() -> None:
     service = begun()
-    play_again(service)
+    assert ask(service, "second") == [0]
+    drop(service, "second", "duplicate_prompt", used=True)
+    assert ask(service, "third") == [1]
+
+
+def test_the_prompt_is_not_played_where_the_second_attempt_was_given_up_for_good() -> None:
+    service = begun()
+    assert ask(service, "second") == [0]
     ended = [m.FinishedRollout("second", accepted=False, reason="bad_prompt")]
     call(service, "/finish_rollout", worker=WORKER, incarnation=1, finished=ended)
-    drop(service, "first", "stale", back=True)
-    assert returned(service) == []
+    drop(service, "first", "stale")
+    assert ask(service, "third") == [1]

@@ -6,9 +6,10 @@ from collections import Counter
 
 from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollout_events import RolloutEvents
+from asyncrl.manager.rollout_events import NumberedLog, RolloutEvents
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.staleness_gate import Ticket
+from asyncrl.plugins.datasets.order import DataOrder
 
 MASTER = "rollout_worker/0"
 
@@ -18,25 +19,24 @@ def test_a_line_is_told_until_its_number_is_named() -> None:
     events.admitted(Ticket("r1", MASTER, "e0-3", 7, 1), 2)
     events.finished("r1", 12)
     told = [Admitted("r1", "e0-3", 7, 1, MASTER, 2, 5.0), Finished("r1", 12, 5.0)]
-    assert (events.untold, events.last_seq) == (told, 102)
+    assert (events.unrecorded, events.last_seq) == (told, 102)
     events.forget(101)
-    assert events.untold == told[1:]
+    assert events.unrecorded == told[1:]
     events.forget(0)
-    assert events.untold == told[1:], "what was named is forgotten"
+    assert events.unrecorded == told[1:], "what was named is forgotten"
     events.dropped("r2", "stale", PromptGoes.returned)
     events.forget(102)
-    assert events.untold == [Dropped("r2", "stale", PromptGoes.returned, 5.0)]
+    assert events.unrecorded == [Dropped("r2", "stale", PromptGoes.returned, 5.0)]
 
 
 def service() -> ManagerService:
-    made = ManagerService(batch_size=2, max_staleness=1, routing="round_robin", lease_s=60.0)
+    made = ManagerService(batch_size=2, max_staleness=1, routing="round_robin", lease_s=60.0, order=DataOrder(100, 0))
     made.begin(0)
     return made
 
 
 async def admit(manager: ManagerService, *orders: int) -> None:
-    wanted = [m.WantedRollout(f"r{order}", f"e0-{order}", order) for order in orders]
-    await manager.allocate_rollout(m.AllocateRequest(worker=MASTER, rollouts=wanted))
+    await manager.allocate_rollout(m.AllocateRequest(worker=MASTER, rollouts=[f"r{order}" for order in orders]))
 
 
 async def report(manager: ManagerService, version: int = 0, trained: tuple[str, ...] = ()) -> m.ConsumedReply:
@@ -102,3 +102,28 @@ async def test_a_trained_rollout_has_no_later_line() -> None:
     await manager.finish_rollout(finished("r0"))
     second = await manager.report_consumed(m.ConsumedReport(1, [], [], events_after=first.events_seq))
     assert second.events == []
+
+
+def after(prompts: NumberedLog[str], seq: int) -> list[str]:
+    prompts.forget(seq)
+    return prompts.unrecorded
+
+
+def test_a_prompt_is_told_until_its_number_is_named() -> None:
+    prompts = NumberedLog[str](after=100)
+    assert after(prompts, 0) == []
+    prompts.add("a")
+    prompts.add("b")
+    assert after(prompts, 0) == ["a", "b"], "a lost reply loses none"
+    assert prompts.last_seq == 102
+    assert after(prompts, 0) == ["a", "b"]
+    prompts.add("c")
+    assert after(prompts, 102) == ["c"]
+    assert after(prompts, 103) == []
+    assert after(prompts, 102) == [], "forgotten"
+
+
+def test_a_manager_that_was_restarted_tells_all_whatever_number_its_predecessor_came_to() -> None:
+    prompts = NumberedLog[str](after=200)
+    prompts.add("a")
+    assert after(prompts, 102) == ["a"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_books import Noted, RolloutBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.suspects import Suspects
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.runtime.settings import SystemConfig
 
 WORKER = "rollout_worker/0"
@@ -56,79 +58,85 @@ def test_the_worked_example_of_the_docstring() -> None:
     assert suspects.state() == ({}, {}, None)
 
 
-class Run:
-    """Plays whatever is admitted, 3 at a time; `deadly` prompts end the worker."""
+ORDER = DataOrder(1000, 0)
 
-    def __init__(self, deadly: set[str]) -> None:
+
+class Run:
+    """Plays whatever is admitted, 3 at a time; the prompts at `deadly` orders end the worker."""
+
+    def __init__(self, *deadly: int) -> None:
         self.events: list[bytes] = []
         self.service = ManagerService(
-            batch_size=3, max_staleness=1, routing="least_requests", lease_s=1e9, clock=lambda: 0.0
+            batch_size=3, max_staleness=1, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, order=ORDER
         )
         self.service.rollouts._note = lambda event: self.events.append(msgspec.json.encode(event))
         self.service.begin(0)
-        self.deadly, self.deaths, self.ack, self.ids = deadly, 0, 0, 0
-        self.ended: list[str] = []
-        self.returned: set[str] = set()
+        self.deadly, self.deaths, self.ids = deadly, 0, 0
+        self.ended: list[int] = []
 
-    def ask(self, wanted: list[m.WantedRollout], finished: list[m.FinishedRollout] | None = None) -> Any:
-        request = m.AllocateRequest(
-            worker=WORKER, incarnation=self.deaths, rollouts=wanted, returned_ack=self.ack, finished=finished or []
-        )
-        return asyncio.run(self.service.allocate_rollout(request))
+    def ask(self, finished: Sequence[m.FinishedRollout] = (), count: int = 0) -> list[m.GrantedRollout]:
+        self.ids += count
+        ids = [f"r{number}" for number in range(self.ids - count, self.ids)]
+        request = m.AllocateRequest(worker=WORKER, incarnation=self.deaths, rollouts=ids, finished=list(finished))
+        return list(asyncio.run(self.service.allocate_rollout(request)).granted)
 
-    def play(self, prompts: list[str], rounds: int) -> None:
-        todo = list(prompts)
+    def play(self, rounds: int) -> None:
         for _ in range(rounds):
-            reply = self.ask([])
-            returned = [back.prompt_id for back in reply.returned if back.seq > self.ack]
-            todo += returned
-            self.returned.update(returned)
-            self.ack = max([self.ack, *(back.seq for back in reply.returned)])
-            wanted = []
-            for prompt in todo[:3]:
-                self.ids += 1
-                wanted.append(m.WantedRollout(f"r{self.ids}", prompt, int(prompt[3:])))
-            granted = {grant.rollout_id for grant in self.ask(wanted).granted}
-            playing = [rollout for rollout in wanted if rollout.rollout_id in granted]
-            for rollout in playing:
-                todo.remove(rollout.prompt_id)
-            if any(rollout.prompt_id in self.deadly for rollout in playing):
+            playing = self.ask(count=3)
+            if any(granted.order in self.deadly for granted in playing):
                 self.deaths += 1
-                todo = [prompt for prompt in todo if prompt not in self.returned]  # its successor is told again
-                self.ask([])
+                self.ask()
                 continue
-            self.ended += [rollout.prompt_id for rollout in playing]
-            done = [m.FinishedRollout(rollout.rollout_id, False, "for the test") for rollout in playing]
-            self.ask([], done)
+            self.ended += [granted.order for granted in playing]
+            self.ask([m.FinishedRollout(granted.rollout_id, False, "for the test") for granted in playing])
 
 
 def test_a_deadly_prompt_is_dropped_after_three_deaths_and_nobody_with_it() -> None:
-    prompts = [f"e0-{number}" for number in range(9)]
-    run = Run({"e0-1"})
-    run.play(prompts, rounds=20)
+    run = Run(1)
+    run.play(rounds=20)
     assert run.deaths == 3
-    assert sorted(run.ended) == [prompt for prompt in prompts if prompt != "e0-1"]
+    assert sorted(run.ended) == [order for order in range(len(run.ended) + 1) if order != 1]
     books = run.service.gate.books()
     assert books.dropped["crashed_worker"] == 1
     assert books.balanced
-    assert "e0-1" in [each.prompt_id for each in run.service.rollouts.given_up.unrecorded]
+    assert ORDER.ref(1).prompt_id in [each.prompt_id for each in run.service.rollouts.given_up.unrecorded]
 
 
 def test_two_deadly_prompts_in_one_hand_cost_five_deaths() -> None:
-    run = Run({"e0-0", "e0-2"})
-    run.play([f"e0-{number}" for number in range(6)], rounds=30)
+    run = Run(0, 2)
+    run.play(rounds=30)
     assert run.deaths == 5
-    assert sorted(run.ended) == ["e0-1", "e0-3", "e0-4", "e0-5"]
+    assert sorted(run.ended) == [order for order in range(len(run.ended) + 2) if order not in (0, 2)]
 
 
 def test_a_manager_that_is_started_again_suspects_the_same() -> None:
-    run = Run({"e0-1"})
-    run.play(["e0-0", "e0-1"], rounds=1)
+    run = Run(1)
+    run.play(rounds=1)
     decoder = msgspec.json.Decoder(Noted)
-    books = RolloutBooks(3, 1)
+    books = RolloutBooks(3, 1, ORDER)
     for event in run.events:
         books.replay(decoder.decode(event))
-    assert books.suspects.state() == run.service.rollouts.suspects.state() == ({"e0-0": 2, "e0-1": 2}, {}, None)
+    deaths = {ORDER.ref(order).prompt_id: 2 for order in range(3)}
+    assert books.suspects.state() == run.service.rollouts.suspects.state() == (deaths, {}, None)
+
+
+def test_a_worker_that_is_to_try_a_prompt_alone_plays_out_what_it_has_and_others_go_on() -> None:
+    run = Run()
+    suspect, busy = ORDER.ref(0).prompt_id, {"worker": WORKER}
+
+    def ask(rollout: str, worker: dict[str, Any], *ended: str) -> list[str]:
+        finished = [m.FinishedRollout(each, False, "for the test", return_prompt=True) for each in ended]
+        request = m.AllocateRequest(**worker, rollouts=[rollout], finished=finished)
+        return [each.prompt_id for each in asyncio.run(run.service.allocate_rollout(request)).granted]
+
+    assert ask("dead", {"worker": "rollout_worker/2"}) == [suspect]
+    ask("a", busy)
+    run.service.rollouts.suspects.restore({suspect: 2}, {"rollout_worker/2": suspect}, None)
+    run.service.incarnation_seen("rollout_worker/2", 1)
+    assert ask("b", busy) == [], "it is to try the suspect alone, and has another in hand"
+    assert ask("c", {"worker": "rollout_worker/1"}) == [suspect], "this one has nothing in hand"
+    assert ask("d", {"worker": "rollout_worker/1"}) == []
+    assert ask("b", busy) != []
 
 
 def test_a_suspect_that_another_worker_saw_end_is_none_as_its_worker_dies() -> None:

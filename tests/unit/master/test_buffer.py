@@ -44,9 +44,7 @@ def test_the_example_of_the_docstring() -> None:
     buffer = SampleBuffer(2, 1, "drop")
     buffer.add([record(0, 3), record(1, 2), record(2, 1), record(3, 3)])
     assert ids(buffer, 3) == ["r0", "r1"]
-    assert [(drop.record.rollout_id, drop.reason, drop.return_prompt) for drop in buffer.pop_drops()] == [
-        ("r2", "stale", True)
-    ]
+    assert [(drop.record.rollout_id, drop.reason, drop.used) for drop in buffer.pop_drops()] == [("r2", "stale", False)]
     assert len(buffer) == 1
 
 
@@ -110,10 +108,7 @@ def test_a_second_attempt_at_a_prompt_is_dropped(state: str) -> None:
             buffer.mark_trained(batch)
     buffer.add([record(0, tag="again")])
     drops = buffer.pop_drops()
-    kept = {"live": "r0", "taken": "r0", "trained": ""}[state]
-    assert [drop.message for drop in drops] == [
-        DroppedRollout("again0", "duplicate_prompt", return_prompt=state != "trained", kept=kept)
-    ]
+    assert [drop.message for drop in drops] == [DroppedRollout("again0", "duplicate_prompt", used=state == "trained")]
 
 
 def test_a_prompt_that_is_dropped_for_good_takes_its_live_record_along() -> None:
@@ -121,7 +116,7 @@ def test_a_prompt_that_is_dropped_for_good_takes_its_live_record_along() -> None
     buffer.add([record(0)])
     assert buffer.give_up("e0-0")
     assert (len(buffer), buffer.take(9)) == (0, None)
-    assert [drop.message for drop in buffer.pop_drops()] == [DroppedRollout("r0", "duplicate_prompt", False)]
+    assert [drop.message for drop in buffer.pop_drops()] == [DroppedRollout("r0", "duplicate_prompt", used=True)]
     assert not buffer.give_up("e0-0"), "it is used"
 
 

@@ -20,7 +20,7 @@ from asyncrl.comm.ledger_lines import (
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.buffer import TrainBatch
 from asyncrl.master.ledger import Ledger
-from asyncrl.master.recorded import Recorded, Retry
+from asyncrl.master.recovery.recorded import Recorded, Retry
 
 SETTINGS = RunSettings(train_batch_size=2, max_head_offpolicyness=1, on_stale="drop", workers=1, seed=0)
 BATCH = TrainBatch(version=0, min_version=0, records=())

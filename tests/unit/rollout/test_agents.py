@@ -25,7 +25,7 @@ from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset, written_out
-from asyncrl.plugins.datasets.order import PromptStream, prompt_seed
+from asyncrl.plugins.datasets.order import DataOrder, prompt_seed
 from asyncrl.plugins.datasets.prompts import PromptFormat, make_prompt
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.retry import RetryEnv
@@ -291,9 +291,7 @@ def test_a_reward_that_is_no_finite_number_is_refused(reward: float | None) -> N
 
 def test_a_prompt_carries_its_own_seed_and_the_end_token() -> None:
     dataset = ArithmeticDataset(num_rows=20)
-    stream = PromptStream(20, seed=7)
-    stream.next()
-    ref = stream.next()
+    ref = DataOrder(20, seed=7).ref(1)
     sampling = SamplingParams(max_new_tokens=9)
     made = make_prompt(ref, dataset, PromptFormat(TOKENIZER), group_size=4, sampling=sampling, run_seed=7)
     assert (made.prompt_id, made.order, made.group_size) == (ref.prompt_id, 1, 4)
@@ -311,7 +309,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
     with pytest.raises(ValueError, match="prompt is empty"):
         make_prompt(
-            PromptStream(1, 0).next(),
+            DataOrder(1, 0).ref(0),
             Empty(),
             PromptFormat(TOKENIZER),
             group_size=1,

@@ -36,16 +36,11 @@ from asyncrl.manager.messages import (
     FinishedRollout,
     FinishRequest,
     GrantedRollout,
-    LendReply,
-    LendRequest,
-    ReturnedPrompt,
     Route,
-    WantedRollout,
 )
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.shards import Shards
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.order import LentPrompts, PromptRef, PromptStream
+from asyncrl.plugins.datasets.order import DataOrder, PromptRef
 from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
@@ -55,6 +50,7 @@ from asyncrl.rollout.settings import RolloutConfig
 from asyncrl.rollout.user_code import Plugins
 
 GROUP = 2
+ORDER = DataOrder(1000, 0)
 LIMIT_S = 120.0
 
 
@@ -107,39 +103,33 @@ class FakePlugins:
 
 @dataclass
 class FakeGate:
-    """Admits `admit` rollouts in all; returns prompts when told to."""
+    """Admits `admit` rollouts in all, in the data order; `failures`: of the prompts' tries before, one by one."""
 
     admit: int
-    returned: list[ReturnedPrompt] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
     finished: dict[str, FinishedRollout] = field(default_factory=dict)
     prompts: dict[str, str] = field(default_factory=dict)
-    acks: list[int] = field(default_factory=list)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     goal: int = 0
     resting: set[str] = field(default_factory=set)
+    failures: list[int] = field(default_factory=list)
 
-    async def allocate(
-        self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
-    ) -> AllocateReply:
-        self.acks.append(returned_ack)
-        granted = wanted[: self.admit]
+    async def allocate(self, rollouts: Sequence[str], *, timeout_s: float) -> AllocateReply:
+        granted = rollouts[: self.admit]
         self.admit -= len(granted)
-        for rollout in granted:
-            self.asked.append(rollout.prompt_id)
-            self.prompts[rollout.rollout_id] = rollout.prompt_id
-            self.running.add(rollout.rollout_id)
-        pending = [item for item in self.returned if item.seq > returned_ack]
-        if not granted and not pending:
+        if not granted:
             await asyncio.Event().wait()
-        grants = [
-            GrantedRollout(
-                r.rollout_id, 0, Route(f"http://{r.prompt_id}", 0) if r.first else None, r.prompt_id in self.resting
-            )
-            for r in granted
-        ]
-        return AllocateReply(grants, pending, 0, False)
+        return AllocateReply([self._grant(rollout_id) for rollout_id in granted], 0, False)
+
+    def _grant(self, rollout_id: str) -> GrantedRollout:
+        ref = ORDER.ref(len(self.asked))
+        self.asked.append(ref.prompt_id)
+        self.prompts[rollout_id] = ref.prompt_id
+        self.running.add(rollout_id)
+        failures = self.failures.pop(0) if self.failures else 0
+        route, rests = Route(f"http://{ref.prompt_id}", 0), ref.prompt_id in self.resting
+        return GrantedRollout(rollout_id, ref.prompt_id, ref.order, ref.row, 0, failures, 0, route, rests)
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
         for rollout in rollouts:
@@ -175,12 +165,12 @@ async def run(
         pushed.append(trajectory)
 
     gate.goal = gate.goal or gate.admit
-    stream, plugins = PromptStream(1000, seed=0), FakePlugins(agent)
+    plugins = FakePlugins(agent)
     if train_prompt is not None:
         plugins.train_prompt = train_prompt  # type: ignore[method-assign]
     manager, client = cast(ManagerClient, gate), cast(RolloutClient, SimpleNamespace(generate=generate))
     config = config or RolloutConfig(max_concurrent=8)
-    parts = stream, cast(Plugins, plugins), manager, client, push, config
+    parts = cast(Plugins, plugins), manager, client, push, config
     loop = RolloutLoop(*parts, right_at=right_at, least_episodes=least_episodes)
     working = asyncio.create_task(loop.run())
     done = asyncio.create_task(gate.done.wait())
@@ -194,7 +184,6 @@ async def run(
     if failed:
         working.result()
     assert gate.done.is_set(), f"only {len(gate.finished)} of {gate.goal} rollouts ended within {LIMIT_S} s"
-    assert all(gate.outcome_of(prompt_id)[-1].return_prompt for prompt_id in loop._attempts), "it keeps what is over"
     return pushed
 
 
@@ -211,7 +200,7 @@ async def test_every_admitted_rollout_is_pushed_and_then_reported_in_data_order(
 
 
 async def test_a_curriculum_hears_the_share_of_right_answers_and_what_rests_is_dropped_without_a_rollout() -> None:
-    first, second = PromptStream(1000, seed=0).ref(0).prompt_id, PromptStream(1000, seed=0).ref(1).prompt_id
+    first, second = ORDER.ref(0).prompt_id, ORDER.ref(1).prompt_id
     gate = FakeGate(admit=3, resting={second})
     filters = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig(name="zero_variance")])
     agent = EchoAgent(lambda prompt_id: (1.0, 0.5) if prompt_id == first else (2.0, 2.0))
@@ -250,24 +239,21 @@ async def test_a_filter_rejects_a_group_with_its_reason_and_nothing_is_pushed() 
 class ServiceGate:
     """The manager's own state machines, as the loop's gate. One RolloutWorker, one server at version 0."""
 
-    def __init__(self, batch_size: int) -> None:
-        self.service = ManagerService(batch_size=batch_size, max_staleness=1, routing="least_requests", lease_s=60.0)
+    def __init__(self, batch_size: int, rows: int) -> None:
+        self.service = ManagerService(
+            batch_size=batch_size, max_staleness=1, routing="least_requests", lease_s=60.0, order=DataOrder(rows, 1)
+        )
         self.service.router.update(0, "http://server", 0, True)
         self.service.routes_changed(0)
         self.service.begin(0)
         self.ended: list[FinishedRollout] = []
         self.seen: list[str] = []
 
-    async def allocate(
-        self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
-    ) -> AllocateReply:
+    async def allocate(self, rollouts: Sequence[str], *, timeout_s: float) -> AllocateReply:
         ended, self.ended = self.ended, []
-        request = AllocateRequest(
-            worker="w", rollouts=list(wanted), timeout_s=0.01, returned_ack=returned_ack, finished=ended
-        )
+        request = AllocateRequest(worker="w", rollouts=list(rollouts), timeout_s=0.01, finished=ended)
         reply = await self.service.allocate_rollout(request)
-        granted = {grant.rollout_id for grant in reply.granted}
-        self.seen += [each.prompt_id for each in wanted if each.rollout_id in granted]
+        self.seen += [granted.prompt_id for granted in reply.granted]
         return reply
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
@@ -286,8 +272,8 @@ class Judged(Agent):
         return [sample(reward, Completion([2, 3], [-0.5, -0.5], [0, 0], "stop")) for reward in rewards]
 
 
-async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, rows: int, flat: Callable[[int], bool]) -> None:
-    """Run the loop on `rows` prompts, with a filter that returns the prompts of groups without variance."""
+async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, flat: Callable[[int], bool]) -> None:
+    """Run the loop, with a filter that returns the prompts of groups without variance."""
     agent = Judged(flat)
     tokenizer = SimpleNamespace(encode=lambda text: [1], eos_token_id=0)
     dataset = SimpleNamespace(row=lambda row: {"prompt": str(row)})
@@ -302,7 +288,7 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, rows: in
 
     config = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig("zero_variance", {"return_prompt": True})])
     plugins, manager = cast(Plugins, Prompts(agent)), cast(ManagerClient, gate)
-    loop = RolloutLoop(PromptStream(rows, seed=1), plugins, manager, cast(RolloutClient, None), push, config)
+    loop = RolloutLoop(plugins, manager, cast(RolloutClient, None), push, config)
     working = asyncio.create_task(loop.run())
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -315,23 +301,23 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, rows: in
 
 async def test_prompts_that_a_filter_returns_do_not_take_every_place_for_ever() -> None:
     """Nine in ten groups have no variance, and no newer version comes before a batch is full."""
-    gate = ServiceGate(batch_size=8)
+    gate = ServiceGate(batch_size=8, rows=1000)
     books = gate.service.gate.books
-    await roll_out_until(lambda: books().finished_untrained >= 8, gate, 1000, lambda seed: seed % 10 > 0)
+    await roll_out_until(lambda: books().finished_untrained >= 8, gate, lambda seed: seed % 10 > 0)
 
 
 async def test_a_prompt_that_a_filter_returns_is_tried_with_other_seeds_and_dropped_by_name_at_last() -> None:
-    gate = ServiceGate(batch_size=64)
+    gate = ServiceGate(batch_size=64, rows=10)
     seeds: list[int] = []
 
     def note(seed: int) -> bool:
         seeds.append(seed)
         return True
 
-    await roll_out_until(lambda: len(seeds) >= 80, gate, 10, note)
+    await roll_out_until(lambda: len(seeds) >= 80, gate, note)
     assert len(set(seeds)) == len(seeds)
-    stream = PromptStream(10, seed=1)
-    assert gate.seen[:10] == [stream.next().prompt_id for _ in range(10)], "once each, before any is tried again"
+    each_once = [DataOrder(10, 1).ref(order).prompt_id for order in range(10)]
+    assert gate.seen[:10] == each_once, "before any is tried again"
     tries = Counter(gate.seen)
     assert tries[gate.seen[0]] == max(tries.values()) == RolloutConfig().filter_tries
     dropped = gate.service.gate.books().dropped
@@ -457,46 +443,17 @@ async def test_an_agent_that_rejects_a_prompt_is_counted() -> None:
     assert {ended.reason for ended in gate.finished.values()} == {"agent_rejected"}
 
 
-async def test_a_returned_prompt_is_rolled_out_again_before_later_ones_and_acknowledged_once() -> None:
-    gate = FakeGate(admit=8)
-    gate.goal = 8
-    await run(gate, always(1.0, 0.0))
-    first = gate.asked[0]
-    assert gate.asked.count(first) == 1
-
-    again = FakeGate(admit=4)
-    again.goal = 12
-    original = again.allocate
-
-    async def allocate(
-        wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
-    ) -> AllocateReply:
-        if len(again.asked) == 4 and not again.returned:
-            again.returned = [ReturnedPrompt(1, again.asked[0], 0), ReturnedPrompt(1, again.asked[0], 0)]
-            again.admit = 64
-        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack, room=room)
-
-    again.allocate = allocate  # type: ignore[method-assign]
-    await run(again, always(1.0, 0.0))
-    assert again.asked.count(again.asked[0]) == 2
-    assert max(again.acks) == 1
-
-
-async def test_what_was_given_up_while_its_grant_was_under_way_is_not_asked_for_again_but_its_prompt_is() -> None:
+async def test_what_was_given_up_while_its_grant_was_under_way_is_not_asked_for_again() -> None:
     gate = FakeGate(admit=3)
     original = gate.allocate
     gone: list[str] = []
 
-    async def allocate(
-        wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
-    ) -> AllocateReply:
+    async def allocate(rollouts: Sequence[str], *, timeout_s: float) -> AllocateReply:
         if not gone:
-            lost = wanted[0]
-            gone.append(lost.rollout_id)
-            returned = [ReturnedPrompt(1, lost.prompt_id, lost.order)]
-            return AllocateReply([], returned, 0, False, gone)
-        assert not {rollout.rollout_id for rollout in wanted} & set(gone)
-        return await original(wanted, timeout_s=timeout_s, returned_ack=returned_ack, room=room)
+            gone.append(rollouts[0])
+            return AllocateReply([], 0, False, gone)
+        assert not set(rollouts) & set(gone)
+        return await original(rollouts, timeout_s=timeout_s)
 
     gate.allocate = allocate  # type: ignore[method-assign]
     pushed = await run(gate, always(1.0, 0.0), config=RolloutConfig(max_concurrent=1))
@@ -504,19 +461,14 @@ async def test_what_was_given_up_while_its_grant_was_under_way_is_not_asked_for_
 
 
 async def test_a_failing_rollout_is_tried_again_and_given_up_after_its_attempts() -> None:
-    gate = FakeGate(admit=2 * MAX_ATTEMPTS - 1)  # each retry comes after the prompt that was drawn meanwhile
-    failures = 0
+    """Whoever plays it: how many tries have failed comes with the grant."""
+    gate = FakeGate(admit=MAX_ATTEMPTS, failures=list(range(MAX_ATTEMPTS)))
 
-    async def flaky(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
-        nonlocal failures
-        if request.request_id == gate.asked[0]:
-            failures += 1
-            gate.returned.append(ReturnedPrompt(failures, request.request_id, 0))
-            raise ConnectionError("the server went away")
-        return await answer(request, rollout_id)
+    async def broken(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
+        raise ConnectionError("the server went away")
 
-    await run(gate, always(1.0, 0.0), config=RolloutConfig(max_concurrent=1), generate=flaky)
-    outcomes = gate.outcome_of(gate.asked[0])
+    await run(gate, always(1.0, 0.0), config=RolloutConfig(max_concurrent=1), generate=broken)
+    outcomes = list(gate.finished.values())
     assert [ended.reason for ended in outcomes] == ["failed"] * MAX_ATTEMPTS
     assert [ended.return_prompt for ended in outcomes] == [True] * (MAX_ATTEMPTS - 1) + [False]
 
@@ -787,19 +739,11 @@ class SharedGate:
         self.played: list[int] = []
         self.telling: set[asyncio.Task[Any]] = set()
 
-    async def allocate(
-        self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
-    ) -> AllocateReply:
-        request = AllocateRequest(
-            worker=self.worker, rollouts=list(wanted), timeout_s=timeout_s, returned_ack=returned_ack, room=room
-        )
+    async def allocate(self, rollouts: Sequence[str], *, timeout_s: float) -> AllocateReply:
+        request = AllocateRequest(worker=self.worker, rollouts=list(rollouts), timeout_s=timeout_s)
         reply = await self.service.allocate_rollout(request)
-        granted = {grant.rollout_id for grant in reply.granted}
-        self.played += [each.order for each in wanted if each.rollout_id in granted]
+        self.played += [granted.order for granted in reply.granted]
         return reply
-
-    async def lend(self, offered: Sequence[WantedRollout], timeout_s: float) -> LendReply:
-        return await self.service.lend(LendRequest(worker=self.worker, offered=list(offered), timeout_s=timeout_s))
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
         request = FinishRequest(worker=self.worker, finished=list(rollouts))
@@ -808,27 +752,22 @@ class SharedGate:
         task.add_done_callback(self.telling.discard)
 
 
-async def test_a_loop_without_a_shard_plays_what_others_lend_it_and_each_prompt_is_played_once() -> None:
+async def test_two_workers_play_the_data_order_between_them() -> None:
     """Both are mostly full, and the gate has room for both."""
     service = ManagerService(
-        batch_size=8, max_staleness=1, routing="least_requests", lease_s=60.0, shards=Shards(1), place_first=False
+        batch_size=8, max_staleness=1, routing="least_requests", lease_s=60.0, order=DataOrder(10, 0)
     )
     service.begin(0)
     gates = [SharedGate(service, f"rollout_worker/{index}") for index in range(2)]
-    streams = [PromptStream(10, seed=0), LentPrompts(10, seed=0)]
     config = RolloutConfig(max_concurrent=2, filters=[ChoiceConfig("zero_variance")])
     client = cast(RolloutClient, SimpleNamespace(generate=answer))
+    plugins = cast(Plugins, FakePlugins(always(1.0, 1.0)))
 
     async def push(trajectory: Trajectory) -> None:
         raise AssertionError("all groups are without variance")
 
-    loops = [
-        RolloutLoop(
-            stream, cast(Plugins, FakePlugins(always(1.0, 1.0))), cast(ManagerClient, gate), client, push, config
-        )
-        for stream, gate in zip(streams, gates, strict=True)
-    ]
-    working = [asyncio.create_task(work) for work in (loops[0].run(), loops[0].lend(), loops[1].run())]
+    loops = [RolloutLoop(plugins, cast(ManagerClient, gate), client, push, config) for gate in gates]
+    working = [asyncio.create_task(loop.run()) for loop in loops]
     try:
         async with asyncio.timeout(LIMIT_S):
             while min(len(gate.played) for gate in gates) < 20 and not any(task.done() for task in working):  # noqa: ASYNC110
@@ -839,6 +778,4 @@ async def test_a_loop_without_a_shard_plays_what_others_lend_it_and_each_prompt_
         ends = await asyncio.gather(*working, return_exceptions=True)
     assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
     played = sorted(gates[0].played + gates[1].played)
-    assert len(set(played)) == len(played)
-    missing = set(range(played[-1])) - set(played)
-    assert len(missing) <= 16, "what is lent or waits, and nothing else"
+    assert played == list(range(len(played)))

@@ -13,9 +13,9 @@ import pytest
 from asyncrl.api import Completion, GenerationRequest, GenerationResult, RunIn, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.leases import WorkerLeases
-from asyncrl.manager.messages import AllocateReply, FinishedRollout, GrantedRollout, WantedRollout
-from asyncrl.plugins.datasets.order import PromptStream
+from asyncrl.manager.messages import AllocateReply, FinishedRollout, GrantedRollout
+from asyncrl.manager.service import WorkerLeases
+from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.user_code import Plugins
@@ -70,14 +70,15 @@ class Gate:
     def __init__(self) -> None:
         self.admit, self.ended, self.all_ended = ROLLOUTS, list[FinishedRollout](), asyncio.Event()
 
-    async def allocate(
-        self, wanted: Sequence[WantedRollout], *, timeout_s: float, returned_ack: int, room: int
-    ) -> AllocateReply:
-        granted = wanted[: self.admit]
-        self.admit -= len(granted)
+    async def allocate(self, rollouts: Sequence[str], *, timeout_s: float) -> AllocateReply:
+        granted = rollouts[: self.admit]
         if not granted:
             await asyncio.Event().wait()
-        return AllocateReply([GrantedRollout(each.rollout_id, 0, None, False) for each in granted], [], 0, False)
+        orders = range(ROLLOUTS - self.admit, ROLLOUTS)
+        self.admit -= len(granted)
+        refs = [(name, DataOrder(100, 0).ref(order)) for name, order in zip(granted, orders, strict=False)]
+        grants = [GrantedRollout(name, ref.prompt_id, ref.order, ref.row, 0, 0, 0) for name, ref in refs]
+        return AllocateReply(grants, 0, False)
 
     def finish(self, rollouts: Sequence[FinishedRollout]) -> None:
         self.ended += rollouts
@@ -117,7 +118,7 @@ async def test_what_sleeps_holds_up_nothing_but_itself_and_is_named(
     def sleeping() -> int:
         return len(list(tmp_path.glob(f"{sleeper}-*")))
 
-    parts: Any = PromptStream(100, seed=0), plugins, cast(ManagerClient, gate)
+    parts: Any = plugins, cast(ManagerClient, gate)
     client = cast(RolloutClient, SimpleNamespace(generate=answer))
     loop = RolloutLoop(*parts, client, push, config.rollout)
     beats, leases = 0, WorkerLeases(lease_s=60.0)

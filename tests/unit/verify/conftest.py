@@ -23,7 +23,8 @@ from asyncrl.master.buffer import TrainBatch
 from asyncrl.master.ledger import Ledger
 from asyncrl.master.metric_rows import batch_statistics
 from asyncrl.observe.samples import forget_after, rows_of, write_samples
-from asyncrl.plugins.datasets.order import PromptRef, PromptStream
+from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.prompt_queue import PromptQueue, Turn
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 
@@ -44,7 +45,8 @@ class Launch:
         self.used: list[str] = list(state["used"]) if state else []
         self.gate.resume(self.version, state["dropped"] if state else None)
         self.gate.advance(self.version)
-        self.streams = [PromptStream(ROWS, SEED, worker, WORKERS, self.used) for worker in range(WORKERS)]
+        self.order = DataOrder(ROWS, SEED)
+        self.queue = PromptQueue(ROWS, map(self.order.order_of, self.used))
         self.ledger.begin(self.version, state["ledger"] if state else None, self.gate.books())
         self.seen = self.events.last_seq
         self.number = 0
@@ -58,10 +60,10 @@ class Launch:
     def admit(self, worker: int) -> Ticket | None:
         if not self.gate.capacity:
             return None
-        ref: PromptRef = self.streams[worker].next()
+        turn = self.queue.next()
         self.number += 1
         name = f"r{self.ledger.lineage}-{self.number}"
-        ticket = Ticket(name, f"rollout_worker/{worker}", ref.prompt_id, ref.order, ref.attempt)
+        ticket = Ticket(name, f"rollout_worker/{worker}", self.order.ref(turn.order).prompt_id, *turn)
         version = self.gate.start(ticket)
         assert version is not None
         self.events.admitted(ticket, version)
@@ -77,10 +79,10 @@ class Launch:
     def drop(self, ticket: Ticket, reason: str, goes: PromptGoes, *, again: int = 0) -> None:
         assert self.gate.drop(ticket.rollout_id, reason)
         self.events.dropped(ticket.rollout_id, reason, goes)
-        if goes is PromptGoes.returned:
-            self.streams[ticket.order % WORKERS].give_back(ticket.prompt_id, ticket.attempt + again)
-        elif goes is PromptGoes.given_up:
+        if goes is PromptGoes.given_up:
+            self.queue.use(ticket.order)
             self.used.append(ticket.prompt_id)
+        self.queue.leave(Turn(ticket.order, ticket.attempt + again))
 
     def step(self, *, reported: bool = True, evaluated: bool = True) -> None:
         """Fill the gate's room, drop one for a filter, and train the oldest; a row waits for its evaluation."""
@@ -108,6 +110,8 @@ class Launch:
         self.gate.train(self.version, [record.rollout_id for record in records])
         self.gate.advance(self.version)
         self.used += [record.prompt_id for record in records]
+        for record in records:
+            self.queue.use(record.order)
         if reported:
             self._report()
         self.ledger.step(batch, self.gate.books() if reported else None)
@@ -208,7 +212,7 @@ class Launch:
 
     def _report(self) -> None:
         self.events.forget(self.seen)
-        self.ledger.take(self.events.untold)
+        self.ledger.take(self.events.unrecorded)
         self.seen = self.events.last_seq
 
     def _record(self, ticket: Ticket, version: int) -> RolloutRecord:

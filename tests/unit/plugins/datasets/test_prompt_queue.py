@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.plugins.datasets.order import DataOrder
-from asyncrl.plugins.datasets.prompt_queue import PromptQueue, Turn
+from asyncrl.plugins.datasets.prompt_queue import PromptQueue, QueueState, Turn
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 
 
@@ -94,6 +94,7 @@ def test_a_prompt_waits_if_and_only_if_it_is_neither_used_nor_live(moves: list[t
     restored.restore(queue.state(), [turn.order for turn in live])
     for turn in live:
         made_anew.enter(turn.order)
+    assert restored.state() == queue.state()
     upcoming = [[each.next() for _ in range(12)] for each in (queue, made_anew, restored)]
     assert upcoming[0] == upcoming[1] == upcoming[2]
     assert not {turn.order for turn in upcoming[0]} & (used | {turn.order for turn in live})
@@ -112,8 +113,8 @@ def test_a_prompt_that_may_not_be_begun_now_keeps_its_place() -> None:
     first, second = queue.next(), queue.next()
     queue.leave(first)
     queue.leave(second)
-    assert queue.next(lambda order: order != 0) == second
-    assert queue.next(lambda order: order != 0) == Turn(2)
+    assert queue.peek(lambda order: order != 0) == second
+    assert queue.peek(lambda order: order > 1) == Turn(2)
     assert queue.next() == first
 
 
@@ -123,8 +124,7 @@ def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
         turn = queue.next()
         queue.use(turn.order)
         queue.leave(turn)
-    queue.next()
-    assert queue.state() == (1000, [], [])
+    assert queue.state() == QueueState(1000, [], [])
 
 
 @pytest.mark.parametrize("count", [0, 1, 25])

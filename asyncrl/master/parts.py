@@ -1,0 +1,199 @@
+"""The parts that the MasterWorker's loop is made of, and where the run stands.
+
+`assemble` makes them for a run. `TrainLoop`, `StepEnd` and `Beginning` work on them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.comm.awake import AwakeClock
+from asyncrl.comm.names import ACTOR
+from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.manager.client import ManagerClient
+from asyncrl.master.batches import Batches
+from asyncrl.master.buffer import SampleBuffer
+from asyncrl.master.collector import Collector
+from asyncrl.master.connections import Evaluates, NameBoard, evaluate
+from asyncrl.master.data_state import DataState
+from asyncrl.master.graph.executor import Executor, column_moves
+from asyncrl.master.graph.types import Graph
+from asyncrl.master.journal import Journal
+from asyncrl.master.ledger import Ledger
+from asyncrl.master.publishing import Publishing
+from asyncrl.master.ranks import Ranks
+from asyncrl.master.recovery.kept_step import KeptSteps
+from asyncrl.master.replay import OfflineGate
+from asyncrl.master.reports import Reports
+from asyncrl.master.saving import Checkpoints, Progress
+from asyncrl.master.stall import LOOK_S, StallWatch
+from asyncrl.master.version_announcer import VersionAnnouncer
+from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.starting import LONGEST_STARTS
+from asyncrl.trainer.placement import Placement, worker_grid
+from asyncrl.weights.transports.base import weight_transport
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The other processes: ModelWorkers (`workers`) and RolloutWorkers (`rollouts`) by index.
+
+    `placement` says which ModelWorkers host which role, and which take in trajectories.
+    """
+
+    workers: Sequence[RequestClient]
+    placement: Placement
+    manager: ManagerClient | OfflineGate
+    rollouts: Sequence[Evaluates]
+    board: NameBoard
+
+
+@dataclass
+class Parts:
+    """See the module's docstring.
+
+    Attributes:
+        version: of the policy: complete steps.
+        stop: set when the run is asked to stop.
+    """
+
+    config: ExperimentConfig
+    run_dir: Path
+    peers: Peers
+    stop: asyncio.Event
+    clock: AwakeClock
+    ranks: Ranks
+    executor: Executor
+    buffer: SampleBuffer
+    collector: Collector
+    batches: Batches
+    journal: Journal
+    ledger: Ledger
+    data_state: DataState
+    announcer: VersionAnnouncer
+    stall: StallWatch
+    checkpoints: Checkpoints
+    steps: KeptSteps
+    reports: Reports
+    publishing: Publishing
+    version: int = 0
+
+    def state(self) -> dict[str, Any]:
+        """Return the master's part of a checkpoint."""
+        return {
+            "version": self.version,
+            "buffer": self.buffer.state(),
+            "journal": self.journal.state(),
+            "dropped": dict(self.reports.told.books.dropped),
+            "curriculum": self.data_state.curriculum.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; the journal takes its part when it is opened."""
+        self.version = state["version"]
+        self.buffer.restore(state["buffer"])
+        self.data_state.restore(state.get("curriculum", ()))  # a checkpoint of an earlier version of asyncrl has none
+        self.reports.restore(self.version * self.config.train_batch_size, state.get("dropped", {}))
+
+    async def publish(self, *, to_disk: bool) -> str:
+        """Make the actor's weights available as the current version; return its folder."""
+        return await self.publishing.publish(self.version, self.reports.told.status.versions_in_use, to_disk=to_disk)
+
+    async def save(self) -> None:
+        """Begin a checkpoint of the current version, once the one before it is there."""
+        await self.checkpoints.finish()
+        ledger = self.ledger.saved(self.version, self.reports.reported_books)
+        await self.checkpoints.begin(self.progress, self.state() | {"ledger": ledger})
+
+    @property
+    def progress(self) -> Progress:
+        """What a checkpoint begun now would be of."""
+        return Progress(self.version, len(self.buffer.used))
+
+    @property
+    def unsaved(self) -> bool:
+        """True if anything is trained or dropped for good since the last checkpoint."""
+        return self.checkpoints.saved != self.progress
+
+    @property
+    def complete(self) -> bool:
+        """True if all steps are trained."""
+        return self.version >= self.config.total_train_steps
+
+    @property
+    def wants_folder(self) -> bool:
+        """True if servers read this version's weights from disk, or a user may: one goes with each checkpoint."""
+        return weight_transport(self.config.manager.weight_transport).needs_folders or self.checkpoints.is_due(
+            self.version
+        )
+
+
+def assemble(
+    config: ExperimentConfig,
+    run_dir: Path,
+    graph: Graph,
+    peers: Peers,
+    stop: asyncio.Event,
+    clock: AwakeClock | None = None,
+    last_step: LastStep | None = None,
+    incarnation: int = 0,
+) -> Parts:
+    """Make the parts of a run's loop.
+
+    Args:
+        last_step: where the state of each step is kept, and looked for at the beginning; None: nowhere.
+        incarnation: how many MasterWorkers before this one died.
+    """
+    clock = clock or AwakeClock()
+    limit_s = config.system.stall_timeout_s
+    load_s = max(limit_s, LONGEST_STARTS * config.system.start_timeout_s)
+    ranks = Ranks(peers.workers, worker_grid(config).publisher, limit_s, incarnation, load_s)
+    routes, grids = peers.placement.routing_table(), peers.placement.grids
+    moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
+    heads = [peers.workers[worker] for worker in routes.data_workers]
+    actors = [peers.workers[worker] for worker in grids[ACTOR].members]
+
+    buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
+    collector = Collector(heads, buffer)
+    journal = Journal(config, collector, buffer)
+    ledger = Ledger.of_run(run_dir, config)
+    data_state = DataState(config, run_dir, buffer)
+    steps = KeptSteps(last_step, ranks)
+
+    async def evaluate_version(name: str, version: int) -> EvaluationResult:
+        while peers.board.producers_start():  # noqa: ASYNC110 - the resolver's thread has no event of this loop
+            await asyncio.sleep(LOOK_S)
+        return await evaluate(peers.rollouts, name, version, config.eval.timeout_s)
+
+    announce = peers.board.announce_version
+    announcer = VersionAnnouncer(announce, evaluate_version, journal.evaluations_due, journal.evaluated, clock)
+    starting = peers.board.producers_start
+    stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
+    reports = Reports(peers.manager, heads, buffer, ledger, data_state, steps, stop, limit_s)
+    return Parts(
+        config=config,
+        run_dir=run_dir,
+        peers=peers,
+        stop=stop,
+        clock=clock,
+        ranks=ranks,
+        executor=Executor(graph, routes.placement, peers.workers, limit_s, moves),
+        buffer=buffer,
+        collector=collector,
+        batches=Batches(config, buffer, collector, peers.manager, stall, reports.report),
+        journal=journal,
+        ledger=ledger,
+        data_state=data_state,
+        announcer=announcer,
+        stall=stall,
+        checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, journal, check=collector.check),
+        steps=steps,
+        reports=reports,
+        publishing=Publishing(ranks, actors, announcer),
+    )

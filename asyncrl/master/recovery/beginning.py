@@ -1,0 +1,220 @@
+"""Where the run stands when a MasterWorker begins, and what it does before its next step.
+
+1. It finds where the run stands (`find`) and takes up that state. A copy that the ranks had begun is made whole.
+2. The manager is asked for its status, and the metrics continue after that step. `books.json` is written.
+3. The ledger continues: after the last step's line, or as a new launch.
+4. What the MasterWorker before was about to tell of the last step is taken up, and its row of metrics written.
+5. Weights of versions that the run went back behind are removed, and the current ones are published.
+6. The version is announced, unless an evaluation of an older one was cut off: servers keep that one for now.
+7. The data state is announced: RolloutWorkers begin. From here on trajectories come in, and the process is ready.
+8. The evaluation that was cut off is made again; then the version is announced.
+9. The last step is reported, and written into the ledger if it lacks it.
+
+Each may be cut off by a death, and is done again by the next successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import msgspec
+
+from asyncrl.comm.request_reply.client import PeerGone
+from asyncrl.master.parts import Parts
+from asyncrl.master.ranks import Ranks, Stalled
+from asyncrl.master.recovery.kept_step import KeptStep, KeptSteps, Known
+from asyncrl.master.run_files import checkpoint_root, write_books
+from asyncrl.runtime.waiting import or_stop
+from asyncrl.runtime.worker import RestartTogether
+from asyncrl.trainer.messages import LoadCheckpoint, LookIntoStep, TakeUp
+
+_log = logging.getLogger(__name__)
+
+TAKE_UP_LIMIT_S = 60.0
+"""How long the ranks may take over what a MasterWorker before this one had asked for: copies of their state."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the run stands. The ranks have the weights of this version.
+
+    Attributes:
+        state: the master's, as in a checkpoint; that of a fresh loop at the run's beginning.
+        announced: the version that servers have, or are to have.
+        saved: True if the newest checkpoint is of this very state.
+        last: the step that others may not know of yet; None after a checkpoint and at the beginning.
+    """
+
+    state: dict[str, Any]
+    announced: int
+    saved: bool
+    last: KeptStep | None
+
+    @property
+    def version(self) -> int:
+        """Number of complete steps."""
+        version: int = self.state["version"]
+        return version
+
+
+async def find(ranks: Ranks, steps: KeptSteps, checkpoints: Path, announced: int, fresh: dict[str, Any]) -> Standing:
+    """Find where the run stands; the ranks have that state when this returns.
+
+    The ranks are asked first: each has the master's state of the step whose end was kept last. If all are between two
+    steps, after the same one, nothing is loaded. Ranks that begin too load the last step, or else the newest
+    checkpoint.
+
+    Args:
+        checkpoints: their folder.
+        announced: the version that others know.
+        fresh: the state of a loop at the run's beginning.
+
+    Raises:
+        RestartTogether: nothing can continue with the ranks as they are, or the last step is lost.
+    """
+    if (state := await _of_ranks(ranks)) is not None:
+        _log.info("the ranks stand between two steps, and keep what they have")
+        await steps.take_up(state["version"])
+    else:
+        state = await steps.load(announced)
+    if state is not None:
+        return Standing(state, announced, saved=False, last=_last_step(state))
+    stored = (await ranks.load(LoadCheckpoint(str(checkpoints))))[0].master_state
+    state = stored or fresh
+    return Standing(state, state["version"], saved=stored is not None, last=None)
+
+
+def _last_step(state: dict[str, Any]) -> KeptStep | None:
+    return msgspec.convert(state["step"], KeptStep, str_keys=True) if "step" in state else None
+
+
+async def _of_ranks(ranks: Ranks) -> dict[str, Any] | None:
+    """Return the state that a MasterWorker before this one left with every rank; None if all of them begin too.
+
+    Raises:
+        RestartTogether: they are in a step, are after different ones, or one does not answer.
+    """
+    try:
+        async with asyncio.timeout(TAKE_UP_LIMIT_S):
+            if any(rank.in_step for rank in await ranks.all(LookIntoStep())):
+                raise RestartTogether("the ranks are in a step that has not ended")
+            standing = await ranks.all(TakeUp(ranks.master))
+    except (TimeoutError, Stalled, PeerGone) as error:
+        raise RestartTogether(f"a rank does not say where it stands: {error!r}") from error
+    states = [rank.master_state for rank in standing]
+    versions = {None if state is None else state["version"] for state in states}
+    if len(versions) > 1 or any(rank.in_step for rank in standing):
+        raise RestartTogether(f"the ranks are in a step, or not after the same one: {versions}")
+    return states[0]
+
+
+class Beginning:
+    """Does what the module's docstring lists, in its order.
+
+    Args:
+        ready: called once it is clear where the run stands.
+    """
+
+    def __init__(self, parts: Parts, ready: Callable[[], None]) -> None:
+        self._parts, self._ready = parts, ready
+
+    async def run(self) -> None:
+        """Make everything ready for the next step."""
+        standing = await self.take_up_state()
+        await self.continue_metrics(standing)
+        ledger_has_step = self.continue_ledger(standing)
+        self.take_up_last_step(standing)
+        path = await self.publish(standing)
+        awaited = self._parts.journal.awaits_evaluation()
+        cut_off = awaited is not None and awaited < standing.version
+        self.announce(standing, path, cut_off=cut_off)
+        self.announce_data_state()
+        await self.evaluate_again(standing, path, awaited=awaited is not None, cut_off=cut_off)
+        await self.report_last_step(standing, written=ledger_has_step)
+
+    async def take_up_state(self) -> Standing:
+        """1."""
+        parts = self._parts
+        announced = parts.peers.board.announced_version()
+        checkpoints = checkpoint_root(parts.run_dir)
+        standing = await find(parts.ranks, parts.steps, checkpoints, announced, parts.state())
+        parts.restore(standing.state)
+        parts.steps.found(standing.version, standing.last.known if standing.last else Known())
+        parts.checkpoints.saved = parts.progress if standing.saved else None
+        parts.checkpoints.make_up(standing.version)
+        parts.announcer.announced = standing.announced
+        _log.info("beginning at version %d with %d prompts used", standing.version, len(parts.buffer.used))
+        return standing
+
+    async def continue_metrics(self, standing: Standing) -> None:
+        """2."""
+        parts, dropped = self._parts, self._parts.reports.told.books.dropped
+        await parts.reports.look()
+        idle_s = parts.reports.told.status.idle_s
+        state = standing.state["journal"]
+        parts.journal.open(parts.run_dir, standing.version, perf_counter(), dropped, state, standing.announced, idle_s)
+        write_books(parts.run_dir, standing.version, parts.reports.told.books)
+
+    def continue_ledger(self, standing: Standing) -> bool:
+        """3. Returns True if the ledger has the last step."""
+        parts = self._parts
+        if standing.last is None:
+            parts.ledger.begin(standing.version, standing.state.get("ledger"), parts.reports.told.books)
+            return True
+        told = parts.ledger.go_on(standing.last.ledger_line)
+        parts.reports.told_already = told.rollouts
+        return told.step
+
+    def take_up_last_step(self, standing: Standing) -> None:
+        """4."""
+        if (step := standing.last) is not None:
+            parts = self._parts
+            parts.reports.take_up(step.trained, step.known)
+            status = parts.reports.told.status
+            parts.journal.step_again(standing.version, step.batch, step.measured, status, perf_counter())
+            _log.info("going on after step %d, which was complete", standing.version)
+
+    async def publish(self, standing: Standing) -> str:
+        """5."""
+        parts = self._parts
+        in_use = {*parts.reports.told.status.versions_in_use, standing.announced}
+        if standing.last is None:
+            await parts.publishing.forget_others(standing.version)
+        return await parts.publishing.publish(standing.version, in_use, to_disk=True) if standing.version else ""
+
+    def announce(self, standing: Standing, path: str, *, cut_off: bool) -> None:
+        """6. Before the RolloutWorkers begin: it tells the gate where the run stands."""
+        if standing.version and not cut_off:
+            self._parts.announcer.announce(standing.version, path)
+
+    def announce_data_state(self) -> None:
+        """7."""
+        parts = self._parts
+        parts.peers.board.announce_data_state(parts.data_state.write(), parts.reports.told.books.dropped)
+        parts.collector.start()
+        parts.stall.progressed()
+        self._ready()
+
+    async def evaluate_again(self, standing: Standing, path: str, *, awaited: bool, cut_off: bool) -> None:
+        """8."""
+        announcer = self._parts.announcer
+        if awaited:
+            announcer.evaluate_if_due()
+        if cut_off:
+            await or_stop(announcer.published(standing.version, path), self._parts.stop, math.inf)
+
+    async def report_last_step(self, standing: Standing, *, written: bool) -> None:
+        """9. The reply tells what was dropped for good meanwhile, before another step begins."""
+        parts = self._parts
+        try:
+            await parts.reports.report(standing.version)
+        finally:
+            if standing.last is not None and not written:
+                parts.ledger.step(standing.last.batch, parts.reports.reported_books)

@@ -1,0 +1,106 @@
+"""What the MasterWorker does once a step is complete, from the inside to the outside.
+
+1. The ranks copy the state, with what is about to be told (`KeptStep`), and begin to write it. The ledger's lines that
+   are in it are on the disk first.
+2. They publish the weights, and remove versions that nobody reads. Nobody is told.
+3. The state is whole. From here on others may see the step, and a successor begins after it.
+4. The version is announced: servers load it. A version that is evaluated waits for the evaluation before it.
+5. The manager is told what was trained and dropped. Before it the data state is written; its reply brings the books and
+   the lines about rollouts, which go to the ledger's file; then the ranks discard what was dropped.
+6. The step is written down: its row of metrics, its line in the ledger, `books.json`.
+7. A checkpoint is begun if one is due.
+
+A death before 3 is complete costs the step, which nobody has seen. One after it costs nothing: a successor does 4 to 7
+again (`asyncrl.master.recovery.beginning`). Servers and the manager know a version and a rollout that they are told of
+twice, and the ledger says how far it came.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from asyncrl.master.buffer import TrainBatch
+from asyncrl.master.metric_rows import Row
+from asyncrl.master.parts import Parts
+from asyncrl.master.recovery.kept_step import KeptStep
+from asyncrl.master.run_files import write_books
+from asyncrl.runtime.waiting import or_stop
+
+
+@dataclass
+class CompleteStep:
+    """A step that made `version` of `batch`; `measured` are its statistics and times, `path` its weights' folder."""
+
+    version: int
+    batch: TrainBatch
+    measured: Row
+    ended_at: float = field(default_factory=perf_counter)
+    path: str = ""
+
+    def lap(self, name: str) -> None:
+        """Measure the time since the last call, or since the step was complete."""
+        now = perf_counter()
+        self.measured[f"time/{name}_s"], self.ended_at = now - self.ended_at, now
+
+
+class StepEnd:
+    """Does what the module's docstring lists, in its order."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def run(self, step: CompleteStep) -> None:
+        """Publish, report and save a complete step."""
+        await self.begin_keeping(step)
+        await self.publish(step)
+        await self.finish_keeping(step)
+        try:
+            await self.announce(step)
+            await self.report(step)
+        finally:  # the step is complete, so it is written down, whatever kept it from being reported
+            self.write_down(step)
+        await self.save(step)
+
+    async def begin_keeping(self, step: CompleteStep) -> None:
+        """1."""
+        parts = self._parts
+        parts.reports.trained(step.batch)
+        if parts.steps.on:
+            unreported, known = parts.reports.unreported, parts.reports.told.known
+            kept = KeptStep(step.batch, dict(step.measured), unreported, known, parts.ledger.lines_written())
+            await parts.steps.begin(step.version, parts.state(), kept)
+
+    async def publish(self, step: CompleteStep) -> None:
+        """2."""
+        parts = self._parts
+        step.path = await parts.publish(to_disk=parts.complete or parts.wants_folder)
+        step.lap("publish")
+
+    async def finish_keeping(self, step: CompleteStep) -> None:
+        """3."""
+        await self._parts.steps.finish()
+        step.lap("keep")
+
+    async def announce(self, step: CompleteStep) -> None:
+        """4. The evaluation that it may wait for has a limit of its own."""
+        await or_stop(self._parts.announcer.published(step.version, step.path), self._parts.stop, math.inf)
+        step.lap("wait_eval")
+
+    async def report(self, step: CompleteStep) -> None:
+        """5."""
+        await self._parts.reports.report(step.version)
+
+    def write_down(self, step: CompleteStep) -> None:
+        """6."""
+        parts, told = self._parts, self._parts.reports.told
+        parts.journal.step(step.version, step.batch, step.measured, told.status, perf_counter())
+        parts.ledger.step(step.batch, parts.reports.reported_books)
+        write_books(parts.run_dir, step.version, told.books)
+        parts.stall.progressed()
+
+    async def save(self, step: CompleteStep) -> None:
+        """7."""
+        if self._parts.checkpoints.is_due(step.version):
+            await self._parts.save()
