@@ -94,7 +94,8 @@ class TrialHolder(_Entry, frozen=True):
     """The launcher that has a trial.
 
     `launch` is random; `pid` and `started` (kernel ticks since boot) name its process, where `machine` is the reader's
-    too; `since` is for people. `detached`: it has no terminal, and others may attach to it.
+    too; `since` is for people. `detached`: it has no terminal, and others may attach to it. `folder` is where it was
+    started: relative paths in the settings are meant from there.
     """
 
     launch: str
@@ -105,6 +106,7 @@ class TrialHolder(_Entry, frozen=True):
     since: str
     run_dir: str
     detached: bool = False
+    folder: str = ""
 
 
 class WorkerAddress(_Entry, frozen=True):
