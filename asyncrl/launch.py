@@ -116,7 +116,11 @@ def _parse(argv: list[str], program: str) -> argparse.Namespace:
     )
     parser.add_argument("--detached", action="store_true", help=argparse.SUPPRESS)  # the one that --detach starts
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own experiments")
-    return parser.parse_intermixed_args(argv)
+    args, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        name, _, value = unknown[0].lstrip("-").partition("=")
+        parser.error(f"unknown option {unknown[0]}; a setting has no dashes: {name}={value or 'VALUE'}")
+    return args
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ Each process begins with the modules of the template and nothing else of any run
 launcher does anything. A keeper is the spawner's grandchild whose parent ends at once, so that the kernel hands it to
 the launcher, which is a subreaper.
 
-Only `python -m asyncrl.launch`, keepers, workers and the making of base models are forked; whatever else a process
-starts (processes of users' code, SGLang, tools) is started as always. What is about the start itself, about what a
-process has not imported or about its memory runs cold: `start_run(cold=True)`. `ASYNCRL_COLD_TESTS=1 make test` runs
-everything so.
+Only `python -m asyncrl.launch`, rehearsals, keepers, workers and the making of base models are forked; whatever else a
+process starts (processes of users' code, SGLang, tools) is started as always. What is about the start itself, about
+what a process has not imported or about its memory runs cold: `start_run(cold=True)`. `ASYNCRL_COLD_TESTS=1 make test`
+runs everything so.
 
 Linux only, like keepers.
 """
@@ -64,7 +64,7 @@ PRELOADED = (
     "asyncrl.trainer.process",
 )
 """What the processes of a run import, one or the other."""
-MODULES = ("asyncrl.launch", "asyncrl.runtime.main", "asyncrl.trainer.supervised")
+MODULES = ("asyncrl.launch", "asyncrl.rollout.rehearsal", "asyncrl.runtime.main", "asyncrl.trainer.supervised")
 """What is forked, beside keepers, where a launcher starts it."""
 _TITLE_SPACE = "-" * 400  # an argument, over which processes write their titles
 _ENVIRONMENT_SPACE = 64 * 1024  # bytes, over which processes write their environments

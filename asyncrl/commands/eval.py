@@ -31,6 +31,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.observe.metrics import read_rows
+from asyncrl.rollout.named_inputs import is_file, named_inputs, texts_in_args
+from asyncrl.runtime.claim import read_holder
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import Run
 from asyncrl.runtime.launcher import Launcher
@@ -112,13 +114,28 @@ def _settings(args: argparse.Namespace, run: Path | None, scratch: Path) -> Expe
         assert run is not None
         name, folder = _NAME, scratch / "experiments"
         folder.mkdir()
-        own = OmegaConf.to_container(OmegaConf.load(run / CONFIG_FILE))
+        own = OmegaConf.to_container(OmegaConf.structured(_settings_from_anywhere(run)))
         assert isinstance(own, dict)
         text = OmegaConf.to_yaml(OmegaConf.create({"defaults": ["experiment_schema", "_self_"], **own}))
         (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
     config = load_experiment(name, args.overrides, folder)
     if not isinstance(config, ExperimentConfig):
         raise ConfigError(f"--experiment {name}: supervised training has no evaluation sets; name an RL experiment")
+    return config
+
+
+def _settings_from_anywhere(run: Path) -> ExperimentConfig:
+    """The settings of `run`, whose relative paths are meant from where it was started."""
+    config, holder = read_run_config(run), read_holder(run)
+    if holder is None or not holder.folder:
+        return config
+    started_in = Path(holder.folder)
+    for named in list(named_inputs(config, training=False)):
+        if named.path is not None and not named.path.is_absolute():
+            named.put(named.with_path(started_in / named.path))
+    for text in list(texts_in_args(config, training=False)):
+        if not Path(text.value).is_absolute() and is_file(str(started_in / text.value)):
+            text.put(str(started_in / text.value))
     return config
 
 

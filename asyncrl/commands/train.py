@@ -14,6 +14,7 @@ from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.commands.attach import attach, detach
 from asyncrl.commands.devices import device_lines
 from asyncrl.commands.input_checks import base_model_config, chat_notes, check_prompts
+from asyncrl.commands.rehearse import rehearsed
 from asyncrl.commands.same_data import check_same_data, keep_data_record, keep_inputs
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
@@ -71,7 +72,9 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
             console.print(wrapped(line, console, SUMMARY_INDENT))
         console.print("raise total_train_steps to go on, choose another trial_name, or start over with resume=restart")
         return EXIT_OK
-    surveys = check_prompts(config)
+    with rehearsed(config) as rehearsal_notes:
+        surveys = check_prompts(config)
+        notes = rehearsal_notes()
     if again is not None:
         return detach(again, run_dir)
     title = f"asyncrl {config.experiment_name}/{config.trial_name}"
@@ -83,7 +86,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         launcher.prepare()
         keep_data_record(config)
         keep_inputs(config)
-        for line in device_lines(config):
+        for line in (*device_lines(config), *notes):
             display.note(line)
         _show_prompts(config, surveys, run_dir, display.note)
         code = launcher.run()

@@ -100,6 +100,11 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     user_code: UserCodeConfig = field(default_factory=UserCodeConfig)
+    rehearse: bool = setting(
+        True,
+        "before anything starts, play the first row with made-up answers, to find mistakes in agent, environment, "
+        "rewards, tools and filters within seconds",
+    )
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 

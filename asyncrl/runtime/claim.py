@@ -198,6 +198,7 @@ def _this_launch(run_dir: Path, detached: bool) -> names.TrialHolder:
         since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         run_dir=str(run_dir),
         detached=detached,
+        folder=os.getcwd(),
     )
 
 

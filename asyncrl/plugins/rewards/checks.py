@@ -13,6 +13,8 @@ from asyncrl.plugins.rewards.settings import RewardConfig
 
 _ROW_METRICS = ("mean", "std", "groups_without_variance")
 """Names of `reward/...` metrics that are not a reward's."""
+_FORMS_ELSEWHERE = {"TRL's": {"completions"}, "verl's": {"solution_str", "data_source"}}
+"""Parameters by which a reward that was written for another system is known."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -48,6 +50,15 @@ def _reward(group: str, reward: RewardConfig) -> Iterator[str]:
         return
     positional = 0  # a class: its constructor takes none
     if taken is not None:  # the name of a function's first parameter tells what it scores
-        first = next((arg.arg for arg in (*taken.posonlyargs, *taken.args)), "")
+        plain = [arg.arg for arg in (*taken.posonlyargs, *taken.args)]
+        for whose, names in _FORMS_ELSEWHERE.items():
+            if names & {*plain, *(arg.arg for arg in taken.kwonlyargs)}:
+                yield (
+                    f"{group}.path={reward.path!r}: it has the form of {whose} rewards ({', '.join(plain)}); here a "
+                    "reward is `def score(data, completion) -> float`, called for each answer, where `data` is the "
+                    "dataset's row; or `def score(group)`, which returns a number for each answer of a prompt's group"
+                )
+                return
+        first = plain[0] if plain else ""
         positional = 1 if first in ("episode", "group") else 2
     yield from signatures.problems(group, reward.path, reward.args, positional=positional)

@@ -16,9 +16,9 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager, suppress
+from typing import Any, TextIO
 
 from asyncrl.api import Tool, ToolResult, ToolSchema
 from asyncrl.comm.awake import AwakeTimeout
@@ -26,6 +26,8 @@ from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Before a start that follows one which failed; doubled each time."""
+
+_STDERR_BYTES, _STDERR_LINES = 4096, 3
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class McpServer:
     def __init__(self, config: McpServerConfig, connect: Callable[[AsyncExitStack], Any] | None = None) -> None:
         self.config = config
         self._connect = connect or self._client
+        self._stderr = _Stderr()
         self._opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._broken = asyncio.Event()
         self._closing = False
@@ -141,10 +144,11 @@ class McpServer:
                     self._opened = asyncio.get_running_loop().create_future()
                 elif not self.starts:
                     self._opened.set_exception(
-                        McpError(f"mcp server {self.config.name!r} did not start: {_told(error)}")
+                        McpError(f"mcp server {self.config.name!r} did not start: {_told(error)}{self._stderr.said()}")
                     )
                     return
-                _log.warning("mcp server %s: %s; another start in %g s", self.config.name, _told(error), pause_s)
+                why = _told(error) + self._stderr.said()
+                _log.warning("mcp server %s: %s; another start in %g s", self.config.name, why, pause_s)
                 await self._paused(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -164,15 +168,44 @@ class McpServer:
 
         config = self.config
         if config.command:
-            # What a server prints beside the protocol would fill the worker's log.
-            nowhere = stack.enter_context(open(os.devnull, "w"))  # noqa: ASYNC230, SIM115
             command = sys.executable if config.command == PYTHON else config.command
             parameters = StdioServerParameters(command=command, args=list(config.args), env=dict(config.env))
-            transport: Any = stdio_client(parameters, errlog=nowhere)
+            transport: Any = stdio_client(parameters, errlog=stack.enter_context(self._stderr.opened()))
         else:
             http = await stack.enter_async_context(create_mcp_http_client(headers=dict(config.headers)))
             transport = streamable_http_client(config.url, http_client=http)
         return await stack.enter_async_context(Client(transport))
+
+
+class _Stderr:
+    """The end of what a server's program prints beside the protocol; all of it would fill the worker's log."""
+
+    def __init__(self) -> None:
+        self._end = b""
+
+    @contextmanager
+    def opened(self) -> Iterator[TextIO]:
+        """A file that the program may write to; what is read of it is kept for `said`."""
+        loop, (reading, writing) = asyncio.get_running_loop(), os.pipe()
+        os.set_blocking(reading, False)
+        self._end = b""
+        loop.add_reader(reading, self._read, reading)
+        try:
+            with os.fdopen(writing, "w") as file:
+                yield file
+        finally:
+            self._read(reading)
+            loop.remove_reader(reading)
+            os.close(reading)
+
+    def said(self) -> str:
+        """Return the last lines, as the end of a message; empty if there are none."""
+        lines = self._end.decode(errors="replace").strip().splitlines()[-_STDERR_LINES:]
+        return f"; its stderr ends: {' | '.join(lines)}" if lines else ""
+
+    def _read(self, reading: int) -> None:
+        with suppress(BlockingIOError):
+            self._end = (self._end + os.read(reading, 1 << 16))[-_STDERR_BYTES:]
 
 
 class McpTool(Tool):

@@ -17,7 +17,7 @@ from asyncrl.config.describe import experiment_help, list_experiments
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings
 from asyncrl.config.setting import ConfigError, setting_info
-from asyncrl.launch import COMMANDS
+from asyncrl.launch import COMMANDS, main
 from asyncrl.runtime.run_dir import read_run_config, write_run_config
 from asyncrl.trainer.placement import worker_grid
 
@@ -300,6 +300,17 @@ def test_the_command_ends_with_2_and_one_message_before_any_process_starts(tmp_p
     assert ended.stderr.count("error:") == 1
     assert "group_size" in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"), [("--group_size=8", "group_size=8"), ("--optimizer.lr", "optimizer.lr=VALUE")]
+)
+def test_a_setting_with_dashes_is_told_how_it_is_written(
+    given: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["async_ppo", given])
+    assert f"unknown option {given}; a setting has no dashes: {wanted}" in capsys.readouterr().err
 
 
 def test_the_command_is_called_asyncrl_too() -> None:

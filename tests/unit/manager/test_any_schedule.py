@@ -1,9 +1,8 @@
 """Any process dies, falls silent or is heard late, at any moment: no prompt or place is lost, none is trained twice.
 
-Gate, prompt queue, manager, sample buffer and ledger are the real ones. Processes, messages and
-what outlives them (the manager's log, the last step, the inboxes, checkpoints, the file of used prompts) are played as
-`manager/client.py`, `rollout/loop.py`, `trainer/trajectories/intake.py`, `master/train_loop.py` and `master/reports.py`
-have them.
+Gate, prompt queue, manager, sample buffer and ledger are the real ones. Processes, messages and what outlives them (the
+manager's log, the last step, the inboxes, checkpoints, the file of used prompts) are played as `manager/client.py`,
+`rollout/loop.py`, `trainer/trajectories/intake.py`, `master/train_loop.py` and `master/books/reports.py` have them.
 
     messages   a call's reply is lost, a call arrives late, again, or after those that were made later; a trajectory
                reaches the trainer late, never, twice, or without its acknowledgement
@@ -43,11 +42,10 @@ from asyncrl.comm.ledger_lines import LedgerBooks, RunSettings
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_books import Noted
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.buffer import SampleBuffer, TrainBatch
-from asyncrl.master.ledger import Ledger
-from asyncrl.master.records import Drop
-from asyncrl.master.reports import decide
-from asyncrl.master.run_files import check_books
+from asyncrl.master.books.ledger import Ledger
+from asyncrl.master.books.reports import decide
+from asyncrl.master.books.run_files import check_books
+from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord

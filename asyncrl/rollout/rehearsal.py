@@ -1,0 +1,165 @@
+"""Play one group of the training set against made-up answers, before any process of the run starts.
+
+`python -m asyncrl.rollout.rehearsal FOLDER` reads `FOLDER/config.yaml`, builds the user's agent, environment, rewards,
+tools and filters as a RolloutWorker does, plays the first row that makes a prompt, and writes what it found to
+`FOLDER/outcome.json`. It is a process of its own, because user code may hang, crash or load what the launcher must not.
+
+An answer is made of the prompt's own tokens, in random order, and then the end token: any model may give such an answer
+early in training. A group fails here where it would fail in the run: its agent raised, or too few of its episodes are
+left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from asyncrl.api import Completion, EpisodeError, FinishReason, GenerationRequest, GenerationResult, Prompt, Tokenizer
+from asyncrl.comm.drop_reasons import LOST_EPISODES
+from asyncrl.config.catalog import resolve
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.datasets.order import PromptRef
+from asyncrl.plugins.datasets.prompts import BadPrompt
+from asyncrl.rollout.episode import Tries, judge, run_group, shape
+from asyncrl.rollout.offload.errors import UserCodeError, named_failure
+from asyncrl.rollout.offload.meter import metered
+from asyncrl.rollout.user_code import Plugins
+from asyncrl.runtime.run_dir import read_run_config
+
+OUTCOME_FILE = "outcome.json"
+ROWS_TRIED = 1000
+"""Rows of which one has to make a prompt; where none does, the check of all prompts says why."""
+_MOST_TOKENS = 8
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rehearsal found.
+
+    Attributes:
+        error: why the run would fail; None where it would not.
+        where: the lines of the user's code in which it failed, the innermost last.
+        lost: episodes that failed though the group did not, by what failed and how.
+    """
+
+    error: str | None = None
+    where: list[str] = field(default_factory=list)
+    lost: dict[str, int] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write it where `read` finds it."""
+        (folder / OUTCOME_FILE).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Outcome | None:
+        """What the rehearsal in `folder` found; None if it did not end by itself."""
+        file = folder / OUTCOME_FILE
+        return cls(**json.loads(file.read_text())) if file.is_file() else None
+
+
+class MadeUpPolicy:
+    """Answers with up to eight tokens of the request itself, in random order, then the end token."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+        self._end, self._random = tokenizer.eos_token_id, random.Random(seed)
+        self._left_out = frozenset(getattr(tokenizer, "control_tokens", {}).values())
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Answer `request`, as version 0."""
+        return GenerationResult(request.request_id, tuple(self._answer(request) for _ in range(request.n)))
+
+    def _answer(self, request: GenerationRequest) -> Completion:
+        most = min(_MOST_TOKENS, request.sampling.max_new_tokens)
+        known = [token for token in request.input_ids if token not in self._left_out]
+        tokens = [*(self._random.choices(known, k=self._random.randint(0, most)) if known else ()), self._end][:most]
+        reason = FinishReason.stop if tokens[-1] == self._end else FinishReason.length
+        return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), reason)
+
+
+async def rehearse(config: ExperimentConfig) -> Outcome:
+    """Play the first row of the training set that makes a prompt."""
+    try:
+        plugins = Plugins(config)
+        algorithm, rollout = config.algorithm, config.rollout
+        filters, shapings = (
+            [resolve(kind, choice.name, choice.params, algorithm.plugins) for choice in choices]
+            for kind, choices in (("filter", rollout.filters), ("shaping", rollout.shaping))
+        )
+        async with plugins.offloader, plugins.tools:
+            prompt = next(_prompts(plugins), None)
+            if prompt is None:
+                return Outcome()
+            policy = MadeUpPolicy(plugins.tokenizer, config.seed)
+            tries = Tries(1, algorithm.least_episodes, rollout.rollout_timeout_s)
+            try:
+                with metered():
+                    samples, counted = await run_group(
+                        plugins.agent,
+                        plugins.make_envs(prompt.group_size),
+                        prompt,
+                        policy,
+                        plugins.episode_client,
+                        tries,
+                    )
+            finally:
+                await plugins.endpoint.close()
+            if samples:
+                judge(samples, filters)
+                shape(samples, shapings)
+    except ConfigError as error:
+        return Outcome(str(error))
+    except Exception as error:  # whatever user code raises
+        return Outcome(_told(error, config), _users_lines(error))
+    lost = {name.removeprefix(LOST_EPISODES): int(n) for name, n in counted.items() if name.startswith(LOST_EPISODES)}
+    return Outcome(lost=lost)
+
+
+def _prompts(plugins: Plugins) -> Iterator[Prompt]:
+    for row in range(min(ROWS_TRIED, len(plugins.train_set))):
+        try:
+            yield plugins.train_prompt(PromptRef(f"rehearsal-{row}", row, row))
+        except BadPrompt:
+            continue
+
+
+def _told(error: BaseException, config: ExperimentConfig) -> str:
+    cause = _innermost(error)
+    if isinstance(cause, UserCodeError | EpisodeError):  # its text names what failed
+        return str(cause)
+    failed = named_failure(error, config.agent.path).partition(" raised ")[0]
+    return f"{failed}: {type(cause).__name__}: {cause}"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while True:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        elif error.__cause__ is not None:
+            error = error.__cause__
+        else:
+            return error
+
+
+def _users_lines(error: BaseException) -> list[str]:
+    frames = traceback.extract_tb(_innermost(error).__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, sys.base_prefix, "<"))]
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in users[-4:]]
+
+
+def main() -> int:
+    """The command; returns the exit code."""
+    folder = Path(sys.argv[1])
+    asyncio.run(rehearse(read_run_config(folder))).write(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""A group of the first row against made-up answers, before anything starts: what it finds, and what it lets pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl.api import GenerationRequest, SamplingParams
+from asyncrl.commands.checks import validate
+from asyncrl.commands.rehearse import rehearsed
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment
+from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+from asyncrl.rollout.rehearsal import MadeUpPolicy, Outcome, rehearse
+
+Configured = Callable[..., ExperimentConfig]
+
+CODE = """
+import os
+
+calls = 0
+
+
+def number(data, completion):
+    return float(len(completion))
+
+
+def nothing(data, completion):
+    return None
+
+
+def no_such_column(data, completion):
+    return float(data["solution"] == completion)
+
+
+def every_second(data, completion):
+    global calls
+    calls += 1
+    if calls % 2:
+        raise ValueError("odd")
+    return 1.0
+
+
+def dies(data, completion):
+    os._exit(3)
+
+
+async def silent(prompt, env, client):
+    return 1.0
+
+
+async def chatting(prompt, env, client):
+    await client.chat([{"role": "user", "content": "?"}])
+    return 1.0
+
+
+def as_in_trl(prompts, completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+def as_in_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+
+
+def too_few(group):
+    return [0.0]
+"""
+
+
+@pytest.fixture
+def configured(tmp_path: Path, tiny_model: Path) -> Configured:
+    """`configured("reward.path=CODE:number")`: the demo on the tiny model; `CODE` is a file with the code above."""
+    code = tmp_path / "code.py"
+    code.write_text(CODE)
+
+    def config(*overrides: str) -> ExperimentConfig:
+        given = [override.replace("CODE", str(code)) for override in overrides]
+        loaded = load_experiment("async_ppo", [f"model.path={tiny_model}", *given])
+        assert isinstance(loaded, ExperimentConfig)
+        validate(loaded)
+        return loaded
+
+    return config
+
+
+async def test_the_demo_passes(configured: Configured) -> None:
+    assert await rehearse(configured()) == Outcome()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says", "line"),
+    [
+        (["reward.path=CODE:nothing"], "nothing returned None; a reward is a finite number", ""),
+        (["reward.path=CODE:no_such_column"], "no_such_column: KeyError: 'solution'", 'data["solution"] == completion'),
+        (["reward.path=CODE:too_few"], "returned 1 rewards for a group of", ""),
+        (["agent.path=CODE:silent"], "returned the reward 1.0 without asking the policy", ""),
+        (["agent.path=CODE:chatting"], "there is no chat template", "await client.chat("),
+    ],
+)
+async def test_code_that_fails_on_every_answer_is_an_error_with_its_line(
+    configured: Configured, overrides: list[str], says: str, line: str
+) -> None:
+    outcome = await rehearse(configured(*overrides))
+    assert outcome.error is not None
+    assert says in outcome.error
+    assert any(line in each for each in outcome.where) if line else outcome.where == []
+
+
+@pytest.mark.parametrize(("name", "whose"), [("as_in_trl", "TRL's"), ("as_in_verl", "verl's")])
+def test_rewards_in_the_form_of_another_system_are_refused_by_its_name(
+    configured: Configured, name: str, whose: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"it has the form of {whose} rewards .*def score\\(data, completion\\)"):
+        configured(f"reward.path=CODE:{name}")
+
+
+async def test_code_that_fails_on_some_answers_is_a_note(configured: Configured) -> None:
+    outcome = await rehearse(configured("reward.path=CODE:every_second", "group_size=8"))
+    assert outcome.error is None
+    assert list(outcome.lost.values()) == [4]
+    assert "every_second raised ValueError" in next(iter(outcome.lost))
+
+
+async def test_a_failure_reward_is_no_failure(configured: Configured) -> None:
+    overrides = ("reward.path=CODE:no_such_column", "reward.failure_reward=0.0")
+    assert await rehearse(configured(*overrides)) == Outcome()
+
+
+def test_a_process_that_user_code_ends_is_an_error_that_says_so(configured: Configured) -> None:
+    with (
+        rehearsed(configured("reward.path=CODE:dies")) as notes,
+        pytest.raises(ConfigError, match=r"ended with exit code 3; .*rollout\.rehearse=false"),
+    ):
+        notes()
+
+
+def test_it_can_be_left_out(configured: Configured) -> None:
+    with rehearsed(configured("reward.path=CODE:dies", "rollout.rehearse=false")) as notes:
+        assert notes() == []
+
+
+def test_the_command_says_what_it_found_and_leaves_nothing_running(configured: Configured) -> None:
+    with (
+        rehearsed(configured("reward.path=CODE:no_such_column")) as notes,
+        pytest.raises(
+            ConfigError, match=r"KeyError: 'solution'\nrehearsal: .*code\.py:\d+ in no_such_column"
+        ) as caught,
+    ):
+        notes()
+    assert "rollout.rehearse=false" in str(caught.value)
+
+
+async def test_made_up_answers_hold_tokens_of_the_prompt_and_keep_the_limit() -> None:
+    tokenizer = CharTokenizer("0123456789+=")
+    prompt = tuple(tokenizer.encode("12+34="))
+    request = GenerationRequest("r", prompt, 64, SamplingParams(max_new_tokens=3))
+    policy = MadeUpPolicy(tokenizer, 0)
+    for completion in (await policy.generate(request)).completions:
+        *body, last = completion.token_ids
+        assert len(completion.token_ids) <= 3
+        assert set(body) <= set(prompt)
+        assert (completion.finish_reason == "stop") == (last == tokenizer.eos_token_id)
+    alone = replace(request, input_ids=(tokenizer.eos_token_id,))
+    assert all(each.token_ids == [tokenizer.eos_token_id] for each in (await policy.generate(alone)).completions)
