@@ -67,6 +67,9 @@ LAUNCH_KEY = "launch"
 """The launch whose processes have the names of this trial; it stays when that one ends."""
 INCARNATIONS = "incarnations"
 """Subtree of how many processes of each worker were given up; there is no entry for those of which none was."""
+KILLED = "killed"
+"""Subtree of the workers that were killed from outside: by worker its number in `INCARNATIONS` after the newest such
+death, written before that one."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,6 +164,11 @@ def status_key(kind: str, index: int) -> str:
 def incarnation_key(kind: str, index: int) -> str:
     """Number of processes of worker `index` of `kind` that were replaced."""
     return f"{INCARNATIONS}/{kind}/{index}"
+
+
+def killed_key(kind: str, index: int) -> str:
+    """Number of processes of worker `index` of `kind` that were replaced when one was killed from outside last."""
+    return f"{KILLED}/{kind}/{index}"
 
 
 def puller_key(dp: int) -> str:

@@ -32,6 +32,7 @@ from asyncrl.comm.name_resolve import NameResolveError, NameResolver
 from asyncrl.comm.name_resolve.errors import NameEntryExists, NameEntryNotFound
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.claim import read_holder
+from asyncrl.runtime.ends import was_killed
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.hardware import LOOPBACK, visible_gpus
 from asyncrl.runtime.kinds import KINDS, Share
@@ -141,9 +142,11 @@ class _Joined:
         finally:
             self._backend.close()
 
-    async def _start(self, plan: WorkerPlan) -> None:
-        """Start the next incarnation; whatever still runs of those before is given up with it."""
-        plan = replace(plan, incarnation=await asyncio.to_thread(self._next_incarnation, plan))
+    async def _start(self, plan: WorkerPlan, *, killed: bool = False) -> None:
+        """Start the next incarnation; whatever still runs of those before is given up with it. Tell if the one before
+        was `killed` from outside.
+        """
+        plan = replace(plan, incarnation=await asyncio.to_thread(self._next_incarnation, plan, killed=killed))
         worker = await self._backend.start(plan)
         self._workers.append(worker)
         print(f"{plan.name} joins ({worker.description}); its log: {worker.log}", flush=True)
@@ -176,7 +179,7 @@ class _Joined:
             f"{worker.plan.name} ended with {worker.exit_code}{'; it is started again' if again else ':'}", flush=True
         )
         if again:
-            await self._start(worker.plan)
+            await self._start(worker.plan, killed=was_killed(worker))
         else:
             print(*(f"    {line}" for line in worker.last_lines()), sep="\n", flush=True)
         return again
@@ -217,11 +220,13 @@ class _Joined:
         status = names.WorkerStatus.decode(self._resolver.get(names.status_key(plan.kind, plan.index)))
         return f"takes part (pid {status.pid})" if status.state == "ready" else ""
 
-    def _next_incarnation(self, plan: WorkerPlan) -> int:
+    def _next_incarnation(self, plan: WorkerPlan, *, killed: bool) -> int:
         """The number of the process to come, once it is written down that those before it were given up."""
         key, incarnation = names.incarnation_key(plan.kind, plan.index), plan.incarnation + 1
         with suppress(NameEntryNotFound):
             incarnation = max(incarnation, int(self._resolver.get(key)) + (plan.incarnation == 0))
+        if killed:
+            self._resolver.add(names.killed_key(plan.kind, plan.index), str(incarnation), replace=True)
         self._resolver.add(key, str(incarnation), replace=True)
         return incarnation
 

@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
@@ -114,9 +115,7 @@ def load_experiment(name: str, overrides: Sequence[str], folder: Path | None = N
     if name not in known:
         where = " or ".join(map(str, folders))
         raise ConfigError(f"no experiment {name!r} in {where}{did_you_mean(name, known)}; known: {', '.join(known)}")
-    store = ConfigStore.instance()
-    for schema_name, schema in SCHEMAS.items():
-        store.store(name=schema_name, node=schema)
+    _store_schemas()
     GlobalHydra.instance().clear()
     ExperimentFolders.folders = folders
     with initialize(config_path=None, version_base="1.3"):
@@ -134,6 +133,13 @@ def load_experiment(name: str, overrides: Sequence[str], folder: Path | None = N
     if wrong:
         raise ConfigError("\n".join(wrong))
     return config
+
+
+@cache
+def _store_schemas() -> None:
+    """Let defaults lists name the schemas. Once, since this takes as long as all the rest of loading an experiment."""
+    for name, schema in SCHEMAS.items():
+        ConfigStore.instance().store(name=name, node=schema)
 
 
 def _names_in(folders: Sequence[Path]) -> list[str]:

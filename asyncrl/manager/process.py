@@ -49,6 +49,7 @@ from asyncrl.weights.staging.messages import INPUTS, MODEL
 from asyncrl.weights.transports.base import weight_transport
 
 DISCOVERY_INTERVAL_S = 0.25
+_GIVEN_UP = "%s is gone or silent: its rollouts are dropped, their prompts wait for any worker"
 """How often it is looked which servers and workers there are; a death is noticed within this plus the lease."""
 WATCH_S = 0.5
 """How long a thread waits for a new version at a time; at most this long it outlives a stop."""
@@ -248,25 +249,34 @@ class GserverManager(AsyncWorker):
         while True:
             servers, workers = _servers(registered), _incarnations(statuses, self.config.rollout.workers)
             self._fleet_runner.registered(servers)
-            self._give_up_workers(workers, _replaced(replaced))
+            await self._give_up_replaced(_replaced(replaced))
+            self._give_up_workers(workers)
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
-    def _give_up_workers(self, workers: dict[str, int], replaced: dict[str, int]) -> None:
-        """Give up the rollouts of workers that are silent, gone, or another incarnation than before.
+    async def _give_up_replaced(self, replaced: dict[str, int]) -> None:
+        """Give up the rollouts of workers whose death the launcher tells, and how they died.
 
-        A death that the launcher tells counts first: what was in hand is suspect then. By the time the successor tells
-        it, the name of the dead one may have run out, which need not be a death.
+        This comes before all else: what was in hand is suspect then. By the time the successor tells the death, the
+        name of the dead one may have run out, which need not be a death.
         """
-        known = [*replaced.items(), *workers.items()]
-        new = [worker for worker, number in known if self._service.incarnation_seen(worker, number)]
+        known = self._service.rollouts.incarnations
+        new = {worker: number for worker, number in replaced.items() if number > known.get(worker, 0)}
+        if new:
+            tree = await asyncio.to_thread(self.resolver.get_subtree, f"{names.KILLED}/{names.ROLLOUT_WORKER}")
+            killed = {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in tree.items()}
+            for worker, number in new.items():
+                if self._service.incarnation_seen(worker, number, killed=killed.get(worker) == number):
+                    self.log.warning(_GIVEN_UP, worker)
+
+    def _give_up_workers(self, workers: dict[str, int]) -> None:
+        """Give up the rollouts of workers that are silent, gone, or another incarnation than before."""
+        new = [worker for worker, number in workers.items() if self._service.incarnation_seen(worker, number)]
         gone = self._workers - workers.keys()
         self._workers = set(workers)
         for worker in gone:
             self._service.worker_died(worker)
         for worker in [*gone, *new, *self._service.expire_workers()]:
-            self.log.warning(
-                "%s is gone or silent: its rollouts are dropped, their prompts wait for any worker", worker
-            )
+            self.log.warning(_GIVEN_UP, worker)
 
 
 def _first_request(config: ExperimentConfig) -> RequestSize:

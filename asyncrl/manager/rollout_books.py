@@ -86,6 +86,8 @@ class Succeeded(_Event, frozen=True):
 
     worker: str
     incarnation: int
+    killed: bool = False
+    """From outside, as the launcher says."""
 
 
 class Closed(_Event, frozen=True):
@@ -105,7 +107,7 @@ class Remembered(_Event, frozen=True):
     events: LogState[RolloutLine]
     incarnations: dict[str, int]
     begun: bool
-    suspects: tuple[dict[str, int], dict[str, str], int] = ({}, {}, 0)
+    suspects: tuple[dict[str, int], dict[str, str], frozenset[str] | None] = ({}, {}, None)
     measured: LogState[tuple[str, float]] = LogState(0, [])
     ends_awaited: dict[str, tuple[str, str]] = {}
 
@@ -189,7 +191,7 @@ class RolloutBooks:
                 if event.incarnation <= self.incarnations.get(event.worker, 0):
                     return None
                 self.incarnations[event.worker] = event.incarnation
-                self._give_up_crashing(event.worker)
+                self._give_up_crashing(event.worker, killed=event.killed)
                 given_up = self._give_up(event.worker)
             case Closed():
                 self.gate.close()
@@ -349,11 +351,11 @@ class RolloutBooks:
                 self._dropped(ticket, WORKER_LOST, _as_before(ticket))
         return running
 
-    def _give_up_crashing(self, worker: str) -> None:
+    def _give_up_crashing(self, worker: str, *, killed: bool) -> None:
         """The worker died; what it had in hand may be why."""
         running = self.gate.running_of(worker)
         tickets = [ticket for rollout_id in running if (ticket := self.gate.running(rollout_id)) is not None]
-        crashing = self.suspects.died(worker, [ticket.prompt_id for ticket in tickets])
+        crashing = self.suspects.died(worker, [ticket.prompt_id for ticket in tickets], killed=killed)
         for ticket in tickets:
             if ticket.prompt_id == crashing:
                 self.gate.drop(ticket.rollout_id, DropReason.crashed_worker)

@@ -242,11 +242,13 @@ class ManagerService:
             self.worker_died(worker)
         return late
 
-    def incarnation_seen(self, worker: str, incarnation: int) -> bool:
-        """There is this incarnation of the worker; whether it is a new one, with which those before it are over."""
+    def incarnation_seen(self, worker: str, incarnation: int, *, killed: bool = False) -> bool:
+        """There is this incarnation of the worker; whether it is a new one, with which those before it are over. The
+        launcher says whether the one before was `killed` from outside.
+        """
         if incarnation <= self.rollouts.incarnations.get(worker, 0):
             return False
-        self._ended(worker, Succeeded(worker, incarnation))
+        self._ended(worker, Succeeded(worker, incarnation, killed))
         return True
 
     def worker_died(self, worker: str) -> None:

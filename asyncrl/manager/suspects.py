@@ -11,11 +11,12 @@ would do it again in the same company, and nobody could tell which it was. So:
 3. A suspect that was alone in hand at a third death is dropped for good (`crashed_worker`).
 
 Only the suspect in hand is blamed for a death, and nobody if there was other company where it should have been alone.
-So a prompt that kills costs three restarts, and each further one of the same company two. Deaths from outside cost a
-prompt only if three of them in a row hit the same one: in company, as its worker's one suspect, and alone. Where
-workers are killed from outside again and again, this would happen now and then. But there a suspect that is tried alone
-ends well, as a rule, and shows that it was not the cause of two deaths. After one such suspect a prompt is dropped with
-its fourth death only, and after `MAX_SPARED` with its fifth, all but the first two of them alone.
+So a prompt that crashes its worker costs three restarts, and each further one of the same company two.
+
+SIGKILL mostly comes from outside (the kernel, where memory ran out, is told apart: `asyncrl.runtime.keeper`). It may
+still be a prompt's doing: code that sends it to itself, or a guard of the host's memory that is not the kernel. So it
+counts half: a prompt that is there at each of six is dropped, the last two of which it was alone at. And once no prompt
+was in hand at all of them, somebody kills workers, and it counts nothing for as long as this manager lives.
 
 Example: A, B and C are in hand when the worker dies. Its successor plays A with D and E: all end well, A is cleared.
 It plays B with F and G, and dies. F, G and C are played; then B, alone. The worker dies once more: B is dropped.
@@ -25,12 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-DEATHS_ALONE = 2
-"""Deaths after which a suspect is tried alone."""
-MAX_DEATHS = 3
-"""Half the restarts that a process has by default (`system.restarts_per_process`), so that one bad row ends no run."""
-MAX_SPARED = 2
-"""At most so many deaths more, where deaths have come from outside: still fewer than those restarts."""
+CRASH, KILL = 2, 1
+"""What a death counts against the suspect in hand."""
+ALONE = 2 * CRASH
+"""A suspect with so much against it is tried alone."""
+DROPPED = 3 * CRASH
+"""A suspect with so much against it is dropped: after half the restarts that a process has by default where it crashes
+its worker (`system.restarts_per_process`), and after all of them where it kills it, so that one bad row ends no run.
+"""
 
 
 class Suspects:
@@ -42,26 +45,28 @@ class Suspects:
 
     def __init__(self, in_hand: Callable[[str], Collection[str]]) -> None:
         self._in_hand = in_hand
-        self._deaths: dict[str, int] = {}
+        self._against: dict[str, int] = {}
         self._playing: dict[str, str] = {}
         self._promised: dict[str, str] = {}  # by worker the suspect that it plays next, alone
-        self._spared = 0  # suspects that were tried alone and came to their end
+        self._at_every_kill: frozenset[str] | None = None  # the prompts in hand at all of them; None before the first
 
     def __bool__(self) -> bool:
         """True if there is a suspect."""
-        return bool(self._deaths)
+        return bool(self._against)
 
-    def state(self) -> tuple[dict[str, int], dict[str, str], int]:
+    def state(self) -> tuple[dict[str, int], dict[str, str], frozenset[str] | None]:
         """All there is; `restore` takes it."""
-        return dict(self._deaths), dict(self._playing), self._spared
+        return dict(self._against), dict(self._playing), self._at_every_kill
 
-    def restore(self, deaths: Mapping[str, int], playing: Mapping[str, str], spared: int) -> None:
+    def restore(
+        self, against: Mapping[str, int], playing: Mapping[str, str], at_every_kill: frozenset[str] | None
+    ) -> None:
         """Be as `state` says."""
-        self._deaths, self._playing, self._spared = dict(deaths), dict(playing), spared
+        self._against, self._playing, self._at_every_kill = dict(against), dict(playing), at_every_kill
 
     def tried_alone(self, prompt_id: str) -> bool:
         """True if nothing is to be played beside `prompt_id` in the same worker."""
-        return self._deaths.get(prompt_id, 0) >= DEATHS_ALONE
+        return self._against.get(prompt_id, 0) >= ALONE
 
     def tries_alone(self, worker: str) -> bool:
         """True if `worker` plays a suspect beside which it begins nothing."""
@@ -72,7 +77,7 @@ class Suspects:
         if (mine := self._promised.get(worker)) is not None and self.tried_alone(mine):
             return [mine]
         others = {prompt for other, prompt in self._promised.items() if other != worker}
-        return [prompt for prompt in self._deaths if self.tried_alone(prompt) and prompt not in others]
+        return [prompt for prompt in self._against if self.tried_alone(prompt) and prompt not in others]
 
     def promise(self, worker: str, prompt_id: str) -> None:
         """`worker` is to play `prompt_id` next, and begins nothing until its hands are empty."""
@@ -82,18 +87,17 @@ class Suspects:
         """True if `worker` may not begin `prompt_id` now, because of what else it plays."""
         playing = self._playing.get(worker, prompt_id)
         if playing != prompt_id:
-            return prompt_id in self._deaths or self.tried_alone(playing)
+            return prompt_id in self._against or self.tried_alone(playing)
         return self.tried_alone(prompt_id) and any(other != prompt_id for other in self._in_hand(worker))
 
     def began(self, worker: str, prompt_id: str) -> None:
         """`worker` plays `prompt_id`."""
-        if prompt_id in self._deaths and self._playing.get(worker) != prompt_id:
+        if prompt_id in self._against and self._playing.get(worker) != prompt_id:
             self._playing[worker] = prompt_id
 
     def ended(self, worker: str, prompt_id: str) -> None:
         """`prompt_id` came to an end on `worker`, whichever: it kills nobody, and another may be alone there now."""
-        if self._deaths:
-            self._spared += self._deaths.pop(prompt_id, 0) >= DEATHS_ALONE
+        self._against.pop(prompt_id, None)
         if self._playing.get(worker) == prompt_id:
             self._stop(worker)
 
@@ -101,19 +105,27 @@ class Suspects:
         """`worker` is not heard, which need not be a death; what it had in hand is played again."""
         self._stop(worker)
 
-    def died(self, worker: str, in_hand: Collection[str]) -> str | None:
-        """`worker` died with these prompts in hand; returns the one that is to be dropped for good, if there is one."""
+    def died(self, worker: str, in_hand: Collection[str], *, killed: bool = False) -> str | None:
+        """`worker` died with these prompts in hand, `killed` from outside as the launcher says; returns the one that is
+        to be dropped for good, if there is one.
+        """
         suspect = self._stop(worker)
-        if suspect is None or suspect not in self._deaths:  # or another worker saw it end
+        if killed:
+            at_this = frozenset(in_hand)
+            self._at_every_kill = at_this if self._at_every_kill is None else self._at_every_kill & at_this
+            if not self._at_every_kill:
+                return None
+        count = KILL if killed else CRASH
+        if suspect is None or suspect not in self._against:  # or another worker saw it end
             for prompt_id in in_hand:
-                self._deaths.setdefault(prompt_id, 1)
+                self._against.setdefault(prompt_id, count)
             return None
         if self.tried_alone(suspect) and any(other != suspect for other in in_hand):
             return None
-        self._deaths[suspect] += 1
-        if self._deaths[suspect] < MAX_DEATHS + min(self._spared, MAX_SPARED):
+        self._against[suspect] += count
+        if self._against[suspect] < DROPPED:
             return None
-        del self._deaths[suspect]
+        del self._against[suspect]
         return suspect
 
     def _stop(self, worker: str) -> str | None:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_TOGETHER
+from asyncrl.runtime.keeper import TOLD_OUT_OF_MEMORY
 from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.launchers import WorkerHandle
 
@@ -34,12 +35,24 @@ def leads(worker: WorkerHandle) -> bool:
     return KINDS[worker.plan.kind].leads
 
 
+def was_killed(worker: WorkerHandle) -> bool:
+    """True if the worker was killed, but not for lack of memory, or its host was lost: mostly no fault of what it did.
+
+    A process that sends itself SIGKILL cannot be told from one that somebody kills.
+    """
+    return worker.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL, EXIT_LOST)
+
+
 def how(ended: WorkerHandle) -> str:
     """Describe how a process ended."""
     code = ended.exit_code
     if code is not None and code < 0:
         return f"was killed by signal {_signal_name(-code)}"
-    told = {EXIT_TOGETHER: "found the ranks in a step", EXIT_LOST: "was lost with the connection to its host"}
+    told = {
+        EXIT_TOGETHER: "found the ranks in a step",
+        EXIT_LOST: "was lost with the connection to its host",
+        TOLD_OUT_OF_MEMORY: "was killed while the kernel of its host killed processes to free memory",
+    }
     return f"exited with {code}" if code is None else told.get(code, f"exited with {code}")
 
 

@@ -16,6 +16,10 @@ gone. It needs the others for that. So this keeper holds descriptors, FDS (their
 one of them the writing end of the pipe that is the others' standard input: they hear of the launcher's end once this
 one is gone too. Nothing below inherits them.
 
+SIGKILL comes from outside, or from the kernel, which frees memory by it. Only this process is on the command's host, so
+it tells the two apart, by the kernel's count of such kills: where that grew while the command ran, exit code
+`TOLD_OUT_OF_MEMORY` stands for SIGKILL.
+
 On another host there is no process of the launcher to send signals to, and what is on a command line can be read by
 everybody there. So without a command all comes over standard input: first a line of JSON, the `Order`; then a byte at a
 time, `STOP` to pass SIGTERM on, `KILL` to kill the command, and `ALIVE` now and then. A connection can be cut without
@@ -69,6 +73,7 @@ PLACE_VARIABLE = "ASYNCRL_PLACE"
 whose process it is of which run."""
 STOP, KILL, ALIVE = b"s", b"k", b"."
 TOLD_FAILED = 101
+TOLD_OUT_OF_MEMORY = 102
 _LONGEST_ORDER = 1 << 20
 
 
@@ -93,7 +98,7 @@ class Identity(NamedTuple):
 
 
 def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -> int:
-    """See the module's docstring; returns the command's status as `os.waitpid` gives it."""
+    """See the module's docstring; returns the command's status in the form of `os.waitpid`."""
     silence_s = None
     for descriptor in held:
         os.set_inheritable(descriptor, False)
@@ -114,6 +119,7 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's to handle
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until there is someone to pass it on to
+    kills_before = _out_of_memory_kills()
     child = _start(command)
 
     def pass_on(*_: object) -> None:
@@ -146,6 +152,8 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
     end_descendants()
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and _out_of_memory_kills() > kills_before:
+        return TOLD_OUT_OF_MEMORY << 8
     return status
 
 
@@ -318,6 +326,16 @@ def _stat(pid: int) -> list[str] | None:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return None
+
+
+def _out_of_memory_kills(counts: Path = Path("/proc/vmstat")) -> int:
+    """The processes that the kernel of this host has killed to free memory; 0 where it does not count them."""
+    with contextlib.suppress(OSError):
+        for line in counts.read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
 
 
 def _cleans_up(pid: int) -> bool:

@@ -38,7 +38,7 @@ from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime import log_rotation
 from asyncrl.runtime.claim import LEASE_S, SAVE_LIMIT_S
 from asyncrl.runtime.descriptors import allow_all_files
-from asyncrl.runtime.ends import GAVE_UP, gave_up, how, leads, may_follow_another, trains, wait_for
+from asyncrl.runtime.ends import GAVE_UP, gave_up, how, leads, may_follow_another, trains, wait_for, was_killed
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.last_step import keeps_last_step
@@ -142,7 +142,7 @@ class Launcher:
         guarding = asyncio.create_task(self._guard_claim())
         try:
             while (code := await self._run_processes()) is None:
-                await self._give_up([worker.plan for worker in self._workers])
+                await self._give_up(self._workers)
                 await asyncio.to_thread(self._trial.begin_again)
             return code
         finally:
@@ -307,7 +307,7 @@ class Launcher:
         for worker in workers:
             self._workers.remove(worker)
         plans = [worker.plan for worker in workers]
-        await self._give_up(plans)
+        await self._give_up(workers)
         if what == TRAINER:
             await asyncio.to_thread(self._trial.forget_trainer)
         for plan in plans:
@@ -316,12 +316,13 @@ class Launcher:
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
 
-    async def _give_up(self, plans: Sequence[WorkerPlan]) -> None:
-        """Exclude processes of these plans that may still run on an unreachable host."""
-        for plan in plans:
-            self._deaths[plan.name] += 1
-        numbers = {(plan.kind, plan.index): self._deaths[plan.name] for plan in plans}
-        await asyncio.to_thread(self._trial.give_up, numbers)
+    async def _give_up(self, workers: Sequence[WorkerHandle]) -> None:
+        """Exclude these processes, which may still run on an unreachable host, and tell which of them were killed."""
+        for worker in workers:
+            self._deaths[worker.plan.name] += 1
+        numbers = {(worker.plan.kind, worker.plan.index): self._deaths[worker.plan.name] for worker in workers}
+        killed = [(worker.plan.kind, worker.plan.index) for worker in workers if was_killed(worker)]
+        await asyncio.to_thread(self._trial.give_up, numbers, killed)
 
     async def _note_when_ready(self, plans: Sequence[WorkerPlan], what: str, began: float) -> None:
         """Say how long it took until what was started again could work, and write it down."""

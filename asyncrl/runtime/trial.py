@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.comm import names
@@ -179,12 +179,16 @@ class Trial:
             return not self._last_step.torn
         return self._last_step.can_go_on(announced)
 
-    def give_up(self, workers: Mapping[tuple[str, int], int]) -> None:
+    def give_up(
+        self, workers: Mapping[tuple[str, int], int], killed: Collection[tuple[str, int]] = frozenset()
+    ) -> None:
         """From now on the names of these workers, by kind and index, are for the incarnations to come; those before,
-        if any still run on a host that was cut off, do not put theirs back.
+        if any still run on a host that was cut off, do not put theirs back. Tell which were `killed` from outside.
         """
         with open_resolver(self.config, self.run_dir) as resolver:
             for (kind, index), incarnation in workers.items():
+                if (kind, index) in killed:
+                    resolver.add(names.killed_key(kind, index), str(incarnation), replace=True)
                 resolver.add(names.incarnation_key(kind, index), str(incarnation), replace=True)
 
     def forget_trainer(self) -> None:

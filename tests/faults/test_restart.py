@@ -284,7 +284,7 @@ def test_an_evaluation_that_the_trainers_restart_cuts_off_is_made_again_on_its_v
 
 
 DEADLY = """
-import asyncio, os, signal
+import asyncio, os
 from pathlib import Path
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 
@@ -298,7 +298,7 @@ class Deadly(SingleTurnAgent):
             while not (here / f"may-die-{{deaths}}").exists():
                 await asyncio.sleep(0.05)
             (here / f"death-{{deaths}}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.abort()  # as a native library does; SIGKILL would be held to come from outside
         return await super().run(prompt, env, client)
 """
 

@@ -126,6 +126,35 @@ def test_when_the_worker_is_killed_everything_goes_and_its_signal_is_told(worker
     worker.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize(
+    ("sent", "before", "after", "code"),
+    [
+        ("KILL", 3, 4, keeper.TOLD_OUT_OF_MEMORY),
+        ("KILL", 3, 3, -signal.SIGKILL),
+        ("SEGV", 3, 4, -signal.SIGSEGV),
+    ],
+)
+def test_a_kill_while_the_kernel_frees_memory_is_told_from_one_from_outside(
+    sent: str, before: int, after: int, code: int
+) -> None:
+    program = f"""
+import sys
+sys.path.insert(0, {str(Path(keeper.__file__).parent)!r})
+import keeper
+keeper._out_of_memory_kills = iter([{before}, {after}]).__next__
+keeper._end_as(keeper.main(["sh", "-c", "kill -{sent} $$"]))
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as ended:
+        assert ended.wait(LIMIT_S) == code
+
+
+def test_the_kernels_count_of_kills_for_memory_is_read_where_there_is_one(tmp_path: Path) -> None:
+    counts = tmp_path / "vmstat"
+    assert keeper._out_of_memory_kills(counts) == 0
+    counts.write_text("drop_slab 1\noom_kill 17\nballoon_inflate 3\n")
+    assert keeper._out_of_memory_kills(counts) == 17
+
+
 def test_sigterm_that_comes_while_the_worker_is_being_started_reaches_it_too(tmp_path: Path) -> None:
     """The keeper has started it, and gets no turn before it is asked to stop."""
     slow = tmp_path / "slow.py"

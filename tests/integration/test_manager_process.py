@@ -35,7 +35,7 @@ from asyncrl.manager.messages import (
     ServerStatus,
 )
 from asyncrl.manager.process import GserverManager
-from asyncrl.master.run_files import write_data_state
+from asyncrl.master.books.run_files import write_data_state
 from asyncrl.plugins.datasets.curriculum import Curriculum
 from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.plugins.datasets.record import DataRecord
@@ -382,7 +382,7 @@ async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_b
         while not run.manager._workers:
             await progress.wait(0.05)
     assert rollouts.incarnations == {"rollout_worker/0": 1}
-    assert rollouts.suspects.state() == ({rollouts.prompt_id(0): 1}, {}, 0)
+    assert rollouts.suspects.state() == ({rollouts.prompt_id(0): 2}, {}, None)
     assert run.books().dropped == {"worker_died": 1}
 
 

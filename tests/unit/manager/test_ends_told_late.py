@@ -59,7 +59,7 @@ def test_a_suspect_that_was_trained_is_cleared_so_that_the_next_one_has_its_turn
     assert [grant.rollout_id for grant in admitted(service, 1, incarnation=1)] == ["1/1"]
     trained(service, 1, "1/1")
     told(service, "1/0", "1/1", incarnation=1)
-    assert service.rollouts.suspects.state() == ({}, {}, 0)
+    assert service.rollouts.suspects.state() == ({}, {}, None)
     assert not service.rollouts.awaits_ends
 
 

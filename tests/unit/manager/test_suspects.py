@@ -55,7 +55,7 @@ def test_the_worked_example_of_the_docstring() -> None:
     assert suspects.must_wait("w", "H")
     assert not suspects.must_wait("other", "H")
     assert die() == "B"
-    assert suspects.state() == ({}, {}, 0)
+    assert suspects.state() == ({}, {}, None)
 
 
 ORDER = DataOrder(1000, 0)
@@ -116,8 +116,8 @@ def test_a_manager_that_is_started_again_suspects_the_same() -> None:
     books = RolloutBooks(3, 1, ORDER)
     for event in run.events:
         books.replay(decoder.decode(event))
-    deaths = {ORDER.ref(order).prompt_id: 1 for order in range(3)}
-    assert books.suspects.state() == run.service.rollouts.suspects.state() == (deaths, {}, 0)
+    deaths = {ORDER.ref(order).prompt_id: 2 for order in range(3)}
+    assert books.suspects.state() == run.service.rollouts.suspects.state() == (deaths, {}, None)
 
 
 def test_a_worker_that_is_to_try_a_prompt_alone_plays_out_what_it_has_and_others_go_on() -> None:
@@ -131,7 +131,7 @@ def test_a_worker_that_is_to_try_a_prompt_alone_plays_out_what_it_has_and_others
 
     assert ask("dead", {"worker": "rollout_worker/2"}) == [suspect]
     ask("a", busy)
-    run.service.rollouts.suspects.restore({suspect: 1}, {"rollout_worker/2": suspect}, 0)
+    run.service.rollouts.suspects.restore({suspect: 2}, {"rollout_worker/2": suspect}, None)
     run.service.incarnation_seen("rollout_worker/2", 1)
     assert ask("b", busy) == [], "it is to try the suspect alone, and has another in hand"
     assert ask("c", {"worker": "rollout_worker/1"}) == [suspect], "this one has nothing in hand"
@@ -147,22 +147,37 @@ def test_a_suspect_that_another_worker_saw_end_is_none_as_its_worker_dies() -> N
     assert suspects.died("w0", ["b"]) is None
 
 
-def test_where_deaths_came_from_outside_a_prompt_is_dropped_with_a_later_death_still_within_the_restarts() -> None:
-    def deaths_until_dropped(suspects: Suspects, prompt: str) -> int:
-        for death in range(1, 10):
-            suspects.began("w", prompt)
-            if suspects.died("w", [prompt]) == prompt:
-                return death
-        raise AssertionError("it is never dropped")
+def deaths_until_dropped(suspects: Suspects, prompt: str, *, killed: bool) -> int:
+    for death in range(1, 50):
+        suspects.began("w", prompt)
+        if suspects.died("w", [prompt], killed=killed) == prompt:
+            return death
+    return 0
 
+
+def test_a_prompt_that_kills_its_worker_is_dropped_within_the_restarts_of_a_process() -> None:
     suspects = Suspects(lambda worker: [])
-    needed = [deaths_until_dropped(suspects, "bad")]
-    for innocent in ("a", "b", "c"):
-        for _ in range(2):
-            suspects.began("w", innocent)
-            suspects.died("w", [innocent])
-        suspects.began("w", innocent)
-        suspects.ended("w", innocent)
-        needed.append(deaths_until_dropped(suspects, "bad"))
-    assert needed == [3, 4, 5, 5]
-    assert max(needed) < SystemConfig().restarts_per_process
+    assert deaths_until_dropped(suspects, "crashes", killed=False) == 3
+    assert deaths_until_dropped(suspects, "kills", killed=True) == 6
+    assert SystemConfig().restarts_per_process >= 6
+
+
+def test_once_no_prompt_was_there_at_all_kills_they_blame_nobody_and_crashes_as_before() -> None:
+    suspects = Suspects(lambda worker: [])
+    suspects.died("w", ["a", "b"], killed=True)
+    suspects.died("w", [], killed=True)
+    assert deaths_until_dropped(suspects, "a", killed=True) == 0
+    assert deaths_until_dropped(suspects, "crashes", killed=False) == 3
+
+
+def test_a_prompt_that_kills_is_tried_beside_others_first_and_dropped_only_when_it_was_alone() -> None:
+    suspects = Suspects(lambda worker: ["other"])
+    suspects.died("w", ["a"], killed=True)
+    for _ in range(3):
+        suspects.began("w", "a")
+        assert not suspects.must_wait("w", "other")
+        suspects.died("w", ["a", "other"], killed=True)
+    assert suspects.tried_alone("a")
+    for _ in range(9):
+        suspects.began("w", "a")
+        assert suspects.died("w", ["a", "other"], killed=True) is None

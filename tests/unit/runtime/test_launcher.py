@@ -247,6 +247,7 @@ def test_what_can_be_replaced_is_each_time_as_another_incarnation(play: Play, tm
     assert count_restarts(run_dir) == {"helper/0": 2}
     with open_resolver(ExperimentConfig(), run_dir) as resolver:
         assert resolver.get_subtree(names.INCARNATIONS) == {names.incarnation_key("helper", 0): "2"}
+        assert resolver.get_subtree(names.KILLED) == {names.killed_key("helper", 0): "2"}, "for those who ask why"
 
 
 @pytest.mark.usefixtures("helper")
