@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.comm.request_reply.client import RequestClient, RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.master.data.buffer import SampleBuffer
-from asyncrl.runtime.waiting import cancel
+from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.ranks import Stalled
-from asyncrl.runtime.waiting import StopRequested, cancel
+from asyncrl.runtime.process.waiting import StopRequested, cancel
 
 _T = TypeVar("_T")
 

@@ -25,8 +25,8 @@ from asyncrl.master.peers.policy_versions import Outcomes
 from asyncrl.observe.metrics import MetricsWriter, read_rows
 from asyncrl.observe.sample_tables import SampleTables
 from asyncrl.observe.tail import JsonlTail
-from asyncrl.runtime.restart_log import restarts_in, seconds_in
 from asyncrl.runtime.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
+from asyncrl.runtime.trials.restart_log import restarts_in, seconds_in
 
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks
 from asyncrl.master.peers.connections import NameBoard
 from asyncrl.observe.samples import read_samples, sample_files, trajectories
-from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.runtime.process.worker import AsyncWorker
 
 WORKER = "replay/0"
 """Name of the worker in the ledger's lines."""

@@ -14,9 +14,9 @@ from asyncrl.comm.request_reply import PeerGone, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.request_reply.router import DESCRIPTORS_PER_CONNECTION, CallRouter
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
-from asyncrl.runtime.descriptors import allow_connections
-from asyncrl.runtime.waiting import cancel
-from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.runtime.process.descriptors import allow_connections
+from asyncrl.runtime.process.waiting import cancel
+from asyncrl.runtime.process.worker import AsyncWorker
 
 GRACE_S = 5.0
 """Beyond the limit of an evaluation, so that it is the evaluation's own limit that ends it."""

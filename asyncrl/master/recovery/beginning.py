@@ -31,8 +31,8 @@ from asyncrl.master.books.run_files import checkpoint_root, write_books
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.ranks import Ranks, Stalled
 from asyncrl.master.recovery.kept_step import KeptStep, KeptSteps, Known
-from asyncrl.runtime.waiting import or_stop
-from asyncrl.runtime.worker import RestartTogether
+from asyncrl.runtime.process.waiting import or_stop
+from asyncrl.runtime.process.worker import RestartTogether
 from asyncrl.trainer.messages import LoadCheckpoint, LookIntoStep, TakeUp
 
 _log = logging.getLogger(__name__)

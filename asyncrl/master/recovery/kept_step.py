@@ -17,7 +17,7 @@ from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.ranks import Ranks
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.worker import RestartTogether
+from asyncrl.runtime.process.worker import RestartTogether
 from asyncrl.trainer.messages import (
     KEPT_STEP_LOST,
     CommitCheckpoint,

@@ -26,7 +26,7 @@ from asyncrl.comm.ledger_lines import (
     Trained,
 )
 from asyncrl.comm.remembered import Remembered, ids_remembered
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 TRAINED, ABANDONED = "trained", "abandoned"
 

@@ -26,7 +26,7 @@ from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.parts import Parts
 from asyncrl.master.recovery.kept_step import KeptStep
-from asyncrl.runtime.waiting import or_stop
+from asyncrl.runtime.process.waiting import or_stop
 
 
 @dataclass
