@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import structs
 
-from asyncrl.master.assignment import Assignment, assign, minibatch_of_groups
+from asyncrl.master.data.step_plan import Assignment, assign, minibatch_of_groups
 from asyncrl.trainer.messages import RolloutRecord
 
 TARGET_MS = 10.0

@@ -25,8 +25,8 @@ import overlap
 from asyncrl.comm.ledger_lines import Admitted, Finished, RolloutLine, RunSettings
 from asyncrl.config.load import load_supervised
 from asyncrl.manager.messages import GateBooks
-from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.ledger import Ledger
+from asyncrl.master.books.ledger import Ledger
+from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 

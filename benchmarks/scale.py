@@ -155,7 +155,7 @@ def _record(number: int, version: int) -> Any:
 
 def expire(quick: bool) -> float:
     """Milliseconds of `buffer.expire` after an arrival, with 60,000 live records of which none expires."""
-    from asyncrl.master.buffer import SampleBuffer
+    from asyncrl.master.data.buffer import SampleBuffer
     from asyncrl.master.settings import OnStale
 
     live, arrivals = 60_000, 100 if quick else 400
@@ -228,7 +228,7 @@ async def _peers(count: int, endpoint: str) -> float:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     shared = {}
     with contextlib.suppress(ImportError):  # a checkout in which each peer has a context of its own
-        from asyncrl.master.connections import router_of_peers
+        from asyncrl.master.peers.connections import router_of_peers
 
         shared = {"router": router_of_peers(SimpleNamespace(security=None), count)}  # type: ignore[arg-type]
     before = len(os.listdir("/proc/self/fd"))
@@ -261,7 +261,7 @@ def _step() -> tuple[Any, Any]:
     from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 
     try:
-        from asyncrl.master.assignment import Assignment
+        from asyncrl.master.data.step_plan import Assignment
     except ImportError:  # a checkout in which all ranks are told everything
         from asyncrl.trainer.messages import Assignment
     placed = Placement({"actor": WorkerGrid(data=RANKS), "ref": WorkerGrid(data=RANKS, replicas=2)})
@@ -272,7 +272,7 @@ def _step() -> tuple[Any, Any]:
 def _requests(cuts: Any, placed: Any) -> list[Any]:
     """What each rank is told."""
     try:
-        from asyncrl.master.step_plan import plan_step
+        from asyncrl.master.data.step_plan import plan_step
     except ImportError:
         from asyncrl.trainer.messages import BeginStep
 

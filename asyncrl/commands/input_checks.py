@@ -14,9 +14,9 @@ from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
-from asyncrl.master.evaluation_statistics import ALWAYS
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
+from asyncrl.master.metrics.evaluation_statistics import ALWAYS
 from asyncrl.plugins.datasets import Placed
 from asyncrl.plugins.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
 from asyncrl.plugins.datasets.files import FileDataset

@@ -17,7 +17,7 @@ from asyncrl.commands.train import train
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
-from asyncrl.master.replay import survey
+from asyncrl.master.offline.replay import survey
 from asyncrl.runtime.run_dir import SAMPLES_DIR
 
 _FOLDER = "samples="

@@ -11,8 +11,8 @@ from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.suggestions import did_you_mean
-from asyncrl.master.evaluation_statistics import evaluation_metrics
 from asyncrl.master.graph.types import GraphError
+from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
 from asyncrl.master.settings import OnStale
 from asyncrl.trainer.placement import placement, worker_grid
 
@@ -74,7 +74,7 @@ def _critic(config: ExperimentConfig) -> int | None:
 
 
 def _too_many_data_ranks(config: ExperimentConfig, name: str, ranks: int) -> Iterator[str]:
-    """Whoever trains has a sample of every minibatch on every data-parallel rank."""
+    """Yield an error if a data-parallel rank that trains would have no sample of some minibatch."""
     minibatch = config.train_batch_size // config.trainer.ppo_minibatches
     if minibatch < ranks:
         yield (

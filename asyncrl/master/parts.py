@@ -16,23 +16,22 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.batches import Batches
-from asyncrl.master.buffer import SampleBuffer
-from asyncrl.master.collector import Collector
-from asyncrl.master.connections import Evaluates, NameBoard, evaluate
-from asyncrl.master.data_state import DataState
+from asyncrl.master.books.ledger import Ledger
+from asyncrl.master.books.reports import Reports
+from asyncrl.master.books.run_files import DataState
+from asyncrl.master.data.batches import Batches
+from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.stall import LOOK_S, StallWatch
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
-from asyncrl.master.journal import Journal
-from asyncrl.master.ledger import Ledger
-from asyncrl.master.publishing import Publishing
-from asyncrl.master.ranks import Ranks
+from asyncrl.master.metrics.journal import Journal
+from asyncrl.master.offline.replay import OfflineGate
+from asyncrl.master.peers.connections import Evaluates, NameBoard, evaluate
+from asyncrl.master.peers.policy_versions import Publishing, VersionAnnouncer
+from asyncrl.master.peers.ranks import Ranks
+from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.kept_step import KeptSteps
-from asyncrl.master.replay import OfflineGate
-from asyncrl.master.reports import Reports
-from asyncrl.master.saving import Checkpoints, Progress
-from asyncrl.master.stall import LOOK_S, StallWatch
-from asyncrl.master.version_announcer import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.starting import LONGEST_STARTS
@@ -56,7 +55,7 @@ class Peers:
 
 @dataclass
 class Parts:
-    """See the module's docstring.
+    """All parts of a run's loop, and the version that the run is at.
 
     Attributes:
         version: of the policy: complete steps.
@@ -113,7 +112,7 @@ class Parts:
 
     @property
     def progress(self) -> Progress:
-        """What a checkpoint begun now would be of."""
+        """Progress of a checkpoint that would begin now."""
         return Progress(self.version, len(self.buffer.used))
 
     @property

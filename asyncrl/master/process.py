@@ -1,23 +1,32 @@
-"""MasterWorker: decides what is trained when, and sees no tensor."""
+"""MasterWorker: decides what is trained when, and sees no tensor.
+
+A stop waits for the current step and a checkpoint, which need all ranks. A silent rank (its host is cut off, it is
+stopped, it hangs) is waited for while the run continues, since it may come back, but not for long after a stop
+(`unless_silent`). A rank answers in its I/O thread even while it computes or waits for a peer in a collective, so the
+silent ranks are those that the others wait for.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from asyncrl.comm import names
+from asyncrl.comm.request_reply.client import PeerGone, RequestClient, RequestTimeout
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.master.offline.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.parts import Peers, assemble
-from asyncrl.master.replay import OfflineGate, ReplayBoard, feed
-from asyncrl.master.silence import unless_silent
+from asyncrl.master.peers.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
 from asyncrl.master.train_loop import TrainLoop
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.waiting import StopRequested, cancel
 from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.trainer.messages import LookIntoStep
 from asyncrl.trainer.placement import placement
 
 
@@ -85,3 +94,50 @@ class MasterWorker(AsyncWorker):
         board = NameBoard(self.resolver)
         await asyncio.to_thread(board.producers_start)  # the first look reads, the others do not
         return Peers(trainers, self._placement, manager, rollouts, board)
+
+
+ASK_AGAIN_S = 1.0
+
+
+class RanksSilent(RuntimeError):
+    """Ranks do not answer, so that nothing can be finished or saved; the message names them."""
+
+
+async def unless_silent(
+    running: Coroutine[Any, Any, None], workers: Sequence[RequestClient], stop: asyncio.Event, limit_s: float
+) -> None:
+    """Await `running`; once `stop` is set only as long as all `workers`, the ranks by index, answer.
+
+    Raises:
+        RanksSilent: one has not answered for `limit_s` seconds in which this process ran; `running` is cancelled.
+        Exception: what `running` raises.
+    """
+    task = asyncio.create_task(running)
+    asking = asyncio.create_task(_silence(workers, stop, limit_s))
+    try:
+        await asyncio.wait({task, asking}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return
+        silent = ", ".join(f"model_worker/{index}" for index in asking.result())
+        raise RanksSilent(
+            f"no answer from {silent} for {limit_s:g} s (system.stop_patience_s) after the request to stop: the step "
+            "in hand cannot be finished, nor a checkpoint be written. The same command goes on from the newest one"
+        )
+    finally:
+        await cancel(task, asking)
+
+
+async def _silence(workers: Sequence[RequestClient], stop: asyncio.Event, limit_s: float) -> list[int]:
+    """Wait until workers are silent after a stop; return their indices."""
+    await stop.wait()
+    lost: set[int] = set()
+    while True:
+        asked = (worker.call(LookIntoStep(), timeout_s=limit_s) for worker in workers)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        silent = {index for index, answer in enumerate(answers) if isinstance(answer, RequestTimeout)}
+        lost_before, lost = lost, {index for index, answer in enumerate(answers) if isinstance(answer, PeerGone)}
+        silent |= lost & lost_before  # a connection that broke is made again; the run hears of it as well
+        if silent:
+            return sorted(silent)
+        await asyncio.sleep(ASK_AGAIN_S)

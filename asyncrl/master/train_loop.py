@@ -4,15 +4,15 @@ The loop holds metadata only and asks everything of its peers, so the tests run 
 
 What runs beside it: the collector (metadata of rollouts arrives while a step trains) and an evaluation
 (`VersionAnnouncer`). What ends it: the last step, a stop request (between steps, or while it waits for data), a peer's
-failure, or a stall (`asyncrl.master.stall`).
+failure, or a stall (`asyncrl.master.data.stall`).
 
 Exactly once. A prompt is used from the moment its step is complete, or from when the master hears that it was dropped
 for good (`SampleBuffer`). A checkpoint holds the model, the used prompts and what was dropped, of one and the same
 version, in one folder that appears at once, so after a restart all forget the same steps. What holds when a process
 dies: `asyncrl.master.recovery`.
 
-The books come with each report of a step (`asyncrl.master.reports`) and are written down, so that every end can tell
-them: `summary.json` where the run ended well, else `books.json` as of the last report.
+The manager's reply to each report has the books (`asyncrl.master.books.reports`). They are written down, so that every
+end has them: `summary.json` if the run ended well, else `books.json` as of the last report.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from functools import partial
 from time import perf_counter
 
 from asyncrl.config.evaluation_sets import evaluation_sets
-from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.connections import GRACE_S
-from asyncrl.master.filtered import FilteredOut, watch_filters
-from asyncrl.master.metric_rows import Row
+from asyncrl.master.books.run_files import check_books, write_books, write_summary
+from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.data.step_plan import plan_batch
+from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
+from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.parts import Parts
+from asyncrl.master.peers.connections import GRACE_S
 from asyncrl.master.recovery.beginning import Beginning
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
-from asyncrl.master.run_files import check_books, write_books, write_summary
-from asyncrl.master.step_plan import plan_batch
 from asyncrl.runtime.remarks import remark
 from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.worker import RestartTogether

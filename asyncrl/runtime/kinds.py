@@ -206,9 +206,9 @@ KINDS = {
     MASTER_WORKER: ProcessKind(
         "asyncrl.master.process:MasterWorker", _masters, leads=True, restart=Restart.alone_or_together
     ),
-    RECORDER: ProcessKind("asyncrl.master.recorder:Recorder", _recorders, leads=True, placed_as=MASTER_WORKER),
+    RECORDER: ProcessKind("asyncrl.master.offline.recorder:Recorder", _recorders, leads=True, placed_as=MASTER_WORKER),
     EVALUATION_MASTER: ProcessKind(
-        "asyncrl.master.evaluation_process:EvaluationMaster",
+        "asyncrl.master.offline.evaluation_process:EvaluationMaster",
         runs=_EVALUATE,
         leads=True,
         placed_as=MASTER_WORKER,

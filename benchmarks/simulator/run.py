@@ -28,9 +28,8 @@ from asyncrl.manager.messages import AllocateReply, Empty, GateBooks, RequestSiz
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig, UpdateMode
-from asyncrl.master.buffer import SampleBuffer, TrainBatch
-from asyncrl.master.collector import Collector
-from asyncrl.master.records import Drop
+from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
+from asyncrl.master.data.collector import Collector
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.rollout.generation_client import RolloutClient

@@ -35,7 +35,7 @@ from asyncrl.manager.messages import (
     ServerStatus,
 )
 from asyncrl.manager.process import GserverManager
-from asyncrl.master.run_files import write_data_state
+from asyncrl.master.books.run_files import write_data_state
 from asyncrl.plugins.datasets.curriculum import Curriculum
 from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.plugins.datasets.record import DataRecord

@@ -21,7 +21,8 @@ from asyncrl.comm.request_reply import PeerGone, RequestClient, RequestServer, m
 from asyncrl.comm.request_reply.router import DESCRIPTORS_PER_CONNECTION, CallRouter
 from asyncrl.comm.security import RunSecret, SocketSecurity
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.connections import (
+from asyncrl.master.graph.builtin import grpo
+from asyncrl.master.peers.connections import (
     NameBoard,
     NothingEvaluated,
     ReplaceableWorker,
@@ -29,7 +30,6 @@ from asyncrl.master.connections import (
     evaluate,
     router_of_peers,
 )
-from asyncrl.master.graph.builtin import grpo
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.starting import NotStarted
 from asyncrl.runtime.waiting import StopRequested, await_name, or_stop

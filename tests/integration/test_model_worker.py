@@ -26,9 +26,8 @@ from asyncrl.comm.request_reply import Done, PeerGone, RemoteError, RequestClien
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.assignment import Assignment, assign
+from asyncrl.master.data.step_plan import Assignment, assign, plan_step
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.master.step_plan import plan_step
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.trainer.messages import (

@@ -60,8 +60,8 @@ from asyncrl.manager.http_server import answering
 from asyncrl.manager.messages import GateBooks
 from asyncrl.manager.rollout_books import RolloutBooks
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.ledger import Ledger
+from asyncrl.master.books.ledger import Ledger
+from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.observe.metrics import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
 from asyncrl.plugins.datasets.order import DataOrder

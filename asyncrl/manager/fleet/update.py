@@ -1,4 +1,4 @@
-"""One weight update of one generation server: the steps, in order, each with a check."""
+"""One weight update of one generation server: pause, load, continue, check."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.base import ManagerEnd
 
 UpdateCheck = Callable[[int, GenerationServerClient, Target], Awaitable[None]]
-"""Looks at the server with this index, which has the target's weights and gets no requests yet; raises `HttpError`
-where they are not what they should be.
+"""Checks the server with this index, which has the target's weights and gets no requests yet; raises `HttpError` if
+the weights are not the target's.
 """
 
 
@@ -26,27 +26,41 @@ async def update_server(
 ) -> None:
     """Bring the server to the order's target, then let it generate again.
 
-    What runs is answered or kept, as the order says; what arrives is held until the server has its weights. If a step
-    or a check fails the server is left paused: its weights are unknown, so it must not generate. One that refuses the
-    files as damaged goes on with those it has, which the order names.
+    Running requests are answered or kept, as the order says; new ones wait until the server has its weights. If a step
+    or a check fails the server stays paused: its weights are unknown, so it must not generate. A server that refuses
+    the files as damaged continues with its own weights, which the order names.
 
     Raises:
-        DamagedVersion: it goes on with the version it had.
+        DamagedVersion: the server continues with the version that it had.
         HttpError: a step or a check failed.
     """
-    if order.frozen:  # SGLang aborts what is frozen only once it runs again, but what is queued at once
+    await _pause(order, client, timeout_s)
+    await _load(order, client, transport, timeout_s)
+    await client.resume()
+    await _check(order, client, checks, timeout_s)  # after it: a paused server answers nothing
+
+
+async def _pause(order: BeginUpdate, client: GenerationServerClient, timeout_s: float) -> None:
+    if order.frozen:  # SGLang aborts frozen requests only once it runs again, but queued ones at once
         await client.pause(PauseMode.retract, timeout_s=timeout_s)
     await client.pause(order.pause, timeout_s=timeout_s)
-    target = order.target
-    wanted = SendWeights(order.server, client.url, target.version, order.keeps_cache, timeout_s)
+
+
+async def _load(order: BeginUpdate, client: GenerationServerClient, transport: ManagerEnd, timeout_s: float) -> None:
+    """Have the server load the order's version; one that refuses damaged files continues with its own weights."""
+    wanted = SendWeights(order.server, client.url, order.target.version, order.keeps_cache, timeout_s)
     try:
-        await transport.bring(client, wanted, target.read_at)
+        await transport.bring(client, wanted, order.target.read_at)
     except DamagedVersion:
         if order.had is not None:
             await client.resume()
         raise
-    await client.resume()
-    try:  # a server answers nothing while it is paused, so it cannot be checked before
+
+
+async def _check(
+    order: BeginUpdate, client: GenerationServerClient, checks: Sequence[UpdateCheck], timeout_s: float
+) -> None:
+    try:
         for check in checks:
             await check(order.server, client, order.target)
     except HttpError:

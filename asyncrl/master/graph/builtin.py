@@ -37,7 +37,7 @@ def reference(config: ExperimentConfig) -> tuple[Call, ...]:
 
 
 def kl_in_reward(config: ExperimentConfig) -> tuple[str, ...]:
-    """What the advantage call reads besides, where the KL term is part of the reward."""
+    """Return the further keys that the advantage call reads if the KL term is part of the reward."""
     return written(*reference(config)) if config.algorithm.kl_in == KLPlace.reward else ()
 
 

@@ -1,4 +1,4 @@
-"""Where the run stands when a MasterWorker begins, and what it does before its next step.
+"""First actions of a MasterWorker: find where the run stands, then everything up to the next step.
 
 1. It finds where the run stands (`find`) and takes up that state. A copy that the ranks had begun is made whole.
 2. The manager is asked for its status, and the metrics continue after that step. `books.json` is written.
@@ -27,10 +27,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.comm.request_reply.client import PeerGone
+from asyncrl.master.books.run_files import checkpoint_root, write_books
 from asyncrl.master.parts import Parts
-from asyncrl.master.ranks import Ranks, Stalled
+from asyncrl.master.peers.ranks import Ranks, Stalled
 from asyncrl.master.recovery.kept_step import KeptStep, KeptSteps, Known
-from asyncrl.master.run_files import checkpoint_root, write_books
 from asyncrl.runtime.waiting import or_stop
 from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import LoadCheckpoint, LookIntoStep, TakeUp
@@ -38,12 +38,12 @@ from asyncrl.trainer.messages import LoadCheckpoint, LookIntoStep, TakeUp
 _log = logging.getLogger(__name__)
 
 TAKE_UP_LIMIT_S = 60.0
-"""How long the ranks may take over what a MasterWorker before this one had asked for: copies of their state."""
+"""Limit for the ranks to finish a request of the MasterWorker before this one: copies of their state."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where the run stands. The ranks have the weights of this version.
+    """State from which the run continues. The ranks have the weights of this version.
 
     Attributes:
         state: the master's, as in a checkpoint; that of a fresh loop at the run's beginning.
@@ -116,7 +116,7 @@ async def _of_ranks(ranks: Ranks) -> dict[str, Any] | None:
 
 
 class Beginning:
-    """Does what the module's docstring lists, in its order.
+    """Prepares everything for the next step, in the order of the module's list.
 
     Args:
         ready: called once it is clear where the run stands.

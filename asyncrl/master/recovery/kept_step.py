@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncrl.comm.request_reply.client import RemoteError
-from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.metric_rows import Row
-from asyncrl.master.ranks import Ranks
+from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.metrics.metric_rows import Row
+from asyncrl.master.peers.ranks import Ranks
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.worker import RestartTogether
 from asyncrl.trainer.messages import (

@@ -1,7 +1,7 @@
 """The state that the ledger's lines add up to: live rollouts, ended ones, used prompts, counters, prompts to try again.
 
-A pure fold, line by line. The ledger keeps one of all that it has (`asyncrl.master.ledger`), and a MasterWorker that
-takes over reads it back from the files. At every line with books it equals them.
+A pure fold, line by line. The ledger keeps one over all its lines (`asyncrl.master.books.ledger`), and a MasterWorker
+that takes over reads it back from the files. At every line with books it equals them.
 
 A GserverManager that is started again needs this state of what it told before. Lines that are still in memory die with
 the MasterWorker, so the ledger hands all lines to the kernel before the MasterWorker reports anything that follows

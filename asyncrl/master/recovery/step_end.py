@@ -1,4 +1,4 @@
-"""What the MasterWorker does once a step is complete, from the inside to the outside.
+"""Actions of the MasterWorker once a step is complete, from the trainer's side outwards.
 
 1. The ranks copy the state, with what is about to be told (`KeptStep`), and begin to write it. The ledger's lines that
    are in it are on the disk first.
@@ -21,11 +21,11 @@ import math
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.metric_rows import Row
+from asyncrl.master.books.run_files import write_books
+from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.parts import Parts
 from asyncrl.master.recovery.kept_step import KeptStep
-from asyncrl.master.run_files import write_books
 from asyncrl.runtime.waiting import or_stop
 
 
@@ -46,7 +46,7 @@ class CompleteStep:
 
 
 class StepEnd:
-    """Does what the module's docstring lists, in its order."""
+    """Publishes, reports and saves a complete step, in the order of the module's list."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

@@ -36,7 +36,7 @@ def _without_log(module: ModuleType) -> None:
 
 
 _BARE: dict[str, Callable[[ModuleType], None]] = {
-    "asyncrl.master.ledger": _without_ledger,
+    "asyncrl.master.books.ledger": _without_ledger,
     "asyncrl.manager.event_log": _without_log,
 }
 

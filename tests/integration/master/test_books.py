@@ -13,8 +13,8 @@ import pytest
 from asyncrl.comm.sealed_json import unseal
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.manager.messages import ConsumedReply, DroppedRollout
-from asyncrl.master.ranks import Stalled
-from asyncrl.master.run_files import BooksError
+from asyncrl.master.books.run_files import BooksError
+from asyncrl.master.peers.ranks import Stalled
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from tests.integration.master.fakes import (
     FakeWorkers,

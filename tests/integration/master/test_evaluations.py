@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.master.ranks import Stalled
+from asyncrl.master.peers.ranks import Stalled
 from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.trainer.messages import (

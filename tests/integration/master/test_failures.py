@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.master.graph.executor import ExecutionError
-from asyncrl.master.ranks import Stalled
+from asyncrl.master.peers.ranks import Stalled
 from asyncrl.trainer.messages import (
     BeginStep,
     FinishShare,
@@ -59,7 +59,7 @@ async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:
 async def test_the_stall_clock_begins_once_generation_servers_and_rollout_workers_have_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.master.stall.LOOK_S", 0.01)
+    monkeypatch.setattr("asyncrl.master.data.stall.LOOK_S", 0.01)
     run = Run(tmp_path, make_config())
     run.loop.parts.stall.limit_s = 0.02
     looks = 0

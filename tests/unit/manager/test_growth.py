@@ -20,9 +20,9 @@ from asyncrl.manager import messages as m
 from asyncrl.manager import service, staleness_gate
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
-from asyncrl.master import buffer as buffers
-from asyncrl.master.buffer import SampleBuffer
-from asyncrl.master.reports import decide
+from asyncrl.master.books.reports import decide
+from asyncrl.master.data import buffer as buffers
+from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord

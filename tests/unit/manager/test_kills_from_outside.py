@@ -17,8 +17,8 @@ import pytest
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.master.buffer import SampleBuffer
-from asyncrl.master.reports import decide
+from asyncrl.master.books.reports import decide
+from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from asyncrl.master.assignment import assign, minibatch_of_groups
+from asyncrl.master.data.step_plan import assign, minibatch_of_groups
 from asyncrl.trainer.messages import RolloutRecord
 
 

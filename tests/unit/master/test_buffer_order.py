@@ -12,9 +12,9 @@ import pytest
 from asyncrl.api import ReadyRollout
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.master.buffer import SampleBuffer
-from asyncrl.master.buffer_order import BufferOrder
 from asyncrl.master.checks import check
+from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.data.buffer_order import BufferOrder
 from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord
 
@@ -111,7 +111,7 @@ async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_
         hang.wait(LIMIT_S)
         return -rollout.order
 
-    monkeypatch.setattr("asyncrl.master.buffer_order.load_plugin", lambda path: slow)
+    monkeypatch.setattr("asyncrl.master.data.buffer_order.load_plugin", lambda path: slow)
     order = BufferOrder(BufferOrderConfig("mine.py:slow", timeout_s=0.05))
     assert await order.ranks(ROLLOUTS, 3) == {}
     assert "buffer.order mine.py:slow took longer than buffer.order.timeout_s=0.05 for 4 rollouts" in caplog.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.master.filtered import LEAST_GROUPS, FilteredOut
+from asyncrl.master.metrics.filtered import LEAST_GROUPS, FilteredOut
 
 
 def test_groups_that_are_dropped_without_a_step_are_a_warning_once_between_two_steps() -> None:

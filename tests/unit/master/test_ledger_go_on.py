@@ -6,8 +6,8 @@ from pathlib import Path
 
 from asyncrl.comm.ledger_lines import Admitted, Finished, RolloutLine, RunSettings, Saved
 from asyncrl.manager.messages import GateBooks
-from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.ledger import Ledger, ToldSince
+from asyncrl.master.books.ledger import Ledger, ToldSince
+from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.verify.audit.history import Entry, read_ledger, surviving
 
 BOOKS = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)

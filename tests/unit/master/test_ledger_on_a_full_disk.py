@@ -17,8 +17,8 @@ import pytest
 from asyncrl.comm import patient_writing
 from asyncrl.comm.ledger_lines import RunSettings
 from asyncrl.manager.messages import GateBooks
-from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.ledger import Ledger
+from asyncrl.master.books.ledger import Ledger
+from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.trainer.messages import RolloutRecord
 
 BOOKS = GateBooks(0, 0, {}, 0)

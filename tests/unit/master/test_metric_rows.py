@@ -5,9 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.metric_rows import RowQueue, batch_statistics
-from asyncrl.master.records import RolloutRecord
+from asyncrl.master.data.buffer import RolloutRecord, TrainBatch
+from asyncrl.master.metrics.metric_rows import RowQueue, batch_statistics
 
 
 def test_rows_come_out_in_order_each_with_its_evaluation() -> None:

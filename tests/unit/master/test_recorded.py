@@ -18,8 +18,8 @@ from asyncrl.comm.ledger_lines import (
     Trained,
 )
 from asyncrl.manager.messages import GateBooks
-from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.ledger import Ledger
+from asyncrl.master.books.ledger import Ledger
+from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.recovery.recorded import Recorded, Retry
 
 SETTINGS = RunSettings(train_batch_size=2, max_head_offpolicyness=1, on_stale="drop", workers=1, seed=0)

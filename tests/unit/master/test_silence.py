@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.comm.request_reply.client import PeerGone, RequestClient, RequestTimeout
-from asyncrl.master import silence
-from asyncrl.master.silence import RanksSilent, unless_silent
+from asyncrl.master import process
+from asyncrl.master.process import RanksSilent, unless_silent
 from asyncrl.trainer.messages import InStep, LookIntoStep
 
 
@@ -37,7 +37,7 @@ SILENT, GONE = RequestTimeout("no answer"), PeerGone("the connection broke")
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(process, "ASK_AGAIN_S", 0.0)
 
 
 async def watched(running: Any, ranks: Sequence[Rank], stop: asyncio.Event) -> None:

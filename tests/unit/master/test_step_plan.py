@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.comm.request_reply.messages import encode
-from asyncrl.master.assignment import Assignment
-from asyncrl.master.step_plan import plan_step
+from asyncrl.master.data.step_plan import Assignment, plan_step
 from asyncrl.trainer.messages import BeginStep
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 

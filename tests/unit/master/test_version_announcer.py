@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from asyncrl.master.version_announcer import VersionAnnouncer
+from asyncrl.master.peers.policy_versions import VersionAnnouncer
 from asyncrl.rollout.messages import EvaluationResult
 
 RESULT = EvaluationResult((), 0, 3, 3)

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 from msgspec.structs import replace
 
 from asyncrl.manager.messages import GateBooks
-from asyncrl.master.run_files import write_books, write_summary
+from asyncrl.master.books.run_files import write_books, write_summary
 from asyncrl.runtime.restart_log import WHOLE_RUN, note_restart, note_went_on
 from asyncrl.runtime.summary import summary_lines
 

@@ -19,9 +19,9 @@ from asyncrl.comm.ledger_lines import PromptGoes, RunSettings
 from asyncrl.manager.messages import GateBooks
 from asyncrl.manager.rollout_events import RolloutEvents
 from asyncrl.manager.staleness_gate import WORKER_LOST, StalenessGate, Ticket
-from asyncrl.master.buffer import TrainBatch
-from asyncrl.master.ledger import Ledger
-from asyncrl.master.metric_rows import batch_statistics
+from asyncrl.master.books.ledger import Ledger
+from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.metrics.metric_rows import batch_statistics
 from asyncrl.observe.samples import forget_after, rows_of, write_samples
 from asyncrl.plugins.datasets.order import DataOrder
 from asyncrl.plugins.datasets.prompt_queue import PromptQueue, Turn

@@ -13,7 +13,7 @@ from asyncrl.commands.checks import validate
 from asyncrl.commands.input_checks import check_data
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.master.buffer_order import BufferOrder
+from asyncrl.master.data.buffer_order import BufferOrder
 from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.rollout.user_code import load_train_set
 from asyncrl.trainer.messages import RolloutRecord

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.api import SamplingParams, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.assignment import minibatch_of_groups
+from asyncrl.master.data.step_plan import minibatch_of_groups
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.master.assignment import Assignment
-from asyncrl.master.step_plan import plan_step
+from asyncrl.master.data.step_plan import Assignment, plan_step
 from asyncrl.trainer.batches.columns import Shares, move_columns
 from asyncrl.trainer.batches.redistribute import redistribute
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch

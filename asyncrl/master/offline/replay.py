@@ -28,12 +28,12 @@ from asyncrl.comm.names import PULLERS
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks
-from asyncrl.master.connections import NameBoard
+from asyncrl.master.peers.connections import NameBoard
 from asyncrl.observe.samples import read_samples, sample_files, trajectories
 from asyncrl.runtime.worker import AsyncWorker
 
 WORKER = "replay/0"
-"""Who the ledger says has run the rollouts."""
+"""Name of the worker in the ledger's lines."""
 
 
 class OfflineGate:
@@ -99,7 +99,7 @@ class OfflineGate:
         """Nothing is admitted any more in any case."""
 
     async def abandon(self) -> GateBooks:
-        """What was sent and not trained is abandoned."""
+        """Abandon the rollouts that were sent and not trained."""
         for rollout in sorted(self._live):
             self._abandoned += 1
             self._lines.append(Abandoned(rollout, self._now()))
@@ -111,7 +111,7 @@ class OfflineGate:
         return GateStatus(dropped=self._dropped)
 
     async def describe(self) -> str:
-        """What waits to be trained."""
+        """Describe the rollouts that wait to be trained."""
         return f"replay: {len(self._live)} rollouts sent and not trained"
 
     @staticmethod
@@ -189,7 +189,7 @@ async def feed(
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a folder keeps: how many rollouts, the age of the oldest token when it was trained, and whether all were."""
+    """Summary of a folder: number of rollouts, age of the oldest token at its training, True if all were trained."""
 
     rollouts: int
     oldest_age: int
@@ -197,7 +197,7 @@ class Kept:
 
 
 def survey(folder: Path) -> Kept:
-    """What `folder` keeps.
+    """Return the summary of `folder`.
 
     Raises:
         ValueError: a file holds no samples; the message names it.

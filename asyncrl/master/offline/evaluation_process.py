@@ -8,8 +8,8 @@ import math
 from asyncrl.comm import names
 from asyncrl.comm.request_reply import RequestClient
 from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
-from asyncrl.master.connections import connect, evaluate, router_of_peers
-from asyncrl.master.evaluation_statistics import evaluation_statistics
+from asyncrl.master.metrics.evaluation_statistics import evaluation_statistics
+from asyncrl.master.peers.connections import connect, evaluate, router_of_peers
 from asyncrl.runtime.run_dir import METRICS_FILE
 from asyncrl.runtime.waiting import StopRequested, or_stop
 from asyncrl.runtime.worker import AsyncWorker

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl.master.journal import Journal
-from asyncrl.master.ranks import Ranks
+from asyncrl.master.books.run_files import checkpoint_root
+from asyncrl.master.metrics.journal import Journal
+from asyncrl.master.peers.ranks import Ranks
 from asyncrl.master.recovery.kept_step import files_of
-from asyncrl.master.run_files import checkpoint_root
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
@@ -26,42 +26,42 @@ from asyncrl.weights.checkpoint_dir import which_to_keep
 
 
 class Progress(NamedTuple):
-    """What a checkpoint is of."""
+    """Progress of the run that a checkpoint holds."""
 
     version: int
     used_prompts: int
-    """How many."""
+    """Number of used prompts."""
 
 
 class Checkpoints:
-    """The run's checkpoints, one after the other.
+    """Writes the run's checkpoints, one after the other.
 
     Args:
-        check: raises where a rank is gone, which would be waited for.
+        check: raises if a rank is gone, which would be waited for.
     """
 
     def __init__(
         self, keeping: CheckpointConfig, run_dir: Path, ranks: Ranks, journal: Journal, check: Callable[[], None]
     ) -> None:
         self.saved: Progress | None = None
-        """What the newest one that is whole on the disk is of."""
+        """Progress of the newest checkpoint that is whole on disk."""
         self._keeping, self._root = keeping, checkpoint_root(run_dir)
         self._ranks, self._journal, self._check = ranks, journal, check
         self._under_way: asyncio.Task[None] | None = None
-        self._owed = False  # one that was due when a master before this one died
+        self._owed = False  # a checkpoint was due when a master before this one died
 
     def make_up(self, version: int) -> None:
-        """The run goes on at `version` without a checkpoint: one that was due by then is made up for after a step."""
+        """Continue at `version` without a checkpoint of it; one that was due by then is written after the next step."""
         interval = self._keeping.interval
         self._owed = bool(interval) and self.newest() < version - version % interval
 
     def is_due(self, version: int) -> bool:
-        """Whether one is to be begun after the step that made `version`."""
+        """True if a checkpoint is due after the step that made `version`."""
         interval = self._keeping.interval
         return bool(interval) and (version % interval == 0 or self._owed)
 
     async def begin(self, progress: Progress, state: dict[str, Any]) -> None:
-        """Begin one of `progress`, with the master's `state`, once the one before it is there.
+        """Begin a checkpoint of `progress`, with the master's `state`, once the one before it is complete.
 
         When this returns, the ranks have copied what they need, and the next step may change it.
         """
@@ -73,7 +73,7 @@ class Checkpoints:
         self._under_way = asyncio.create_task(self._complete(path, progress))
 
     async def finish(self) -> None:
-        """Wait until the one under way, if any, is whole on the disk; raises what it failed with."""
+        """Wait until a checkpoint in progress is whole on disk; raise its error."""
         if (under_way := self._under_way) is not None:
             if not under_way.done():
                 self._check()
@@ -82,16 +82,16 @@ class Checkpoints:
             under_way.result()
 
     async def look(self) -> None:
-        """Raise what the one under way failed with, if it has ended."""
+        """Raise the error of a checkpoint that has ended."""
         if self._under_way is not None and self._under_way.done():
             await self.finish()
 
     def newest(self) -> int:
-        """Version of the newest one on the disk; 0 where there is none."""
+        """Return the version of the newest checkpoint on disk, 0 if there is none."""
         return max(versions_in(self._root), default=0)
 
     def close(self) -> None:
-        """Give up the one under way."""
+        """Cancel a checkpoint in progress."""
         if self._under_way is not None:
             self._under_way.cancel()
 
@@ -102,7 +102,7 @@ class Checkpoints:
         self.saved = progress
 
     def _protected(self, version: int) -> tuple[int, ...]:
-        """Versions whose checkpoints stay, once there is one of `version`, by the settings of `checkpoint`."""
+        """Return the versions whose checkpoints stay, that of `version` included, by the settings of `checkpoint`."""
         keeping = self._keeping
         versions = [*versions_in(self._root), version]
         scores, undecided = {}, set[int]()

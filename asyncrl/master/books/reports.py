@@ -1,10 +1,10 @@
-"""What the master and the GserverManager tell each other: what was trained and dropped, and what became of rollouts.
+"""Reports to the GserverManager of what was trained and dropped; its replies bring the books and the fate of rollouts.
 
 The manager keeps the books (`staleness_gate`), from the checkpoint's on. Each report brings them here, with the lines
 about rollouts, which go to the ledger's file before anything that follows from them is told.
 
-Where steps are kept, nobody is told of a step before its state is whole: whoever goes on after this process would not
-know of it.
+If steps are kept, no report about a step is sent before its state is whole: the process that replaces this one would
+not know of the step.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from asyncrl.comm.ledger_lines import Dropped, PromptGoes, RolloutLine
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.manager.client import GateStatus, ManagerClient
 from asyncrl.manager.messages import ConsumedReply, GateBooks, GivenUp
-from asyncrl.master.buffer import SampleBuffer, TrainBatch
-from asyncrl.master.data_state import DataState
-from asyncrl.master.ledger import Ledger
-from asyncrl.master.records import Drop
+from asyncrl.master.books.ledger import Ledger
+from asyncrl.master.books.run_files import BooksError, DataState
+from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
+from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.recovery.kept_step import KeptSteps, Known
-from asyncrl.master.replay import OfflineGate
-from asyncrl.master.run_files import BooksError
 from asyncrl.runtime.waiting import or_stop
 from asyncrl.trainer.messages import Discard
 
@@ -41,7 +39,7 @@ LAST_REPORT_LIMIT_S = 1.0
 
 
 class Told(NamedTuple):
-    """What the manager reported last: the books, the numbers of its lines, gate and servers."""
+    """The manager's last report: the books, the numbers of its lines, gate and servers."""
 
     books: GateBooks = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
     known: Known = Known()
@@ -125,7 +123,7 @@ class Reports:
             await self._discard(drops)
 
     async def last(self, version: int) -> None:
-        """What RolloutWorkers dropped for good by now belongs into the last checkpoint, if the manager still tells."""
+        """Report once more, so that the last checkpoint has the prompts that are dropped for good by now."""
         try:
             async with asyncio.timeout(LAST_REPORT_LIMIT_S):
                 await self._report(version)

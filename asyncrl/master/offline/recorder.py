@@ -17,8 +17,8 @@ from asyncrl.comm import names
 from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.connections import NameBoard
-from asyncrl.master.run_files import write_books, write_data_state
+from asyncrl.master.books.run_files import write_books, write_data_state
+from asyncrl.master.peers.connections import NameBoard
 from asyncrl.observe.samples import read_samples, rows_of, sample_files, write_samples
 from asyncrl.plugins.datasets.curriculum import Curriculum
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer

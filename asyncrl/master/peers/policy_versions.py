@@ -1,4 +1,4 @@
-"""Evaluations on the running servers, and the versions they pin.
+"""Versions of the actor's weights: ranks publish them, servers are to have the announced one, evaluations pin it.
 
 An evaluation measures one version on the sets that are due, one after the other; a set that fails does not keep the
 others from being measured. The servers must stay at that version: while one runs, newer versions are not announced.
@@ -15,10 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
+from asyncrl.comm.names import ACTOR
+from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.master.peers.ranks import Ranks
 from asyncrl.rollout.messages import EvaluationResult
+from asyncrl.trainer.messages import CollectWeights, Publish
 
 _log = logging.getLogger(__name__)
 
@@ -123,3 +127,37 @@ class VersionAnnouncer:
         if self._put_off is not None:
             self.announce(*self._put_off)
             self._put_off = None
+
+
+class Publishing:
+    """Has the ranks publish each version, and remove those that no process reads.
+
+    Args:
+        actors: the ranks that hold the actor.
+        announcer: knows which versions servers have, or are to have next.
+    """
+
+    def __init__(self, ranks: Ranks, actors: Sequence[RequestClient], announcer: VersionAnnouncer) -> None:
+        self.on_disk = 0
+        """Newest version whose weights are in a folder; 0 is the base model."""
+        self._ranks, self._actors, self._announcer = ranks, actors, announcer
+
+    async def publish(self, version: int, in_use: Collection[int], *, to_disk: bool) -> str:
+        """Make the weights available as `version`, the current one; returns its folder, which holds the weights
+        themselves if `to_disk`. Versions nobody reads are removed, but for the newest on disk.
+
+        Args:
+            in_use: versions that servers read.
+        """
+        if to_disk:
+            self.on_disk = version
+        kept = {version, version - 1, self.on_disk, self._announcer.announced, *self._announcer.put_off, *in_use}
+        published, _ = await asyncio.gather(
+            self._ranks.some(self._actors, Publish(ACTOR, version, to_disk, self._ranks.master)),
+            self._ranks.all(CollectWeights(ACTOR, tuple(sorted(kept)))),
+        )
+        return published[0].path
+
+    async def forget_others(self, version: int) -> None:
+        """Remove the weights of all versions but this one: a restart has forgotten their steps, and makes others."""
+        await self._ranks.all(CollectWeights(ACTOR, (version,)))

@@ -1,4 +1,4 @@
-"""The master's calls to all ranks, or to some: each with the limit of a run without progress."""
+"""Calls of the MasterWorker to all ranks, or to some, each with the limit of a run without progress."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.comm.drop_reasons import LOST_EPISODES
-from asyncrl.master.buffer import TrainBatch
+from asyncrl.master.data.buffer import TrainBatch
 
 Row = dict[str, Any]
 

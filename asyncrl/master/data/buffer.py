@@ -37,10 +37,24 @@ from typing import Any
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.remembered import Remembered, ids_remembered
-from asyncrl.master.records import Drop
+from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A received rollout that will not be trained, and why; `used`: its prompt is trained, or dropped for good."""
+
+    record: RolloutRecord
+    reason: str
+    used: bool
+
+    @property
+    def message(self) -> DroppedRollout:
+        """The report of this drop to the manager."""
+        return DroppedRollout(self.record.rollout_id, self.reason, self.used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +202,7 @@ class SampleBuffer:
         )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: used prompts and counters. Live records are not: their prompts are tried again."""
+        """Return the part of a checkpoint: used prompts, counters. Prompts of live records are tried again."""
         return {
             "used_prompts": self.used.to_json(),
             "trained": self.trained,

@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 
 from asyncrl.comm.awake import AwakeClock, awake_wait
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.buffer import SampleBuffer
-from asyncrl.master.collector import Collector
-from asyncrl.master.ranks import Stalled
-from asyncrl.master.replay import OfflineGate
+from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.data.collector import Collector
+from asyncrl.master.offline.replay import OfflineGate
+from asyncrl.master.peers.ranks import Stalled
 from asyncrl.runtime.waiting import StopRequested, cancel
 
 _T = TypeVar("_T")
 
 LOOK_S = 1.0
-"""How often it is looked whether others are still starting."""
+"""Time between two looks at processes that may still be starting."""
 STATUS_LIMIT_S = 5.0
 """Limit of a question whose answer only goes into a message."""
 

@@ -43,7 +43,7 @@ from asyncrl.comm.ledger_lines import (
 from asyncrl.comm.patient_writing import patiently_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
-from asyncrl.master.buffer import TrainBatch
+from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.runtime.run_dir import LEDGER_DIR
 
@@ -100,7 +100,7 @@ class _File:
 
 
 class ToldSince(NamedTuple):
-    """What the ledger was told after a line: so many lines of `rollouts`, and whether a `step` was."""
+    """Lines of the ledger after a given line: the number of lines about `rollouts`; True if a `step` is among them."""
 
     rollouts: int
     step: bool
@@ -132,7 +132,7 @@ class Ledger:
         self._unwritten = bytearray()
         self._unsynced = bytearray()
         self.recorded = Recorded()
-        """What all lines add up to, but for those that a later launch forgot."""
+        """State that all lines add up to, without those that a later launch forgot."""
         self._file: _File | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._syncing: Future[None] | None = None
@@ -294,7 +294,7 @@ class Ledger:
             self._file = _File.open(self._path)
 
     def _told_after(self, lines: int) -> ToldSince:
-        """What stands after so many lines; a step whose last line is missing is cut away."""
+        """Count the lines after the first `lines`; a step whose last line is missing is cut away."""
         rollouts, step, number = 0, False, 0
         for file in sorted(self._folder.glob("*.jsonl")):
             whole = size = 0

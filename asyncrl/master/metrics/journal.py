@@ -1,4 +1,4 @@
-"""What the run writes down: a row of metrics per train step (and one for the model before training), the evaluations.
+"""Rows of metrics, one per train step and one for the model before training, and the run's evaluations.
 
 A row is held until the evaluation of its version has ended (`RowQueue`); the held ones are part of a checkpoint, so
 that a resumed run has every row exactly once too. What a restart cuts off is evaluated again, where the servers still
@@ -17,11 +17,11 @@ from asyncrl.comm.drop_reasons import FAILURES, DropReason, failure, is_filter_r
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
-from asyncrl.master.buffer import SampleBuffer, TrainBatch
-from asyncrl.master.collector import Collector
-from asyncrl.master.evaluation_statistics import evaluation_statistics
-from asyncrl.master.metric_rows import Row, RowQueue, batch_statistics
-from asyncrl.master.version_announcer import Outcomes
+from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.collector import Collector
+from asyncrl.master.metrics.evaluation_statistics import evaluation_statistics
+from asyncrl.master.metrics.metric_rows import Row, RowQueue, batch_statistics
+from asyncrl.master.peers.policy_versions import Outcomes
 from asyncrl.observe.metrics import MetricsWriter, read_rows
 from asyncrl.observe.sample_tables import SampleTables
 from asyncrl.observe.tail import JsonlTail
@@ -203,7 +203,7 @@ class Journal:
         return {version for version in versions if self.evaluations_due(version) and version not in ended}
 
     def last_evaluations(self) -> dict[str, Row]:
-        """Of each set its newest evaluation: the version and what was measured."""
+        """Return the newest evaluation of each set: the version and its metrics."""
         found: dict[str, Row] = {}
         for evaluation in self.evaluations:
             for key, value in evaluation.items():
@@ -217,7 +217,7 @@ class Journal:
         return found
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the part of a checkpoint."""
         return {
             "rows": self._rows.state(),
             "evaluations": self.evaluations,
@@ -236,7 +236,7 @@ class Journal:
         return {f"eval/{name}/failed": 1.0}
 
     def _count_restarts(self) -> int:
-        """How often processes, or all of them, were started again so far."""
+        """Return the number of restarts so far, of single processes and of all together."""
         if self._restart_log is not None:
             lines = self._restart_log.read()
             self._restarts += restarts_in(lines).total()

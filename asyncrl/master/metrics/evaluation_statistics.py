@@ -1,4 +1,4 @@
-"""What an evaluation measures of a set, as the metrics eval/<set>/<metric>.
+"""Metrics of an evaluation set, written as eval/<set>/<metric>.
 
 Rewards are reported as means. Accuracy, and pass@k where each prompt got several answers, are there where a reward is a
 verdict (`asyncrl.api.verdict`): an episode is right if the verdict on its last answer was, wrong if it ended without.
@@ -20,8 +20,8 @@ from math import comb, fsum
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 
 ALWAYS = ("reward_mean", "len_mean", "truncated", "prompts")
-"""What each evaluation measures: mean reward, mean number of generated tokens, share of answers that were cut off, and
-how many prompts were answered."""
+"""Metrics of every evaluation: mean reward, mean number of generated tokens, share of answers that were cut off, number
+of answered prompts."""
 
 
 def pass_ks(n_samples: int) -> Iterator[int]:

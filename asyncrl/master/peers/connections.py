@@ -1,4 +1,4 @@
-"""How the master reaches the other processes: request-reply to workers, name resolution for what is announced."""
+"""Connections of the MasterWorker: request-reply to workers, name resolution for announcements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrl.runtime.worker import AsyncWorker
 GRACE_S = 5.0
 """Beyond the limit of an evaluation, so that it is the evaluation's own limit that ends it."""
 LOOK_UP_S = 0.5
-"""How often it is looked up during a call whether the worker is another process by now."""
+"""Time between two look-ups, during a call, of the process that is the worker now."""
 
 
 class Evaluates(Protocol):
@@ -99,7 +99,7 @@ class ReplaceableWorker:
         self._client = RequestClient(endpoint, self._router.security, name=self._key, router=self._router)
 
     async def _moved(self) -> str:
-        """What is registered, once it is another process."""
+        """Wait until another process is registered; return its entry."""
         kind = await asyncio.to_thread(self._resolver.follow, self._key.rpartition("/")[0])
         while True:
             registered = kind.get(self._key)
@@ -124,7 +124,7 @@ async def connect(worker: AsyncWorker, kind: str, count: int, router: CallRouter
 
 
 def router_of_peers(worker: AsyncWorker, peers: int) -> CallRouter:
-    """What the clients of so many peers share; for it this process may open all the files that it is allowed.
+    """Return the router that the clients of `peers` processes share; raise this process's limit of open files for it.
 
     Raises:
         OSError: these are too few.

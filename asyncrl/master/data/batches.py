@@ -7,17 +7,17 @@ from collections.abc import Awaitable, Callable
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.buffer import SampleBuffer, TrainBatch
-from asyncrl.master.buffer_order import BufferOrder
-from asyncrl.master.collector import Collector
-from asyncrl.master.replay import OfflineGate
+from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.buffer_order import BufferOrder
+from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.stall import StallWatch
+from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.settings import OnStale
-from asyncrl.master.stall import StallWatch
 
 _log = logging.getLogger(__name__)
 
 HOLD_S = 10.0
-"""How long the manager holds one question about expiring rollouts."""
+"""Time that the manager may hold one question about expiring rollouts."""
 
 
 class Batches:
@@ -43,7 +43,7 @@ class Batches:
 
     @property
     def order_failures(self) -> int:
-        """How often the user's order failed."""
+        """Number of failures of the user's order."""
         return self._order.failures
 
     async def next(self, version: int) -> TrainBatch:

@@ -15,7 +15,7 @@ from typing import Final, NoReturn
 from asyncrl.comm.drop_reasons import is_filter_reason
 from asyncrl.comm.http import HttpError
 from asyncrl.manager.client import ManagerClient, ManagerGone
-from asyncrl.master.replay import OfflineGate
+from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.observe.learning import ADVICE
 
 LEAST_GROUPS: Final = 64

@@ -21,20 +21,21 @@ from typing import Any
 
 from asyncrl.comm.request_reply.client import RequestClient, RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.master.buffer import SampleBuffer
+from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.runtime.waiting import cancel
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
 _log = logging.getLogger(__name__)
 
 POLL_S = 10.0
-"""How long a worker holds a poll that has nothing to tell."""
+"""Time that a worker may hold a poll that has nothing to report."""
 PACE_S = 0.1
 """Time between two polls while nobody waits."""
 PACE_AWAITED_S = 0.004
 """Time between two polls while the loop waits for data: under a hundredth of the shortest useful step."""
 GATHER_S = 0.05
-"""How long a head gathers its share of what is missing. Where others have more than theirs, a step waits for that."""
+"""Time in which a head gathers its share of the missing rollouts. A step waits for it if other heads have more than
+theirs."""
 REPLY_LIMIT_S = 20.0
 """Beyond the time a worker may hold the call. Only one that is stopped or stuck does not answer by then: of one that
 died the connection breaks."""
@@ -70,7 +71,7 @@ class Collector:
         await cancel(*self._tasks)
 
     def check(self) -> None:
-        """Whether every worker still answers; returns at once.
+        """Check that every worker still answers; return at once.
 
         Raises:
             Exception: what ended a worker's polls.

@@ -1,0 +1,179 @@
+"""The plan of a step: minibatches, the rank that trains each group, and the request to each rank.
+
+**Minibatches** depend on (seed, version) and the rewards alone, never on the number of ranks, so that every number of
+ranks takes the same optimizer steps: groups in data order are permuted by `default_rng([seed, version])`, those whose
+rewards differ come first, and all are dealt to the minibatches in turn. So each minibatch has as many groups with a
+signal as any other, to within one.
+
+**Ranks.** Within a minibatch the groups are dealt so that token counts are nearly equal, as the slowest rank sets the
+pace: longest first, each to the rank with the fewest tokens among those with room. Every rank gets the same number of
+groups (one more for some if they do not divide). Each of these shares goes to the rank that already holds most of its
+tokens, so that few are moved. The tokens counted are those that ranks compute: if they share prefixes, a prefix of
+several samples of a group counts once. For n groups over R ranks that is O(n log n + R^2) with R^2 in numpy alone: the
+shares wait in a heap, and only the pairs of rank and share that overlap are looked at one by one, n at most.
+`benchmarks/assignment.py` compares it with the rules carried out word by word.
+
+**Requests.** From the data head that received it, each rollout goes to one copy of every grid of roles. A rank receives
+only its own part: which of its rollouts go where (`BeginStep.leaving`), and for each of its grids the rollouts of its
+copy, with their senders (`GridShare`). So its work grows with its share of the batch, not with the batch. For n
+rollouts, g grids and R ranks the plan takes O(n g^2 + R g).
+
+Shapes: G groups of the batch, M groups of a minibatch, R ranks and shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.trainer.messages import BeginStep, GridShare, RolloutRecord
+from asyncrl.trainer.placement import Placement
+
+
+def plan_batch(
+    batch: TrainBatch, placement: Placement, *, minibatches: int, seed: int, master: int = 0
+) -> list[BeginStep]:
+    """Return the request to each ModelWorker, by index: `batch` dealt to the copies of every grid."""
+    cuts = [assign(batch.records, grid.data, minibatches, seed, batch.version) for grid in placement.distinct]
+    version, oldest = batch.version, batch.min_version
+    return plan_step(cuts, placement, version=version, min_version=oldest, minibatches=minibatches, master=master)
+
+
+def plan_step(
+    cuts: Sequence[Sequence[Assignment]],
+    placement: Placement,
+    *,
+    version: int,
+    min_version: int,
+    minibatches: int,
+    master: int = 0,
+) -> list[BeginStep]:
+    """Return the request to each ModelWorker, by index.
+
+    Args:
+        cuts: for each grid of `placement.distinct` how its copies are dealt the batch, all in the same order.
+    """
+    grids, (received, *_) = placement.distinct, cuts
+    copies = {grid: grid.data_heads for grid in grids}  # each look at it would make it anew
+    sources = [copies[grids[0]][entry.src] for entry in received]
+    heads = [[places[entry.dst] for entry in cut] for places, cut in zip(copies.values(), cuts, strict=True)]
+    leaving = _by_worker(sources)
+    shares = {
+        (grid, worker): GridShare(
+            tuple(received[row].rollout_id for row in rows),
+            tuple(received[row].minibatch for row in rows),
+            tuple(sources[row] for row in rows),
+            tuple(tuple(of_grid[row] for row in rows) for of_grid in heads),
+        )
+        for grid, of_grid in zip(grids, heads, strict=True)
+        for worker, rows in _by_worker(of_grid, copies[grid]).items()
+    }
+    return [
+        BeginStep(
+            version=version,
+            min_version=min_version,
+            num_minibatches=minibatches,
+            leaving=tuple(received[row].rollout_id for row in leaving.get(worker, ())),
+            targets=tuple(tuple(of_grid[row] for row in leaving.get(worker, ())) for of_grid in heads),
+            shares=tuple(
+                shares[grid, copies[grid][grid.coordinates(worker).data]] if worker in grid.members else None
+                for grid in grids
+            ),
+            master=master,
+        )
+        for worker in range(placement.workers)
+    ]
+
+
+def _by_worker(workers: Sequence[int], known: Sequence[int] = ()) -> dict[int, list[int]]:
+    """Return the rows of each worker, ascending; those in `known` have an entry in any case."""
+    rows: dict[int, list[int]] = {worker: [] for worker in known}
+    for row, worker in enumerate(workers):
+        rows.setdefault(worker, []).append(row)
+    return rows
+
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Rollout `rollout_id` moves from the actor's data index `src` to `dst` and is trained in minibatch `minibatch`."""
+
+    rollout_id: str
+    src: int
+    dst: int
+    minibatch: int
+
+
+def minibatch_of_groups(rewards: Sequence[Sequence[float]], minibatches: int, seed: int, version: int) -> Ints:
+    """Return the minibatch [G] of each group in data order, by the rewards of its samples. `minibatches` divides G."""
+    permuted = np.random.default_rng([seed, version]).permutation(len(rewards))
+    signal_G = np.array([of_group.count(of_group[0]) < len(of_group) for of_group in rewards], dtype=np.bool_)
+    dealt = permuted[np.argsort(~signal_G[permuted], kind="stable")]
+    assigned = np.empty(len(rewards), dtype=np.int64)
+    assigned[dealt] = np.arange(len(rewards)) % minibatches
+    return assigned
+
+
+def assign(records: Sequence[RolloutRecord], ranks: int, minibatches: int, seed: int, version: int) -> list[Assignment]:
+    """Deal the batch `records` (in data order) to `ranks` ranks; the result is in the same order. Deterministic."""
+    minibatch_G = minibatch_of_groups([record.rewards for record in records], minibatches, seed, version)
+    tokens_G = np.array([record.computed_tokens for record in records], dtype=np.int64)
+    heads_G = np.array([record.head for record in records], dtype=np.int64)
+    destination_G = np.empty(len(records), dtype=np.int64)
+    for part in range(minibatches):
+        members_M = np.flatnonzero(minibatch_G == part)
+        share_M = _balanced_shares(tokens_G[members_M], ranks)
+        destination_G[members_M] = _nearest_ranks(tokens_G[members_M], heads_G[members_M], share_M, ranks)[share_M]
+    return [
+        Assignment(record.rollout_id, record.head, destination, minibatch)
+        for record, destination, minibatch in zip(records, destination_G.tolist(), minibatch_G.tolist(), strict=True)
+    ]
+
+
+def _balanced_shares(tokens_M: Ints, ranks: int) -> Ints:
+    """Return the share [M] of each group: shares differ by one group at most, and their sums are nearly equal."""
+    small, larger_left = divmod(len(tokens_M), ranks)
+    full = small + 1 if larger_left else small
+    sizes, share_of = [0] * ranks, [0] * len(tokens_M)
+    # An entry is sum * ranks + share: the smallest is the share with the fewest tokens, of several the first.
+    waiting, steps = list(range(ranks)), (tokens_M * ranks).tolist()
+    for group in np.argsort(-tokens_M, kind="stable").tolist():
+        entry = waiting[0]
+        share = entry % ranks
+        share_of[group] = share
+        sizes[share] += 1
+        if sizes[share] < full:
+            heapreplace(waiting, entry + steps[group])
+            continue
+        heappop(waiting)
+        if full > small:
+            larger_left -= 1
+            if not larger_left:  # nobody else has room for one more
+                full = small
+                waiting = [entry for entry in waiting if sizes[entry % ranks] < full]
+                heapify(waiting)
+    return np.array(share_of, dtype=np.int64)
+
+
+def _nearest_ranks(tokens_M: Ints, heads_M: Ints, share_M: Ints, ranks: int) -> Ints:
+    """Return a rank [R] for each share, greedily by the overlap in tokens of rank and share, largest first."""
+    overlaps = np.zeros(ranks * ranks, dtype=np.int64)  # by rank * ranks + share
+    dealt_M = heads_M < ranks  # what others hold must be moved anyway
+    np.add.at(overlaps, (heads_M * ranks + share_M)[dealt_M], tokens_M[dealt_M])
+    pairs = np.flatnonzero(overlaps)
+    rank_of = np.full(ranks, -1, dtype=np.int64)
+    free = np.ones(ranks, dtype=np.bool_)
+    pairs = pairs[np.argsort(-overlaps[pairs], kind="stable")]
+    for rank, share in zip((pairs // ranks).tolist(), (pairs % ranks).tolist(), strict=True):
+        if free[rank] and rank_of[share] < 0:
+            rank_of[share] = rank
+            free[rank] = False
+    rank_of[rank_of < 0] = np.flatnonzero(free)
+    return rank_of
