@@ -4,7 +4,8 @@ VENV ?= .venv
 PYTHON_IN := $(VENV)/bin/python
 OVERRIDES ?=
 TEST_WORKERS ?= 2
-RUN_WORKERS ?= 3 # whole runs wait more than they compute
+# whole runs wait more than they compute
+RUN_WORKERS ?= 3
 
 .PHONY: run demo-tools test check setup clean
 
