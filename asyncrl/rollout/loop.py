@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from asyncrl.algorithms.group_view import Verdict
-from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Sample, Trajectory
+from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
 from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, failed_in, given_up
 from asyncrl.config.catalog import resolve
 from asyncrl.manager.client import ManagerClient
@@ -160,25 +160,12 @@ class RolloutLoop:
         self._gate.finish([outcome])
 
     async def _attempt(self, granted: GrantedRollout, policy: _RolloutPolicy) -> FinishedRollout:
-        """Roll out, judge, and hand over what is kept."""
-        rollout_id, plugins = granted.rollout_id, self._plugins
+        """Play one rollout: prompt, episodes and their rewards, filters, push. Return its end."""
+        rollout_id = granted.rollout_id
         if granted.rests:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.curriculum)
-        prompt = plugins.train_prompt(PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt))
-        try:
-            with metered() as meter:
-                samples, counted = await run_group(
-                    plugins.agent,
-                    plugins.make_envs(prompt.group_size),
-                    prompt,
-                    policy,
-                    plugins.episode_client,
-                    self._tries,
-                )
-        except Exception as error:
-            policy.failed_in = group_failed_in(error, type(plugins.agent).__name__, policy.failures)
-            raise
-        self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
+        prompt = self._plugins.train_prompt(PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt))
+        samples, metrics = await self._episodes(prompt, policy)
         if not samples:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.agent_rejected)
         success = self._success(samples)
@@ -186,15 +173,34 @@ class RolloutLoop:
         if not verdict.keep:
             return self._rejection(granted, verdict, success)
         shaped = shape(samples, self._shapings)
-        metrics = metrics_of(samples) | counted | meter.metrics()
-        lost, self._lost = self._lost, Counter()  # with those of groups that were not pushed
+        await self._hand_over(Trajectory(rollout_id, granted.prompt_id, granted.order, shaped, metrics))
+        tokens = sum(len(sample.tokens) for sample in samples)
+        return FinishedRollout(rollout_id, accepted=True, tokens=tokens, success=success)
+
+    async def _episodes(self, prompt: Prompt, policy: _RolloutPolicy) -> tuple[Sequence[Sample], dict[str, float]]:
+        """Play the group's episodes, each with its reward; return their samples and metrics."""
+        plugins = self._plugins
+        envs = plugins.make_envs(prompt.group_size)
         try:
-            await self._push(Trajectory(rollout_id, granted.prompt_id, granted.order, shaped, metrics | lost))
+            with metered() as meter:
+                samples, counted = await run_group(
+                    plugins.agent, envs, prompt, policy, plugins.episode_client, self._tries
+                )
+        except Exception as error:
+            policy.failed_in = group_failed_in(error, type(plugins.agent).__name__, policy.failures)
+            raise
+        self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
+        return samples, metrics_of(samples) | counted | meter.metrics()
+
+    async def _hand_over(self, trajectory: Trajectory) -> None:
+        """Push the trajectory until a training rank has it, with the counts of episodes lost since the last push."""
+        lost, self._lost = self._lost, Counter()  # with those of groups that were not pushed
+        trajectory.metrics.update(lost)
+        try:
+            await self._push(trajectory)
         except BaseException:
             self._lost.update(lost)
             raise
-        tokens = sum(len(sample.tokens) for sample in samples)
-        return FinishedRollout(rollout_id, accepted=True, tokens=tokens, success=success)
 
     def _success(self, samples: Sequence[Sample]) -> float | None:
         """The share of right answers, where a curriculum asks for it."""

@@ -306,10 +306,10 @@ class Schedule(RuleBasedStateMachine):
         async def answer(service: ManagerService) -> m.AllocateReply:
             running = set(service.gate.live_ids)
             reply = await service.allocate_rollout(request)
-            for granted in reply.granted:
-                if granted.rollout_id not in running:
-                    self.check_handed_out(granted)
-            self.check_bound(reply)
+            new = [granted for granted in reply.granted if granted.rollout_id not in running]
+            for granted in new:
+                self.check_handed_out(granted)
+            self.check_bound(new)
             return reply
 
         reply = self.call(answer, fate)
@@ -348,12 +348,12 @@ class Schedule(RuleBasedStateMachine):
             others = [each.prompt_id for worker in self.workers for each in worker.running.values()]
             assert prompt_id not in others, "a prompt is played twice at a time"
 
-    def check_bound(self, reply: m.AllocateReply) -> None:
+    def check_bound(self, new: list[m.GrantedRollout]) -> None:
         """So many rollouts exist at most; with a worker that is not heard the gate does not know of some."""
-        if not self.all_heard or not reply.granted:
+        if not self.all_heard or not new:
             return
         buffer = self.trainer.buffer
-        exist = {granted.rollout_id for granted in reply.granted}
+        exist = {granted.rollout_id for granted in new}
         exist |= {record.rollout_id for record in [*buffer.live(), *self.inbox] if record.prompt_id not in buffer.used}
         exist |= {name for worker in self.workers for name in worker.running.keys() - worker.arrived}
         most = (self.eta + self.served + 1) * self.batch
@@ -712,6 +712,80 @@ def play(played: Played) -> None:
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + LONG_SCHEDULES))
 def test_a_long_schedule(seed: int) -> None:
     play_long(seed)
+
+
+def batches_without_lag(seed: int, batch: int, rejected: Callable[[int, int], bool]) -> list[set[tuple[int, int]]]:
+    """Order and attempt of what each of 10 steps trains at eta = 0, with the timing, losses and deaths of `seed`.
+
+    No worker dies: prompts that may have been why would wait (`suspects`).
+    """
+    random, batches = Random(seed), list[set[tuple[int, int]]]()
+    schedule = Schedule()
+    schedule.begin(batch=batch, eta=0, on_stale=OnStale.drop, stops_early=True, own=3)
+    played: dict[str, tuple[int, int]] = {}
+
+    def end_one() -> None:
+        running = [(worker, name) for worker in schedule.workers for name in sorted(worker.running)]
+        if not running:
+            return
+        pick = random.randrange(len(running))
+        worker, name = running[pick]
+        granted = worker.running[name]
+        played[name] = granted.order, granted.attempt
+        if rejected(*played[name]):
+            del worker.running[name]
+            ended = m.FinishedRollout(name, False, "rejected", return_prompt=True, as_next_attempt=True)
+            worker.ended.append(ended)
+        else:
+            schedule.push(pick)
+            schedule.arrive(0, random.randrange(HEADS), random.random() < 0.8)
+
+    def train() -> None:
+        before = schedule.trainer.version
+        if not schedule.trainer.unreported:
+            schedule.train(dies=False)
+        if schedule.trainer.version > before:
+            batches.append({played[name] for name in schedule.trainer.in_step})
+
+    def late_call() -> None:
+        if schedule.network:
+            schedule.a_call_arrives_late(random.choice(PICK), random.random() < 0.5)
+
+    moves: list[tuple[int, Callable[[], None]]] = [
+        (10, lambda: schedule.allocate(random.randrange(3), random.choice(UP_TO_3), random.choice(FATE))),
+        (10, end_one),
+        (5, lambda: schedule.report(random.randrange(3), random.choice(FATE))),
+        (5, schedule.collect),
+        (5, train),
+        (5, lambda: schedule.report_step(lost=random.random() < 0.3)),
+        (5, lambda: schedule.the_server_updates(random.randrange(3))),
+        (1, lambda: schedule.the_manager_dies(random.random() < 0.5, random.random() < 0.5)),
+        (1, lambda: schedule.a_lease_lapses(random.randrange(3))),
+        (5, late_call),
+    ]
+    for _ in range(20_000):
+        if len(batches) == 10:
+            break
+        random.choices([each for _, each in moves], [often for often, _ in moves])[0]()
+    schedule.teardown()
+    return batches
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_without_lag_what_each_step_trains_does_not_depend_on_timing(batch: int) -> None:
+    def rejected(order: int, attempt: int) -> bool:
+        return attempt < 2 and (5 * order + 2 * attempt) % 3 == 0
+
+    batches = batches_without_lag(0, batch, rejected)
+    assert len(batches) == 10
+    assert any(attempt for each in batches for _, attempt in each)
+    for seed in range(1, 5):
+        assert batches_without_lag(seed, batch, rejected) == batches
+
+
+def test_without_lag_and_rejections_step_v_trains_what_the_reference_loop_does() -> None:
+    batches = batches_without_lag(7, 3, lambda order, attempt: False)
+    assert batches == [{(order, 0) for order in range(3 * step, 3 * step + 3)} for step in range(10)]
 
 
 Schedule.TestCase.settings = settings(max_examples=SCHEDULES, stateful_step_count=50, deadline=None)
