@@ -73,7 +73,8 @@ class MadeUpPolicy:
         self._left_out = frozenset(getattr(tokenizer, "control_tokens", {}).values())
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Answer `request`, as version 0."""
+        """Answer `request`, as version 0, after others had their turn."""
+        await asyncio.sleep(0)
         return GenerationResult(request.request_id, tuple(self._answer(request) for _ in range(request.n)))
 
     def _answer(self, request: GenerationRequest) -> Completion:

@@ -269,11 +269,25 @@ def _assumptions(quick: bool) -> list[Cell]:
     return cells
 
 
+def _prompts(devices: int, quick: bool) -> list[Cell]:
+    """More prompts per device to a step: a synchronous run then waits less for its longest answers."""
+    cells = []
+    for share in (1, 2, 4):
+        table, batch = f"{devices} devices, {share} prompt{'s' * (share > 1)} a device", share * devices
+        cells += _baselines(table, devices, (4, 8), quick=quick, batch=batch)
+        for sixteenths, tensor in ((9, 4), (10, 4), (11, 4), (10, 2)):
+            more = in_flight(3 * share, devices)
+            setup = asynchronous(devices, _generating(devices, sixteenths), tensor, 8, quick=quick, batch=batch, **more)
+            cells.append(Cell(table, _label(setup), setup))
+    return cells
+
+
 TABLES: dict[str, Table] = {
     "splits64": _splits(64, (9, 10, 11, 12, 13), (1, 2, 4, 8), (1, 2)),
     "eta64": lambda quick: _etas(64, quick),
     "beyond64": lambda quick: _beyond(64, quick),
     "inflight": _in_flight,
+    "prompts64": lambda quick: _prompts(64, quick),
     "assumptions": _assumptions,
     "updates": _updates,
     "faults64": lambda quick: _faults(64, quick),

@@ -126,6 +126,7 @@ def test_kept_answers_go_on_across_updates_within_the_bound(
     (tmp_path / "noting.py").write_text(NOTING_AGENT)
     run = start_run(
         manager__update_mode=mode,
+        rollout__rehearse="false",  # where no update ever comes
         on_stale="mask",  # with "wait" the update would wait for the agent, which waits for the update
         agent__path=f"{tmp_path / 'noting.py'}:NotingAgent",
         agent__args=f"{{file: {tmp_path / 'versions'}}}",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,9 +13,11 @@ from uuid import uuid4
 from asyncrl.api import verdict
 from asyncrl.plugins.sandbox import Ended, Limits, Sandbox
 
+_log = logging.getLogger(__name__)
 _BLOCK = re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 WALL_BY_CPU = 3.0
 """A busy machine must not make a right program wrong."""
+_NOT_FOUND = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 _CASES, _ASSERTS = "tests", "test_code"
 _CASE_FORM = '{"input": ..., "output": ...}'
 
@@ -34,14 +38,21 @@ class CodeTestsReward:
             time. `reward.timeout_s` has to allow for all tests of a row and for a wait: as many programs as there are
             cores run at a time.
         memory_mb, processes: limits of one test, see `asyncrl.plugins.sandbox.Limits`.
+        packages: packages of this Python that programs may import, such as `[numpy]`; else the standard library alone.
 
     Raises:
         SandboxUnavailable: this machine cannot make a sandbox.
-        ValueError: a limit that no program could keep.
+        ValueError: a limit that no program could keep, or a package that is not installed or needs more memory.
     """
 
     def __init__(
-        self, *, all_or_nothing: bool = True, timeout_s: float = 5.0, memory_mb: int = 512, processes: int = 16
+        self,
+        *,
+        all_or_nothing: bool = True,
+        timeout_s: float = 5.0,
+        memory_mb: int = 512,
+        processes: int = 16,
+        packages: Sequence[str] = (),
     ) -> None:
         for name, limit, least in (
             ("timeout_s", timeout_s, 0.1),
@@ -51,7 +62,8 @@ class CodeTestsReward:
             if not limit >= least:
                 raise ValueError(f"{name} is {limit}; give {least} or more")
         cpu_s = max(1, math.ceil(timeout_s))
-        self._sandbox = Sandbox(Limits(WALL_BY_CPU * timeout_s, cpu_s, memory_mb, processes))
+        self._sandbox = Sandbox(Limits(WALL_BY_CPU * timeout_s, cpu_s, memory_mb, processes), packages=packages)
+        self._missing: set[str] = set()
         self._all_or_nothing = all_or_nothing
         if all_or_nothing:
             verdict(self)
@@ -67,12 +79,15 @@ class CodeTestsReward:
             return self._cases(program, [_case(each) for each in _listed(data[_CASES])])
         if data.get(_ASSERTS):
             return self._asserts(program, str(data[_ASSERTS]))
+        given = [name for name in (_CASES, _ASSERTS) if name in data]
+        if given:
+            raise ValueError(f"the row's {given[0]!r} is empty; give it tests, or leave the row out")
         raise ValueError(f"the row has neither {_CASES!r} nor {_ASSERTS!r}; it has {', '.join(map(str, data))}")
 
     def _cases(self, program: str, cases: Sequence[tuple[str, str]]) -> float:
         passed = 0
         for given, wanted in cases:
-            ended = self._sandbox.run({"program.py": program}, ["program.py"], given)
+            ended = self._run(program, given)
             right = _passed(ended) and _lines(ended.stdout) == _lines(wanted)
             if self._all_or_nothing and not right:
                 return 0.0
@@ -81,9 +96,20 @@ class CodeTestsReward:
 
     def _asserts(self, program: str, test_code: str) -> float:
         came_to_its_end = uuid4().hex
-        files = {"program.py": f"{program}\n\n{test_code}\n\nprint({came_to_its_end!r})\n"}
-        ended = self._sandbox.run(files, ["program.py"])
+        ended = self._run(f"{program}\n\n{test_code}\n\nprint({came_to_its_end!r})\n")
         return 1.0 if _passed(ended) and ended.stdout.rstrip().endswith(came_to_its_end) else 0.0
+
+    def _run(self, program: str, stdin: str = "") -> Ended:
+        """Run `program`; say once of each package that programs want and do not have that they fail for it."""
+        ended = self._sandbox.run({"program.py": program}, ["program.py"], stdin)
+        for package in set(_NOT_FOUND.findall(ended.stderr)) - self._missing:
+            self._missing.add(package)
+            if importlib.util.find_spec(package) is not None:
+                _log.warning(
+                    "programs fail that import %r, which the sandbox lacks; args.packages=[%s] gives it to them",
+                    *(package, package),
+                )
+        return ended
 
 
 def program_in(text: str) -> str:

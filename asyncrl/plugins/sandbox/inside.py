@@ -68,14 +68,16 @@ def _be_first_process() -> None:
 def _build(spec: dict[str, object]) -> None:
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     readable = spec["readable"]
-    assert isinstance(readable, list)
-    sources = {path: os.open(path, os.O_PATH) for path in readable}  # what lies below _ROOT is out of sight soon
+    assert isinstance(readable, dict)
+    sources = {
+        place: os.open(path, os.O_PATH) for path, place in readable.items()
+    }  # what lies below _ROOT is out of sight soon
     _mount("tmpfs", _ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     for path in ("/bin", "/lib", "/lib64", "/sbin"):
         if os.path.islink(path):
             os.symlink(os.readlink(path), _ROOT + path)
-    for path, source in sources.items():
-        _show(f"/proc/self/fd/{source}", _ROOT + path, folder=True)
+    for place, source in sources.items():
+        _show(f"/proc/self/fd/{source}", _ROOT + place, folder=True)
     os.mkdir(f"{_ROOT}/dev")
     for name in ("null", "zero", "urandom", "random"):
         _show(f"/dev/{name}", f"{_ROOT}/dev/{name}", folder=False)

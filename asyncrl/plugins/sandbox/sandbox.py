@@ -21,6 +21,7 @@ It is no protection against faults of the kernel: who fears those runs a virtual
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import selectors
@@ -40,6 +41,14 @@ from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable
 from asyncrl.plugins.sandbox.users import lent_user
 
 _CHUNK = 1 << 16
+_FIND_PACKAGES = """
+import os, runpy, sys
+os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # threads count as processes
+sys.path += sys.argv[1].split(":")
+del sys.argv[:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs the program that is named after the folders of packages."""
 _FILES_PER_MB = 256
 """Files and folders in a program's folder; empty ones take memory of the kernel too, about 1 KB each."""
 
@@ -88,16 +97,20 @@ class Sandbox:
         limits: of each program.
         parallel: programs that run at the same time, further ones wait; 0: as many as there are cores. More would take
             each other's time, which is limited.
+        packages: of this Python, which programs may import beside the standard library; the folders they are installed
+            in are readable.
 
     Raises:
         SandboxUnavailable: tried once, a sandbox cannot be made here.
+        ValueError: a package is not installed, or cannot be imported within the limits.
     """
 
-    def __init__(self, limits: Limits | None = None, parallel: int = 0) -> None:
+    def __init__(self, limits: Limits | None = None, parallel: int = 0, packages: Sequence[str] = ()) -> None:
         self.limits = limits or Limits()
         self._places = threading.BoundedSemaphore(parallel or len(os.sched_getaffinity(0)))
         self._python = os.path.realpath(sys.executable)
         library = Path(os.__file__).resolve().parent
+        self._installed_in = sorted({_folder_of(package) for package in packages})
         folders = {Path("/usr"), Path("/lib"), Path("/lib64"), Path(self._python).parent.parent, library.parent.parent}
         real = [folder for folder in sorted(folders) if folder.is_dir() and not folder.is_symlink()]
         self._readable = [
@@ -116,13 +129,19 @@ class Sandbox:
                 f"--security-opt seccomp=unconfined, or as root with SYS_ADMIN). It said: {tried.stderr.strip()[-400:]}"
             )
 
+        if packages:
+            ended = self.run({"try.py": f"import {', '.join(packages)}"}, ["try.py"])
+            if ended.exit_code != 0:
+                why = ended.stopped or ended.stderr.strip()[-400:]
+                raise ValueError(f"packages {list(packages)} cannot be imported within {self.limits}: {why}")
+
     def run(self, files: Mapping[str, str], arguments: Sequence[str], stdin: str = "") -> Ended:
         """Run `python arguments...` in a folder with `files` (text by name) and `stdin`, and return how it ended."""
         limits = self.limits
         spec: dict[str, object] = {
-            "command": [self._python, "-I", "-S", *arguments],
+            "command": [self._python, "-I", "-S", *self._with_packages(), *arguments],
             "files": dict(files),
-            "readable": self._readable,
+            "readable": {folder: folder for folder in self._readable} | self._packages(),
             "filter": self._filter,
             "work": f"size={limits.work_mb << 20},nr_inodes={limits.work_mb * _FILES_PER_MB}",
             "limits": {
@@ -150,6 +169,26 @@ class Sandbox:
                 start_new_session=True,
             )
             return _followed(process, stdin.encode(errors="replace"), limits)
+
+    def _packages(self) -> dict[str, str]:
+        """The places of the folders of packages within the sandbox."""
+        return {folder: f"/packages/{number}" for number, folder in enumerate(self._installed_in)}
+
+    def _with_packages(self) -> list[str]:
+        return ["-c", _FIND_PACKAGES, ":".join(self._packages().values())] if self._installed_in else []
+
+
+def _folder_of(package: str) -> str:
+    """The folder in which a package, or module, is installed.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or spec.origin is None:
+        raise ValueError(f"packages: {package!r} is not installed here; name top-level packages of this Python")
+    file = Path(spec.origin).resolve()
+    return str(file.parent.parent if spec.submodule_search_locations else file.parent)
 
 
 def _followed(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) -> Ended:

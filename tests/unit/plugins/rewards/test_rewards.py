@@ -110,6 +110,8 @@ def test_a_program_that_ends_before_its_asserts_has_not_passed(code_tests: CodeT
         "print('passed'); exit()",
     ):
         assert code_tests(row, cheat) == 0.0
+    with pytest.raises(ValueError, match="the row's 'tests' is empty"):
+        code_tests({"tests": []}, "print(3)")
     with pytest.raises(ValueError, match="the row has neither 'tests' nor 'test_code'; it has answer"):
         code_tests({"answer": 3}, "print(3)")
 
@@ -129,6 +131,27 @@ def test_cases_of_another_form_are_an_error_and_no_wrong_answer(code_tests: Code
     with pytest.raises(ValueError, match=r"the row's 'tests' is .*give (a list of )?\{\"input\": \.\.\., \"output\""):
         code_tests({"tests": tests}, "print(3)")
     assert code_tests({"tests": [{"input": 1, "output": 3}]}, "print(3)") == 1.0
+
+
+@pytest.mark.usefixtures("code_tests")
+def test_programs_may_import_the_packages_that_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    row = {"tests": [{"input": "", "output": "3.0"}]}
+    program = "import sys\nimport numpy\nassert sys.argv == ['program.py']\nprint(numpy.sqrt(9.0))"
+    without = CodeTestsReward(timeout_s=60.0)
+    with caplog.at_level("WARNING"):
+        assert without(row, program) == without(row, program) == 0.0
+    assert caplog.text.count("programs fail that import 'numpy'") == 1
+    assert CodeTestsReward(timeout_s=60.0, memory_mb=1024, packages=["numpy"])(row, program) == 1.0
+
+
+@pytest.mark.usefixtures("code_tests")
+@pytest.mark.parametrize(
+    ("packages", "message"),
+    [(["no_such_package"], "'no_such_package' is not installed"), (["numpy"], "cannot be imported within Limits")],
+)
+def test_packages_that_programs_could_not_import_are_refused(packages: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CodeTestsReward(memory_mb=64, packages=packages)
 
 
 @pytest.mark.parametrize("limit", [{"timeout_s": 0}, {"memory_mb": 0}, {"processes": 1}, {"timeout_s": float("nan")}])
