@@ -54,7 +54,7 @@ class SharedMemoryConnection(ServerConnection):
 
 
 def _shared_handle(bucket: NamedTensors) -> str:
-    """What another process of this host needs to map the tensors; valid as long as they live."""
+    """Return the handle by which another process of this host maps the tensors; valid as long as the tensors live."""
     import torch.multiprocessing
 
     with _sharing:
