@@ -56,7 +56,7 @@ _GIVEN_UP = "%s is gone or silent: its rollouts are dropped, their prompts wait 
 
 
 class GserverManager(AsyncWorker):
-    """See the module's docstring."""
+    """Process of the staleness gate, the router and the weight updates."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
