@@ -4,6 +4,8 @@ VENV ?= .venv
 PYTHON_IN := $(VENV)/bin/python
 OVERRIDES ?=
 TEST_WORKERS ?= 2
+# whole runs wait more than they compute
+RUN_WORKERS ?= 3
 
 .PHONY: run demo-tools test check setup clean
 
@@ -16,7 +18,7 @@ demo-tools: setup
 test: setup
 	$(PYTHON_IN) -m pytest tests/unit tests/integration -x -q -n $(TEST_WORKERS) --dist loadfile
 	$(PYTHON_IN) -m pytest tests/gpu -q
-	$(PYTHON_IN) -m pytest tests/faults tests/e2e -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTHON_IN) -m pytest tests/faults tests/e2e -q -n $(RUN_WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: setup
 	$(PYTHON_IN) -m ruff check .

@@ -21,7 +21,7 @@ from pathlib import Path
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 COMMANDS = ("attach", "audit", "chaos", "eval", "export", "join", "replay", "rollout", "show")
-"""What is no experiment: modules of `asyncrl.commands`, each with a `main` of its own."""
+"""Commands that are not experiments: modules of `asyncrl.commands`, each with its own `main`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

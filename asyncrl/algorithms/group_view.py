@@ -1,4 +1,4 @@
-"""What a filter or a shaping function sees of a group, and a filter's verdict. numpy only."""
+"""View of a group for filters and shaping functions, and a filter's verdict. numpy only."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def rewards_of_turns(reward: float, token_rewards_T: ArrayLike | None, loss_mask
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a group is trained; if not, for which counted reason, and whether its prompt goes back to the dataset."""
+    """Decision on a group: train it or not; if not, the counted reason, and if its prompt returns to the dataset."""
 
     keep: bool
     reason: str = ""

@@ -1,4 +1,4 @@
-"""What the tensor algorithms take and return.
+"""Inputs and outputs of the tensor algorithms.
 
 Per-token tensors are packed (`[T]`) and aligned with tokens: `logprobs_T[t]` is log p(token t | the tokens before it).
 `mask_T` is bool, True where the token carries loss. `seq_ids_T` is int64, sorted, 0..S-1. Whole sequences only: a

@@ -51,7 +51,7 @@ class Objective:
 
     @property
     def needs_prox(self) -> bool:
-        """Whether the trainer must recompute proximal log-probabilities at the step's start."""
+        """True if the trainer must recompute proximal log-probabilities at the step's start."""
         # A user's loss, named by its import path, may read them too; only the trainer's time is at stake.
         name = self.spec.policy_loss.name
         uses_prox = self._corrects or name == "decoupled_ppo" or ":" in name
@@ -59,7 +59,7 @@ class Objective:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the trainer must compute reference log-probabilities."""
+        """True if the trainer must compute reference log-probabilities."""
         return self._kl is not None
 
     def normaliser(self, mask_T: Tensor, seq_ids_T: Tensor, num_seqs: int) -> float:

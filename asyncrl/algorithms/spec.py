@@ -1,4 +1,4 @@
-"""What an objective is made of, as plain data: the config builds it, the launcher checks it, the trainer runs it."""
+"""Parts of an objective as plain data: the config builds it, the launcher checks it, the trainer runs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Resolve: TypeAlias = Callable[[str, str, Mapping[str, Any]], Callable[..., Any]]
 
 
 class ProximalMode(StrEnum):
-    """Where the proximal log-probabilities come from."""
+    """Source of the proximal log-probabilities."""
 
     recompute = auto()
     """The trainer's forward pass at the step's start."""
@@ -23,7 +23,7 @@ class ProximalMode(StrEnum):
 
 
 class KLPlace(StrEnum):
-    """Where the KL term to the reference enters."""
+    """Place at which the KL term to the reference enters."""
 
     loss = auto()
     reward = auto()

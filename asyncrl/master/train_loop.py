@@ -57,10 +57,11 @@ class TrainLoop:
         """Train up to `total_train_steps`, or until asked to stop; then checkpoint, balance the books and sum up.
 
         Raises:
-            Stalled, BooksError: see there.
+            Stalled: no step for `system.stall_timeout_s`.
+            BooksError: a rollout is unaccounted for.
             ExecutionError: a model function call failed.
-            RestartTogether: the ranks do not stand between two steps, so nobody can go on with them as they are.
-            Exception: another process failed. Steps that were complete are saved first, where that is possible.
+            RestartTogether: the ranks are not between two steps, so no MasterWorker can continue with them.
+            Exception: another process failed. Complete steps are saved first, if that is possible.
         """
         beside = asyncio.create_task(self.parts.clock.keep()), asyncio.create_task(self._watch_filters())
         try:
@@ -167,16 +168,16 @@ class TrainLoop:
         write_books(self.parts.run_dir, self.parts.version, self.parts.reports.told.books)
 
     async def _save_last_step(self) -> None:
-        """A checkpoint under way is of a complete step in any case, and is waited for."""
+        """Save the last complete step; wait for a checkpoint in progress, which is of a complete step in any case."""
         parts = self.parts
         try:
             await parts.checkpoints.finish()
         except Exception as error:
-            _log.warning("the checkpoint under way could not be written: %s", error)
+            _log.warning("the checkpoint in progress could not be written: %s", error)
         if self._model_in_step or not parts.version:
             return
         if not parts.steps.may_tell_of(parts.version):
-            return  # whoever goes on from the kept step makes this one again, and the ledger must not have it before
+            return  # the successor trains this step again, and the ledger must not have it before
         await parts.reports.last(parts.version)
         if parts.unsaved:
             await parts.save()

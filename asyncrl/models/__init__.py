@@ -1,1 +1,3 @@
-"""What both engines must know of transformers' models, and the proof that they compute what transformers does."""
+"""Facts about transformers' models that both engines use, and the proof that the engines compute what transformers
+does.
+"""

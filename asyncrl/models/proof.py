@@ -54,12 +54,12 @@ _COARSE_ROUNDING = 1e-3
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """What is still rounding where parameters are of `dtype`."""
+    """Return the largest difference that counts as rounding for parameters of `dtype`."""
     return FLOAT32_TOLERANCE if dtype in (torch.float32, torch.float64) else COARSE_TOLERANCE
 
 
 def short_tolerance(dtype: torch.dtype, effect: float, rounding: float) -> float:
-    """What is still rounding on a copy of a model with short lengths.
+    """Return the largest difference that counts as rounding on a copy of a model with short lengths.
 
     Args:
         effect: mean difference of transformers' plain forward of the copy from that of the model.
@@ -103,7 +103,9 @@ def forks(sequences: Sequence[Tokens]) -> list[list[int]]:
 
 
 class Difference(NamedTuple):
-    """How far an engine is from transformers on several sequences, a token: in nats or in parts of a hidden state."""
+    """Difference between an engine and transformers on several sequences, per token: in nats, or relative to a hidden
+    state.
+    """
 
     mean: float
     worst: float
@@ -136,7 +138,7 @@ def find_leak(
     sequences: Sequence[Tokens],
     together: Callable[[Sequence[Tokens]], Sequence[Tensor]],
 ) -> str | None:
-    """Whether a sequence has a part in what the engine makes of another; None where none has.
+    """Return a message if a sequence influences the engine's output for another one; None if none does.
 
     Args:
         model: whose input embedding the engine calls.

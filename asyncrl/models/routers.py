@@ -1,4 +1,4 @@
-"""Which mixtures of experts tell, and take, the experts that their routers choose. Torch-free: the launcher checks it.
+"""Mixtures of experts whose routers can report their choices and replay given ones. Torch-free: the launcher checks it.
 
 A choice is recorded for every token of a sequence, every layer of the model and each of the experts that a token goes
 through: an array [T, layers, per_token] of expert numbers (`asyncrl.api.Sample.routing`). Dense layers have a place
@@ -29,7 +29,7 @@ _LARGEST_BYTE = 255
 
 @dataclass(frozen=True, slots=True)
 class RoutingShape:
-    """What a model's routers choose: `per_token` of `experts`, in each of `layers` layers."""
+    """Shape of the choices of a model's routers: `per_token` of `experts`, in each of `layers` layers."""
 
     layers: int
     per_token: int

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from asyncrl.models.transformers_internals import attention, context_limit, new_model
 
 SHORT = 8
-"""What lengths are lowered to: below most of the proof's sequences, and a power of two, as blocks have to be."""
+"""Value to which lengths are lowered: below most of the proof's sequences, and a power of two, as blocks have to be."""
 _NO_LENGTH = re.compile(r"^(num|n)_|_ids?$|_dim$|intermediate_size|^original_max_position_embeddings$")
 """Names of counts, of tokens, of widths, and of what `batch_independent_limit` finds."""
 _POSITIONS = "max_position_embeddings"

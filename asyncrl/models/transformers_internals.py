@@ -22,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
-"""What a layer of a cache has to define: the embedded engine's slots do, and no model asks them for more."""
+"""Methods that a cache layer must define. The embedded engine's slots define them; no model calls others."""
 
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Layer types whose keys are those of a causal attention, all of them or the last `sliding_window`."""
@@ -47,7 +47,7 @@ _LOGIT_FACTORS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "final_logit_softcapping": lambda logits, value: torch.tanh(logits / value) * value,  # Gemma
     "logits_soft_cap": lambda logits, value: torch.tanh(logits / value) * value,  # RecurrentGemma
 }
-"""What models do to their output embedding's result, by the field of the config that says it."""
+"""Functions that models apply to the result of their output embedding, by the config field that holds the factor."""
 
 
 def text_settings(config: PretrainedConfig) -> dict[str, Any]:
@@ -177,24 +177,24 @@ def register_attention(name: str, function: Callable[..., tuple[Tensor, None]]) 
 
 
 def attention_is_replaceable(model: PreTrainedModel) -> bool:
-    """Whether its attention goes through transformers' attention interface; where not, it has its own."""
+    """True if the model's attention goes through transformers' attention interface; False if the model has its own."""
     return bool(model._can_set_attn_implementation())
 
 
 def keeps_recurrent_state(model: PreTrainedModel) -> bool:
-    """Whether it carries more from token to token than keys and values."""
+    """True if the model carries more state from token to token than keys and values."""
     return bool(model._is_stateful) or bool(layer_types(model.config) & RECURRENT_LAYERS)
 
 
 class LayerMemory(NamedTuple):
-    """What a layer keeps of the tokens so far: keys and values, and so many recurrent states."""
+    """Memory of a layer: True if it keeps keys and values, and the number of its recurrent states."""
 
     keys: bool
     states: int
 
 
 def layer_memories(config: PretrainedConfig) -> list[LayerMemory]:
-    """What each layer of a model of `config` keeps, as transformers' own cache for it does."""
+    """Return the memory of each layer of a model of `config`, as in transformers' own cache for it."""
     if not layer_types(config) & RECURRENT_LAYERS:
         return [LayerMemory(keys=True, states=0)] * int(config.get_text_config().num_hidden_layers)
     return [

@@ -52,7 +52,7 @@ _TRAIN, _EVALUATE = frozenset({Run.train}), frozenset({Run.evaluate})
 
 
 class Restart(StrEnum):
-    """What must restart after a process died."""
+    """Processes that must restart after a process died."""
 
     nothing = auto()
     """The run ends; the same command goes on from its newest checkpoint."""

@@ -1,4 +1,4 @@
-"""What outlives the processes of the trainer's side: the state of the last step, and the inboxes.
+"""In-memory checkpoint of the last train step and the inboxes, from which a crashed trainer resumes.
 
     <folder>/state/v<N>/     a checkpoint of version N, the newest one, whole or not there
     <folder>/inbox-<head>/   the trajectories that the rank has acknowledged, and that are not trained for good
@@ -53,8 +53,9 @@ _REMOVAL_LIMIT_S = 60.0
 
 
 class _Owner(msgspec.Struct, frozen=True):
-    """Whose folder it is: of the launch that wrote `launch` into `run_dir`, and of process `pid` on this host, if any
-    here ends it."""
+    """Owner of a folder: the launch that wrote `launch` into `run_dir`, and the process `pid` on this host that removes
+    the folder, if any does.
+    """
 
     run_dir: str
     launch: str
@@ -63,19 +64,19 @@ class _Owner(msgspec.Struct, frozen=True):
 
 
 def keeps_last_step(config: ExperimentConfig) -> bool:
-    """Whether the run keeps it. Not where kept samples are trained on: what stands in for the manager is in the
-    MasterWorker, and ends with it.
+    """True if the run keeps an in-memory checkpoint. A run that replays kept samples does not: the MasterWorker then
+    stands in for the manager, and that part ends with it.
     """
     return config.checkpoint.keep_last_step and not config.samples.replay
 
 
 def trains_elsewhere(config: ExperimentConfig) -> bool:
-    """Whether a rank runs on another host than the launcher."""
+    """True if a rank runs on another host than the launcher."""
     return any(host.name and MODEL_WORKER in host.runs for host in config.system.hosts)
 
 
 class LastStep:
-    """What is kept of the run in `run_dir`.
+    """In-memory checkpoint of the run in `run_dir`.
 
     Args:
         host: whose memory it is, where ranks run on other hosts than the launcher; empty: the launcher's.
@@ -84,7 +85,7 @@ class LastStep:
     def __init__(self, run_dir: Path, host: str = "") -> None:
         self._run_dir, self._mark = run_dir, run_dir / LAST_STEP_FILE
         self.spread = bool(host)
-        """Whether every host of ranks has a folder of its own."""
+        """True if every host of ranks has its own folder."""
         # Of another launch of the same run a folder may be left on any host but the launcher's.
         whose = f"{run_dir} {host} {_launch_of(run_dir)}" if host else str(run_dir)
         name = f"{_PREFIX}{os.getuid()}-{hashlib.sha256(whose.encode()).hexdigest()[:24]}"
@@ -93,16 +94,16 @@ class LastStep:
 
     @classmethod
     def of_rank(cls, config: ExperimentConfig, run_dir: Path) -> Self:
-        """That of a rank at `config.system.host`."""
+        """Build the in-memory checkpoint of a rank at `config.system.host`."""
         return cls(run_dir, config.system.host if trains_elsewhere(config) else "")
 
     @property
     def state_root(self) -> Path:
-        """Where the state of the last step is, as a checkpoint."""
+        """Folder of the last step's state, in the form of a checkpoint."""
         return self.folder / _STATE
 
     def inbox(self, head: int) -> Path:
-        """Where the data-parallel head keeps its inbox."""
+        """Return the folder of the inbox of data-parallel head `head`."""
         return self._run_dir / INBOXES_DIR / str(head) if self.spread else self.folder / f"inbox-{head}"
 
     @property
@@ -112,7 +113,7 @@ class LastStep:
 
     @property
     def torn(self) -> bool:
-        """Whether something that should be there is missing."""
+        """True if a part that should be there is missing."""
         return not self._mark.exists() or (self.folder / _TORN).exists()
 
     def begin(self) -> None:
@@ -166,7 +167,7 @@ class LastStep:
         self._mark.unlink(missing_ok=True)
 
     def can_go_on(self, announced: int) -> bool:
-        """Whether successors may begin with what is there, where version `announced` is known to others."""
+        """True if successors may resume from the folder when version `announced` is known to other processes."""
         if self.torn or not self.folder.is_dir():
             return False
         return (self.version or 0) >= announced
@@ -201,8 +202,10 @@ def _is_over(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _to_remove(folder: Path, limit_s: float) -> Iterator[bool]:
-    """Whether `folder` is there, for the caller alone to remove: another launch may find that its launcher is gone as
-    the next one of its run makes it anew, and what is new is not what was found to be over.
+    """Lock `folder` for removal; yield True if it still exists.
+
+    The lock prevents a race between launches. Two of them may find the same orphaned folder while its run creates it
+    again; without the lock, the slower one would delete the new folder.
 
     Raises:
         OSError: another process removes it, and was not done within `limit_s`; or it is somebody else's.
@@ -228,7 +231,7 @@ def _is_at(folder: Path, descriptor: int) -> bool:
 
 
 def _launch_of(run_dir: str | Path) -> str:
-    """Which launch the run is of; empty where nobody may go on."""
+    """Return the launch that the run belongs to; empty if no process may resume from its folders."""
     try:
         return (Path(run_dir) / LAST_STEP_FILE).read_text()
     except FileNotFoundError:

@@ -144,7 +144,7 @@ class TrainState:
         self.value_norm = None if norm == ValueNormalisation.none else ValueNorm(norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs; JSON-able."""
+        """Return the state that a checkpoint stores; JSON-serialisable."""
         return {
             "kl": self.kl.state_dict(),
             "value_norm": None if self.value_norm is None else self.value_norm.state_dict(),

@@ -1,4 +1,4 @@
-"""What a rank keeps of the samples that it trains (`samples.every`): the head of each data index writes its own files.
+"""Write trained samples to files (`samples.every`): the head of each data index writes its own files.
 
 All log-probabilities are those of training: the behaviour policy's came with the trajectory; the proximal and the
 reference policy's are taken as calls write them. Those that a call only put off are computed for the kept samples

@@ -75,8 +75,9 @@ class PolledBuffer(Reply, frozen=True):
 
 
 class PollBuffer(Request[PolledBuffer], frozen=True):
-    """What was received after `cursor`? Answered once there are `at_least` rollouts, or `gather_s` seconds after the
-    first, or with none after `timeout_s`.
+    """Request the rollouts that were received after `cursor`.
+
+    Answered once there are `at_least` rollouts, or `gather_s` seconds after the first, or with none after `timeout_s`.
     """
 
     cursor: int
@@ -105,7 +106,7 @@ class SendWeights(Request[Done], frozen=True):
 
 
 class InStep(Reply, frozen=True):
-    """Whether a step has begun here whose end is not kept."""
+    """Reply on `in_step`: True if a step has begun on the rank whose end is not in its in-memory checkpoint."""
 
     in_step: bool
 
@@ -115,7 +116,7 @@ class LookIntoStep(Request[InStep], frozen=True):
 
 
 class Standing(Reply, frozen=True):
-    """Where a rank stands between two steps.
+    """State of a rank between two steps.
 
     Attributes:
         in_step: it does not: a step has begun whose end is not kept.

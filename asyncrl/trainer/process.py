@@ -391,7 +391,9 @@ class ModelWorker(Worker):
         return LoadedCheckpoint(state)
 
     def _keep_samples(self) -> KeptSamples | None:
-        """What keeps this rank's samples, where they are asked for and it trains the actor."""
+        """Open the writer of this rank's samples; None if none are to be kept, or if the rank does not train the
+        actor.
+        """
         samples, place = self.config.samples, self._world.places.get(self._world.placement.actor)
         if not samples.every or place is None:
             return None

@@ -89,8 +89,9 @@ class TrainingRank:
         self.writer(order.of_last_step).begin(Path(order.path), version=order.version, state=state)
 
     def _train_state(self) -> dict[str, Any]:
-        """What training keeps beside models, as the actor's publisher has it: where each host writes it, all write the
-        same.
+        """Return the training state beside the models, as the actor's publisher has it.
+
+        Collective: several hosts may each write it, and all must write the same.
         """
         mine = json.dumps(self.state.state_dict()).encode()
         everyone = self.world.everyone.all_gather_bytes(mine)
@@ -155,7 +156,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
 
 
 def _is_base_of_actor(config: ExperimentConfig, placement: Placement) -> bool:
-    """Whether the reference is the model that the actor's adapters are on, and lies where the actor does."""
+    """True if the reference is the model under the actor's adapters, in the same grid as the actor."""
     together = placement.grid(REFERENCE) == placement.actor
     return together and bool(config.model.lora.rank) and config.algorithm.reference.path in (None, config.model.path)
 

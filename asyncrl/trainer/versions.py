@@ -44,7 +44,7 @@ class Versions:
         self._shared: dict[str, SharedFiles] = {}
         self._transport = weight_transport(config.manager.weight_transport)
         self.to_servers = TrainerEnd()
-        """What sends versions to servers from memory; for the loop of the request server."""
+        """Sender of versions from memory to servers; used on the request server's loop."""
         if world.publishes:
             self.to_servers = self._transport.trainer_end(config, security, device)
 
@@ -83,7 +83,7 @@ class Versions:
         )
 
     def _shared_files(self, policy: PolicyEngine) -> SharedFiles:
-        """What lies beside the weights of every version of `policy`."""
+        """Return the files beside the weights, the same for every version of `policy`."""
         if not publishes_adapters(self._config):
             return SharedFiles(policy.model_config, self._assets)
         base, specs = str(Path(str(self._config.model.path))), policy.published_specs()

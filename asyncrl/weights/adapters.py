@@ -23,7 +23,7 @@ from asyncrl.weights.loading import WeightUpdateError, match_weights, read_check
 
 CONFIG_FILE = "adapter_config.json"
 STEM = "adapter_model"
-"""Of the file of tensors."""
+"""Name of the file of tensors, without its ending."""
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
@@ -87,7 +87,7 @@ class Adapters:
 
 
 def are_adapters(folder: Path) -> bool:
-    """Whether `folder` has adapters instead of whole weights; False also where its path cannot be looked at."""
+    """True if `folder` has adapters instead of whole weights; False also if its path cannot be read."""
     try:
         return (folder / CONFIG_FILE).is_file()
     except OSError:  # a path that is too long: whoever reads its weights says so

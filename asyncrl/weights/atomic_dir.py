@@ -26,7 +26,7 @@ _SYNCS_AT_ONCE = 8  # what a journal commits together costs as much as one file 
 
 
 def aside(final: Path) -> Path:
-    """Where the files of `final` are written before it exists."""
+    """Return the folder in which the files of `final` are written before it exists."""
     return final.with_name(f".{final.name}{WRITING_SUFFIX}")
 
 

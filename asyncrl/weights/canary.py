@@ -35,7 +35,7 @@ class CanarySequence(msgspec.Struct, frozen=True):
 
 
 class Canary(msgspec.Struct, frozen=True):
-    """What was scored together; at least one sequence."""
+    """Sequences that were scored together; at least one."""
 
     sequences: tuple[CanarySequence, ...]
 

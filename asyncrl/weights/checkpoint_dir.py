@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and which is the newest whole one. Torch-free.
+"""List the checkpoints in a folder and find the newest complete one. Torch-free.
 
     <root>/v<N>/    shard-<rank>-of-<world>.safetensors ... state.json manifest.json
 
@@ -54,7 +54,7 @@ def latest(root: Path) -> Path | None:
 def which_to_keep(
     versions: Collection[int], newest: int, every: int, scores: Mapping[int, float], undecided: Collection[int] = ()
 ) -> set[int]:
-    """Which of the checkpoints of `versions` stay.
+    """Return the versions of the checkpoints to keep.
 
     Args:
         newest: so many of the newest do.

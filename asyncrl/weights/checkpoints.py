@@ -36,7 +36,7 @@ from asyncrl.weights.manifest import FileEntry, Manifest, write_manifest
 _log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Of `state.json` and the names of tensors. Before it, each rank wrote slices of vectors."""
+"""Format of `state.json` and of the tensors' names. In earlier formats, each rank wrote slices of vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ class Hosts(Protocol):
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Of all ranks."""
+        """Host names of all ranks, by rank."""
 
     @property
     def leads(self) -> bool:
-        """Whether this rank makes and commits the folder on its host."""
+        """True if this rank creates and commits the folder on its host."""
 
     def forget(self, root: Path, *, but: Collection[str]) -> None:
         """Remove the versions in `root` but those named."""
@@ -158,7 +158,7 @@ class CheckpointWriter:
         atomic_dir.begin(path)
 
     def _steps_of_roles(self, mine: Mapping[str, int]) -> dict[str, dict[str, int]]:
-        """What `state` says of each role beside tensors; the leading rank need not host it."""
+        """Collect the optimizer steps of every role on all ranks, since the leading rank need not host every role."""
         steps = [mine.get(role, -1) for role in self._roles]
         known: list[int] = self._ranks.all_reduce_max(torch.tensor(steps, dtype=torch.int64)).tolist()
         return {role: {"step": step} if step >= 0 else {} for role, step in zip(self._roles, known, strict=True)}
@@ -266,7 +266,7 @@ def restore(parts: Parts, path: Path, ranks: Ranks) -> dict[str, Any]:
 
 
 def _all_tensors(parts: Parts) -> dict[str, Tensor]:
-    """Of all roles, by name; a role that is idle gives them their values when it works."""
+    """Return the tensors of all roles by name. A tensor of an idle role has values only while the role works."""
     tensors: dict[str, Tensor] = {}
     for role, part in parts.items():
         with part.resident():
@@ -275,7 +275,7 @@ def _all_tensors(parts: Parts) -> dict[str, Tensor]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What the checkpoint `path` holds beside tensors.
+    """Read the state of the checkpoint `path` beside its tensors.
 
     Raises:
         ValueError: it is of an older asyncrl.

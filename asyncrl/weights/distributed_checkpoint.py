@@ -39,7 +39,7 @@ _FORMAT = {"format": "pt", "DCP_VERSION": "1.0"}
 
 
 class SavePlan:
-    """Which parts of `state`, the same on all ranks or DTensors, this rank writes. Made by all ranks together.
+    """Choice of the parts of `state` that this rank writes. Tensors are the same on all ranks, or DTensors. Collective.
 
     It holds as long as tensors are only written into, so one plan serves every checkpoint of a run.
 
@@ -69,7 +69,7 @@ class SavePlan:
 
 
 def share_out(plans: Sequence[Mapping[Part, int]]) -> list[list[Part]]:
-    """Who writes what: each part goes to one of the ranks that hold it, so that all write about equally much.
+    """Assign each part to one of the ranks that hold it, so that all ranks write about the same number of bytes.
 
     Args:
         plans: by rank, the bytes of each part that it holds.
@@ -130,7 +130,7 @@ class StoredTensors:
             entry.size = (sizes or {}).get(name, entry.size)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.shapes = {name: tuple(stored.size) for name, stored in self._entries().items()}
-        """Of the whole tensors, by name."""
+        """Shapes of the whole tensors, by name."""
 
     def read_into(self, state: Mapping[str, Tensor]) -> None:
         """Fill the tensors of `state`, of a DTensor the part that this rank holds. No collective.

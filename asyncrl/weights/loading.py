@@ -141,7 +141,7 @@ def _opened(shard: Path) -> Iterator[Any]:
 
 
 def load_targets(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a folder's tensors are copied into, by all names that they may have there.
+    """Return the tensors into which a folder's tensors are copied, by every name that they may have in the folder.
 
     Raises:
         FolderFormatError: see `asyncrl.weights.model_folder.folder_tensors`.

@@ -1,4 +1,5 @@
-"""What a directory of weights (or a checkpoint) must contain, so that a torn or damaged one is never read. Torch-free.
+"""List of the files in a directory of weights or a checkpoint, so that an incomplete or damaged one is never read.
+Torch-free.
 
 `manifest.json` is the last file written before the directory is renamed into place:
 
@@ -46,7 +47,7 @@ class FileEntry(Struct, frozen=True):
 
     @classmethod
     def of(cls, parts: Iterable[_Part]) -> FileEntry:
-        """Of a file made of `parts`."""
+        """Return the entry of a file that consists of `parts`."""
         size, digest = 0, xxhash.xxh3_64()
         for part in parts:
             size += len(part)

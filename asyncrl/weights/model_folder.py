@@ -1,4 +1,4 @@
-"""How the tensors of a Hugging Face folder lie in the parameters of transformers' modules.
+"""Map the tensors of a Hugging Face folder to the parameters of transformers' modules.
 
 Mostly a parameter is a tensor of the folder, by the same name. A mixture of experts differs: the folder has a tensor
 for each expert and projection, which is what every other program reads, and the module has those of a layer in one.
@@ -52,7 +52,7 @@ class FolderTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the parameter as it is."""
+        """True if the view covers the whole parameter."""
         return self.shape == self.whole
 
     def of(self, parameter: Tensor) -> Tensor:
@@ -64,7 +64,9 @@ class FolderTensor:
 
 
 def held_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a folder of `model` tells of: parameters, tied ones once, then persistent buffers; their own storage."""
+    """Return the tensors that a folder of `model` holds: parameters, tied ones once, then persistent buffers. They
+    share the model's storage.
+    """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     aliases = dict(model.named_parameters(remove_duplicate=False)).keys()
     return parameters | {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}

@@ -1,4 +1,5 @@
-"""What publishing asks of a model that is spread over ranks: which tensors there are, and each whole where it is due.
+"""Interface between publishing and a model that is spread over ranks: the list of tensors, and each whole tensor on the
+rank that needs it.
 
 specs()                        names, shapes and types, the same on all ranks: whoever writes can plan from them
 gather({"lm_head.weight": 1})  all ranks together; each yields what it owns, whole, one after the other
@@ -36,7 +37,7 @@ class Published(Protocol):
     """A model to publish; `asyncrl.trainer.engines.base.PolicyEngine` says what each verb promises."""
 
     def published_specs(self) -> list[TensorSpec]:
-        """What there is to publish."""
+        """Return the specs of the tensors to publish."""
 
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, each on the rank that owns it."""
@@ -55,7 +56,7 @@ class WholeModel:
     def __init__(self, model: PreTrainedModel, worker: int = 0) -> None:
         self._model, self._worker = model, worker
         self.folder = folder_tensors(model)
-        """Where the tensors of a folder lie in the parameters."""
+        """Positions of a folder's tensors in the parameters."""
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, in the model's order."""

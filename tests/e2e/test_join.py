@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
 
 from ..conftest import LIMIT_S, Gate
+from ..warm import Template, WarmProcess
 from .clusters import await_that
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -43,38 +44,52 @@ sys.exit(main(sys.argv[1:]))
 
 
 class Joined:
-    """A `join` as a child, and what it has printed."""
+    """A `join` as a child, and what it has printed. `template` forks its processes."""
 
-    def __init__(self, run_dir: Path, *options: str) -> None:
-        self._printed = run_dir.parent / f"join-{time.monotonic_ns()}.txt"
-        arguments = ["join", str(run_dir), *options]
-        with self._printed.open("w") as output:
+    def __init__(self, run_dir: Path, options: Sequence[str], template: Template | None) -> None:
+        arguments, environment = ["join", str(run_dir), *options], os.environ | ONE_THREAD
+        self.process: subprocess.Popen[str] | WarmProcess
+        if template is not None:
+            self.process = template.launch(arguments, environment)
+        else:
+            command = [sys.executable, "-c", JOIN, *arguments]
             self.process = subprocess.Popen(
-                [sys.executable, "-c", JOIN, *arguments], stdout=output, stderr=output, env=os.environ | ONE_THREAD
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
             )
+        self.output = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
-    @property
-    def output(self) -> str:
-        return self._printed.read_text()
+    def end(self) -> None:
+        """Wait for its end; `output` is all that it printed then."""
+        self.process.wait(LIMIT_S)
+        self._reader.join(LIMIT_S)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
 
 
 @pytest.fixture
-def join() -> Iterator[Callable[..., Joined]]:
-    """`join(run_dir, *options)`: more processes for a run, servers by default."""
+def join(template: Template | None) -> Iterator[Callable[..., Joined]]:
+    """`join(run_dir, *options)`: more processes for a run, servers by default. With `cold` they are started as a user's
+    are, and hold the run for over sooner.
+    """
     started: list[Joined] = []
 
-    def start(run_dir: Path, *options: str, kind: str = "generation_server") -> Joined:
-        started.append(Joined(run_dir, "--kind", kind, *options))
+    def start(run_dir: Path, *options: str, kind: str = "generation_server", cold: bool = False) -> Joined:
+        started.append(Joined(run_dir, ["--kind", kind, *options], None if cold else template))
         return started[-1]
 
     yield start
     for joined in started:
         joined.process.kill()
-        joined.process.wait()
+        joined.end()
 
 
 def status(run: Any) -> StatusReply:
-    """What the manager of `run` says."""
+    """Return the status of the manager of `run`."""
 
     async def ask() -> StatusReply:
         with open_resolver(read_run_config(run.run_dir), run.run_dir) as resolver:
@@ -89,7 +104,7 @@ def status(run: Any) -> StatusReply:
 
 
 def servers(run: Any) -> dict[int, ServerStatus]:
-    """What the manager of `run` says of each of its servers."""
+    """Return the status of each server of `run`, as its manager reports it."""
     return {server.index: server for server in status(run).servers}
 
 
@@ -125,7 +140,8 @@ def test_a_server_that_joins_is_used_and_leaving_costs_only_what_it_had_in_hand(
     held.open()
     await_use(run, 1, 2)
     joined.process.send_signal(signal.SIGINT)
-    assert joined.process.wait(LIMIT_S) == 130, joined.output
+    joined.end()
+    assert joined.process.returncode == 130, joined.output
     assert "generation_server/1 joins (pid" in joined.output
     assert "generation_server/2 left" in joined.output
     await_that(lambda: [*servers(run)] == [0], "the manager to see that they left", LIMIT_S)
@@ -159,7 +175,8 @@ def test_a_rollout_worker_that_joins_is_used_and_leaving_costs_only_what_it_had_
     held.open()
     await_that(lambda: both <= players(run), f"trained rollouts of {both}", LIMIT_S)
     joined.process.send_signal(signal.SIGINT)
-    assert joined.process.wait(LIMIT_S) == 130, joined.output
+    joined.end()
+    assert joined.process.returncode == 130, joined.output
     await_that(lambda: status(run).workers == [first], "the manager to see that they left", LIMIT_S)
 
     lost = join(run.run_dir, "--count", "1", kind="rollout_worker")
@@ -180,13 +197,14 @@ def test_what_joined_ends_with_the_run(start_run: Any, gate: Callable[[int], Gat
     held = gate(1)
     run = start_run(total_train_steps=100_000, eval__interval=0, **held.settings)
     run.wait_for_step(1)
-    joined = join(run.run_dir)
+    joined = join(run.run_dir, cold=True)
     await_that(lambda: "generation_server/1 serves at " in joined.output, "the line that says so", LIMIT_S)
     held.open()
     await_use(run, 1)
     ctrl_c(run)
     assert run.wait() == 130, run.output + run.logs()
-    assert joined.process.wait(LIMIT_S) == 0, joined.output
+    joined.end()
+    assert joined.process.returncode == 0, joined.output
     assert "the run is over" in joined.output
 
 

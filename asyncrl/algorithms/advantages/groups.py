@@ -1,4 +1,5 @@
-"""What the critic-free advantage estimators share: returns of samples or turns, and statistics over a group's episodes.
+"""Common parts of the critic-free advantage estimators: returns of samples or turns, and statistics over a group's
+episodes.
 
 A group has any number of episodes, also one, and an episode any number of samples, also one. Baselines and standard
 deviations are over *episodes*: the return of an episode is the mean of its samples', so that it counts once however
@@ -114,7 +115,7 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """What an estimator compares within groups: U samples, or U turns; see the module's docstring.
+    """Units that an estimator compares within groups: U samples, or U turns; see the module's docstring.
 
     `returns_U` is in fp64, `units_T` says which of U a policy token is of, and `lengths_U` how many each has.
     """

@@ -30,7 +30,7 @@ from asyncrl.comm.name_resolve.subtree import Subtree
 
 MIN_TTL_S = 2
 CHECK_S = 60.0
-"""How often it is checked that a watch has told everything."""
+"""Interval in seconds of the check that a watch has reported everything."""
 _WAIT_S = 1.0  # a watch for one name lasts this long; so a closed resolver ends its waits within it
 _LOOKS_PER_LEASE = 6  # twice as many as renewals: a look does for all entries that are renewed at about the same time
 _STOOD_STILL = 2 / 3
@@ -59,7 +59,9 @@ class _Own:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of the keys that are followed: when each was last changed, and until which revision."""
+    """Known state of the watched keys: the revision of each key's last change, and the revision up to which all is
+    known.
+    """
 
     revision: int
     changed: dict[str, int] = field(default_factory=dict)
@@ -251,7 +253,9 @@ class EtcdResolver(NameResolver):
                 del self._leases[lease.ttl_s]
 
     def _is_alive(self, lease: _Lease) -> bool:
-        """Whether the lease lives; it is renewed, and it is looked which keys hang on it, unless that was just done."""
+        """Renew the lease and refresh the keys attached to it; True if the lease is still valid. Skipped if that was
+        just done.
+        """
         if self._leases.get(lease.ttl_s) is not lease:
             return False
         began = time.monotonic()
@@ -320,7 +324,7 @@ class EtcdResolver(NameResolver):
         subtree.remove(name)
 
     def _is_all_known(self, start: str, known: _Known) -> bool:
-        """Whether the watch has told everything; if so, the next one begins with what comes after this look."""
+        """True if the watch has reported every change; the next watch then starts after this check."""
         reply = self._range(start, limit=1, sort_order="DESCEND", sort_target="MOD", keys_only=True)
         newest = reply.kvs[0].mod_revision if reply.kvs else 0
         if (len(known.changed), max(known.changed.values(), default=0)) != (reply.count, newest):
@@ -329,7 +333,7 @@ class EtcdResolver(NameResolver):
         return True
 
     def _watch(self, create: Any, limit_s: float) -> Iterator[Any]:
-        """What an etcd watch tells, for `limit_s` seconds at most; it ends with the iterator."""
+        """Yield the events of an etcd watch for at most `limit_s` seconds; the watch ends with the iterator."""
         stubs: Stubs = self._link.call(lambda to: to)
         done, over = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""How an etcd cluster is reached: its members, as whom, and with which certificates. Secrets stand in files."""
+"""Access to an etcd cluster: its members, user and certificates. Secrets are in files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PORTS = range(1, 1 << 16)
 
 
 class EtcdAccessError(NameResolveError):
-    """What is said of etcd cannot be; the message names the setting."""
+    """The etcd settings are invalid; the message names the setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class EtcdAccess:
 
     @classmethod
     def at(cls, addresses: str, **others: str) -> Self:
-        """Of the members in `addresses`, `host:port` separated by spaces."""
+        """Build the access to the members in `addresses`: `host:port`, separated by spaces."""
         return cls(tuple(addresses.split()), **others)
 
     def faults(self) -> Iterator[str]:
-        """What is wrong, each as `setting=value: what is wrong; what to do`."""
+        """Yield an error message for each invalid setting: `setting=value: problem; fix`."""
         if not self.members:
             yield (
                 f"{ADDRESS}='': name_resolve=etcd3 needs the server's address; give host:port, of a cluster all "
@@ -79,7 +79,7 @@ class EtcdAccess:
 
     @property
     def password(self) -> str:
-        """What is in `password_file`, without the end of its line."""
+        """Read the password in `password_file`, without its line ending."""
         return Path(self.password_file).read_text().rstrip("\r\n")
 
 

@@ -46,9 +46,13 @@ except TypeError as error:  # of protobuf's, about descriptors
     ) from error
 
 CALL_LIMIT_S = 4.0
-"""Of one call. A lease of 10 s, renewed every third, is then saved by a second member where the first one hangs."""
+"""Time limit of one call in seconds. If the first member hangs, a second one can still save a lease of 10 s, which is
+renewed three times per lease.
+"""
 LAST_CALL_LIMIT_S = 0.5
-"""Of one call of a process that is about to end, and is killed if it takes long (`EtcdLink.hurry`)."""
+"""Time limit in seconds of one call of a process that is about to end, and that is killed if it takes long
+(`EtcdLink.hurry`).
+"""
 KEEPALIVE_S = 10.0
 """etcd ends connections that ask more often than every 5 s (`--grpc-keepalive-min-time`)."""
 KEEPALIVE_LIMIT_S = 5.0
@@ -91,7 +95,7 @@ class Stubs:
     watch: Any
     metadata: tuple[tuple[str, str], ...]
     limit_s: Callable[[], float]
-    """Of a call that begins now."""
+    """Return the time limit in seconds of a call that begins now."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -120,7 +124,7 @@ class EtcdLink:
         self._slow_until = float("-inf")
 
     def call(self, ask: Callable[[Stubs], T]) -> T:
-        """What `ask` returns, given the connection.
+        """Call `ask` with the connection and return its result.
 
         Raises:
             LeaseGone: a lease that it names has run out.
@@ -151,7 +155,7 @@ class EtcdLink:
 
     @property
     def is_troubled(self) -> bool:
-        """Whether etcd hangs, or did until a moment ago: who could not renew a lease lost it.
+        """True if etcd hangs, or did until a moment ago. An owner that could not renew its lease has then lost it.
 
         A lease lapses where its owner could not renew it for two thirds of it; every process that has one renews it
         each third, so a call of this process has been under way, or failing, by then; or it stood still itself.
@@ -160,7 +164,7 @@ class EtcdLink:
         return now < self._slow_until or any(now > began + _SLOW_CALL_S for began in list(self._under_way.values()))
 
     def failed(self, stubs: Stubs | None, error: Exception) -> NameResolveError:
-        """What `error`, of gRPC's, means; the connection `stubs` is used no more where another may help."""
+        """Translate the gRPC error `error`. Drop the connection `stubs` if another one may help."""
         code = error.code() if isinstance(error, grpc.Call) else None
         said = str(error.details() or code) if isinstance(error, grpc.Call) else str(error)
         member = self._member if stubs is None else stubs.member

@@ -9,14 +9,16 @@ from asyncrl.comm.name_resolve.etcd_access import ADDRESS, SETTINGS, EtcdAccess
 
 _LIMIT_S = 2.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""How an HTTP/2 client begins: the preface and empty settings. A server answers with its own."""
+"""First bytes of an HTTP/2 client: the preface and empty settings. A server answers with its own settings."""
 _FRAME_HEADER_BYTES = 9
 _SETTINGS_FRAME = 4
 """Type of the frame that an HTTP/2 server answers with; the header's fourth byte."""
 
 
 def tls_fault(member: str, access: EtcdAccess) -> str | None:
-    """What is wrong between this member and the settings; None where it is not about TLS, or cannot be told now."""
+    """Return the TLS fault between this member and the settings; None if the fault is not about TLS, or cannot be found
+    out now.
+    """
     host, _, port = member.rpartition(":")
     address = (host.strip("[]"), int(port))
     try:

@@ -1,7 +1,7 @@
 """Reports to the GserverManager of what was trained and dropped; its replies bring the books and the fate of rollouts.
 
-The manager keeps the books (`staleness_gate`), from the checkpoint's on. Each report brings them here, with the lines
-about rollouts, which go to the ledger's file before anything that follows from them is told.
+The manager keeps the books (`staleness_gate`), from those of the checkpoint on. Each reply brings them here, with lines
+about rollouts. These lines go to the ledger's file before any report that follows from them.
 
 If steps are kept, no report about a step is sent before its state is whole: the process that replaces this one would
 not know of the step.
@@ -47,7 +47,7 @@ class Told(NamedTuple):
 
 
 class Reports:
-    """See the module's docstring. Each takes the version that the model has now.
+    """Reports to the manager. Each method takes the version that the model has now.
 
     Args:
         heads: the ModelWorkers that receive trajectories, by data index.
@@ -56,9 +56,9 @@ class Reports:
         limit_s: of each call.
 
     Attributes:
-        told: by the manager, last.
-        unreported: trained rollouts that the manager was not told of.
-        told_already: lines about rollouts, of those that the manager tells next, that the ledger has already.
+        told: the manager's last report.
+        unreported: trained rollouts that are not reported to the manager yet.
+        told_already: number of lines, among those that the manager reports next, that the ledger has already.
     """
 
     def __init__(
@@ -84,35 +84,35 @@ class Reports:
         self.told = Told(GateBooks(trained + sum(dropped.values()), trained, dict(dropped), abandoned=0))
 
     def take_up(self, unreported: Sequence[str], known: Known) -> None:
-        """Be where the loop before this one was after its last step.
+        """Continue after the last step of the loop before this one.
 
-        Its rollouts are reported again before another step begins. So the reply tells what was dropped for good, also
-        what the loop before this one has written into the ledger.
+        Its rollouts are reported again before another step begins. So the reply has all prompts dropped for good, also
+        those that the loop before this one has written into the ledger.
         """
         self.unreported = list(unreported)
         self._buffer.know_trained(unreported)
         self.told = self.told._replace(known=known)
 
     def trained(self, batch: TrainBatch) -> None:
-        """The step of `batch` is complete: it is to be reported."""
+        """Add the complete step of `batch` to the next report."""
         self.unreported += [record.rollout_id for record in batch.records]
 
     @property
     def reported_books(self) -> GateBooks | None:
-        """The books, if the gate knows of all that is trained."""
+        """The books; None while a trained rollout is not reported."""
         return None if self.unreported else self.told.books
 
     async def look(self) -> None:
-        """Ask for the status, where there is nothing to report."""
+        """Ask for the manager's status without a report."""
         status = await or_stop(self._manager.status(), self._stop, self._limit_s)
         self.told = self.told._replace(status=status)
 
     async def report(self, version: int) -> None:
-        """Tell the gate what was trained and dropped, and free the tensors of what was dropped.
+        """Report what was trained and dropped, and have the ranks free the tensors of dropped rollouts.
 
-        Its reply may drop received rollouts for good, which is told at once, as they take up room at the gate.
-        A stop request ends it: the manager may be what failed, and the checkpoint must not wait for it. What is not
-        reported then, the `last` report tells.
+        The reply may drop received rollouts for good. They are reported at once, since they take up room at the gate.
+        A stop request ends the wait: the manager may have failed, and the checkpoint must not wait for it. The `last`
+        report has what is missing then.
         """
         while self._steps.may_tell_of(version):
             self._drops += self._buffer.pop_drops()
@@ -131,7 +131,7 @@ class Reports:
             _log.warning("the GserverManager was not heard before the last checkpoint: %r", error)
 
     async def close_books(self, version: int, *, complete: bool) -> None:
-        """Have every rollout accounted for; `complete`: all steps are trained.
+        """Close the gate and account for every rollout; `complete`: all steps are trained.
 
         Raises:
             BooksError: the manager does not answer.
@@ -146,7 +146,7 @@ class Reports:
             raise BooksError(f"the GserverManager did not close the books within {limit_s:g} s") from error
 
     async def _report(self, version: int) -> None:
-        """Make one report and take its reply in."""
+        """Make one report and process the reply."""
         if not self._steps.may_tell_of(version):
             return
         self._data_state.write()
@@ -163,7 +163,7 @@ class Reports:
 
     def _new_lines(self, reply: ConsumedReply) -> list[RolloutLine]:
         """Return the lines of `reply` that the ledger lacks."""
-        first = reply.events_seq - len(reply.events)  # the manager may have been told that more of them are recorded
+        first = reply.events_seq - len(reply.events)  # the manager may know that more of them are recorded
         known = (self.told.known.events or first) + self.told_already
         self.told_already = 0
         return reply.events[max(0, known - first) :]
@@ -175,10 +175,10 @@ class Reports:
 
 
 def decide(buffer: SampleBuffer, given_up: Iterable[GivenUp], lines: Sequence[RolloutLine]) -> list[RolloutLine]:
-    """Drop the prompts `given_up` for good, but for those that are trained, and return the ledger's `lines` about it.
+    """Drop the prompts `given_up` for good, except trained ones; return the manager's `lines` for the ledger.
 
-    The manager cannot know what is trained. So its line says `given_up` either way, and the ledger's says `used` where
-    the prompt was used before: there it stands before the line of the step that trained it.
+    The manager cannot know which prompts are trained, so its line always says `given_up`. The ledger's line says `used`
+    if the prompt was used before; it comes before the line of the step that trained the prompt.
     """
     used = {each.rollout_id for each in given_up if not buffer.give_up(each.prompt_id)}
     return [

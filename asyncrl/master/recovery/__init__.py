@@ -1,6 +1,6 @@
-"""All that the MasterWorker does so that any process may die at any moment. `docs/faults.md` has the user's view.
+"""Recovery of the MasterWorker: any process may die at any moment. `docs/faults.md` has the user's view.
 
-Who knows what, and who has it after a death:
+Facts, and where they survive a death:
 
     fact                                 kept by, beside its owner             read by
     -----------------------------------  ------------------------------------  ----------------------------------------
@@ -12,20 +12,21 @@ Who knows what, and who has it after a death:
     the announced version                name resolution                       everybody
     all of it, of an older step          the newest checkpoint                 the same command, given again
 
-Who dies, and where the run continues (`beginning.find`):
+Deaths, and where the run continues (`beginning.find`):
 
     MasterWorker, between two steps ──▶ the ranks have its state: nothing is loaded
     MasterWorker in a step, or a rank ─▶ all of the trainer's side begins with the last step
     a host that has ranks ────────────▶ the last step is gone: the whole run begins with its newest checkpoint
 
-What is told, in which order (`step_end`), and what a successor does first (`beginning`): a numbered list each. One rule
-makes both safe: **nobody outside the trainer's side sees a step before its state is whole.** So a successor knows at
-least what others know, and whatever was told already is told again, to receivers that know it by its id or version.
+`step_end` lists the reports about a step in their order, `beginning` the first actions of a successor. One rule makes
+both safe: **no process outside the trainer's side sees a step before its state is whole.** So a successor knows at
+least what others know. Reports that were sent already are sent again; receivers recognise them by id or version.
 
-    kept_step   the state after each step: begun, made whole, loaded; what may be told
+    kept_step   the state after each step: begun, made whole, loaded; what may be reported
     recorded    the fold over the ledger's lines
-    step_end    what happens once a step is complete
-    beginning   where the run stands, and what happens before its next step
+    step_end    the end of a step
+    beginning   the beginning of a MasterWorker, up to its next step
+    checkpoints the run's checkpoints on disk
 
 `asyncrl.runtime.last_step` has the folder in the host's memory, which the launcher makes and removes,
 `asyncrl.trainer.host_folders` says which state ranks on several hosts take, and `asyncrl.trainer.kept_inbox` keeps

@@ -3,14 +3,14 @@
 1. It finds where the run stands (`find`) and takes up that state. A copy that the ranks had begun is made whole.
 2. The manager is asked for its status, and the metrics continue after that step. `books.json` is written.
 3. The ledger continues: after the last step's line, or as a new launch.
-4. What the MasterWorker before was about to tell of the last step is taken up, and its row of metrics written.
+4. The open reports of the MasterWorker before are taken up, and the last step's row of metrics is written.
 5. Weights of versions that the run went back behind are removed, and the current ones are published.
 6. The version is announced, unless an evaluation of an older one was cut off: servers keep that one for now.
 7. The data state is announced: RolloutWorkers begin. From here on trajectories come in, and the process is ready.
 8. The evaluation that was cut off is made again; then the version is announced.
 9. The last step is reported, and written into the ledger if it lacks it.
 
-Each may be cut off by a death, and is done again by the next successor.
+A death may cut off any of these; the next successor does all of them again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Standing:
         state: the master's, as in a checkpoint; that of a fresh loop at the run's beginning.
         announced: the version that servers have, or are to have.
         saved: True if the newest checkpoint is of this very state.
-        last: the step that others may not know of yet; None after a checkpoint and at the beginning.
+        last: the step that other processes may not know yet; None after a checkpoint and at the beginning.
     """
 
     state: dict[str, Any]

@@ -1,18 +1,18 @@
 """Actions of the MasterWorker once a step is complete, from the trainer's side outwards.
 
-1. The ranks copy the state, with what is about to be told (`KeptStep`), and begin to write it. The ledger's lines that
+1. The ranks copy the state, with the reports that are due (`KeptStep`), and begin to write it. The ledger's lines that
    are in it are on the disk first.
-2. They publish the weights, and remove versions that nobody reads. Nobody is told.
+2. They publish the weights, and remove versions that no process reads. Nothing is announced.
 3. The state is whole. From here on others may see the step, and a successor begins after it.
 4. The version is announced: servers load it. A version that is evaluated waits for the evaluation before it.
-5. The manager is told what was trained and dropped. Before it the data state is written; its reply brings the books and
-   the lines about rollouts, which go to the ledger's file; then the ranks discard what was dropped.
+5. The data state is written, then the manager receives what was trained and dropped. Its reply brings the books and the
+   lines about rollouts, which go to the ledger's file. Then the ranks discard what was dropped.
 6. The step is written down: its row of metrics, its line in the ledger, `books.json`.
 7. A checkpoint is begun if one is due.
 
 A death before 3 is complete costs the step, which nobody has seen. One after it costs nothing: a successor does 4 to 7
-again (`asyncrl.master.recovery.beginning`). Servers and the manager know a version and a rollout that they are told of
-twice, and the ledger says how far it came.
+again (`asyncrl.master.recovery.beginning`). Servers and the manager recognise a version and a rollout that are reported
+twice, and the ledger shows which lines it has.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StepEnd:
         try:
             await self.announce(step)
             await self.report(step)
-        finally:  # the step is complete, so it is written down, whatever kept it from being reported
+        finally:  # the step is complete, so it is written down even if the report failed
             self.write_down(step)
         await self.save(step)
 

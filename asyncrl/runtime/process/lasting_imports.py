@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
-    """What is imported here, and all that is there by now, stays until the process ends and is never looked through.
+    """Exclude everything that is imported in this block, and all earlier objects, from garbage collection for good.
 
     Of torch and transformers the collector goes through hundreds of thousands of objects again and again while they
     are made, and once more in each full collection afterwards: 0.8 of the 4.4 s of processor time until a model can be

@@ -33,7 +33,7 @@ class RestartBudget:
 
 
 class AfterDeath(Enum):
-    """What restarts after a death."""
+    """Processes that restart after a death."""
 
     alone = auto()
     """The process that died."""

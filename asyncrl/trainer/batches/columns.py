@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16
 _PER_TOKEN, _PER_SAMPLE = 0, 1
 
 Shares = Mapping[WorkerGrid, GridShare]
-"""What the master dealt to this rank's copy of each grid that it is of."""
+"""By grid: the part of the step's batch that the master assigned to this rank's data-parallel copy."""
 
 
 def move_columns(request: MoveColumns, world: World, shares: Shares, batches: Mapping[WorkerGrid, StepBatch]) -> None:
@@ -110,7 +110,7 @@ def _header(column: Tensor, batch: StepBatch, key: str) -> Tensor:
 
 
 def _bounds(batch: StepBatch, level: int) -> Tensor:
-    """Where each rollout's rows begin in a column of `batch`, and where the last one's end."""
+    """Return the first row of each rollout in a column of `batch`, followed by the end of the last rollout."""
     samples = torch.bincount(batch["group_ids"].cpu(), minlength=len(batch.rollout_ids))
     ends = torch.cat([samples.new_zeros(1), samples.cumsum(0)])
     if level == _PER_SAMPLE:

@@ -25,7 +25,7 @@ Indices = TypeVar("Indices")
 
 
 class AttentionKind(StrEnum):
-    """How a model's attention keeps the sequences of a micro-batch apart."""
+    """Ways in which a model's attention keeps the sequences of a micro-batch apart."""
 
     packed = auto()
     """They lie end to end; attention works on a few blocks of rows (`blocks`)."""

@@ -123,7 +123,9 @@ class Branches:
 
 
 class Prefixes(NamedTuple):
-    """What sequences of a batch share: their order, the group of each [S]; `always`: also where little is saved."""
+    """Shared prefixes of a batch's sequences: their order and the group of each, [S]. `always` shares also where little
+    is saved.
+    """
 
     order: PrefixOrder
     groups_S: Ints
@@ -160,8 +162,11 @@ def _fitting(group: Branches, budget: int) -> list[Branches]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """Where everything lies. `places_I`: of every token of every sequence, in their order, its position in the stream
-    of `size` tokens; `blocks`: the rows of attention, whose outputs, one after the other, are the stream."""
+    """Positions of the tokens in the stream that attention reads, of `size` tokens.
+
+    `places_I` has the position of every token of every sequence, in the order of the sequences. `blocks` are the rows
+    of attention; their outputs, one after the other, are the stream.
+    """
 
     size: int
     places_I: Ints

@@ -90,8 +90,10 @@ class StepBatch:
 
     @cached_property
     def prefixes(self) -> Prefixes:
-        """What its samples have in common, found once for all calls of the step: equal tokens, and where they are told
-        equal experts, so that what is computed once is what would be computed of each.
+        """Find the prefixes that the samples share; computed once for all calls of the step.
+
+        Two tokens are shared only if they are equal and, where expert choices are recorded, went through the same
+        experts. So the shared computation equals the computation of each sample alone.
         """
         routing = None if self.routing is None else self.routing.cpu().numpy()
         order = PrefixOrder.of(symbols(self["tokens"].cpu().numpy(), routing), self.starts_S, self.lengths_S)
@@ -99,7 +101,7 @@ class StepBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where the columns are."""
+        """The device that holds the columns."""
         return self.seq_ids_T.device
 
     def minibatch(self, number: int) -> list[int]:
@@ -140,7 +142,7 @@ class StepBatch:
         self._columns[key] = compute
 
     def deferred(self, key: str) -> Compute | None:
-        """How to compute `key` where it is still deferred; None where its tensor is there."""
+        """Return the function that computes column `key` if it is still deferred; None if its tensor exists."""
         column = self._column(key)
         return None if isinstance(column, Tensor) else column
 

@@ -32,11 +32,11 @@ PIECE = 1 << 24
 """Values of a moment that are on the device at a time, where moments are in host memory: 64 MiB each of two."""
 
 Moments = Mapping[str, Tensor]
-"""Of one parameter, by the names of `MOMENTS`."""
+"""Optimizer moments of one parameter, by the names in `MOMENTS`."""
 
 
 def zero_moments(like: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
-    """Of a parameter, where `optimizer.moments_on` says."""
+    """Create zero moments for a parameter, on the device or the host as `optimizer.moments_on` says."""
     on_host = config.moments_on == MomentsOn.host
     return {
         moment: zeros_on_host(like) if on_host else torch.zeros_like(like, requires_grad=False) for moment in MOMENTS
@@ -168,7 +168,7 @@ class ScheduledAdamW(ABC):
             group["lr"] = lr * factor(step)
 
     def kept(self) -> Iterator[Tensor]:
-        """What it has on the device beside parameters and gradients."""
+        """Yield the tensors that the optimizer holds on the device beside parameters and gradients."""
         if not self._on_host:
             yield from (state[moment] for state in self._adamw.state.values() for moment in MOMENTS)
 

@@ -1,4 +1,4 @@
-"""What model functions, checkpoints and publishing ask of a role's model, however it is spread over ranks.
+"""Interface of a role's model for model functions, checkpoints and publishing, independent of its layout over ranks.
 
     EngineLoader     model folder ──▶ engine, trained where it is given an optimizer, else frozen
     PolicyEngine     log-probabilities (forward only), gradients of a loss on them, whole tensors to publish
@@ -53,7 +53,8 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyOutputs:
-    """Of a micro-batch's wanted tokens: log-probabilities [N], entropies [N] and whole distributions [N, V] if asked.
+    """Outputs for the wanted tokens of a micro-batch: log-probabilities [N] and, if asked for, entropies [N] and whole
+    distributions [N, V].
 
     All are of the distribution at the sampling temperature, in nats.
     """
@@ -75,7 +76,7 @@ class TrainingEngine(ABC):
     @property
     @abstractmethod
     def trained(self) -> bool:
-        """Whether it has an optimizer."""
+        """True if the role has an optimizer."""
 
     @property
     @abstractmethod
@@ -98,7 +99,8 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint needs of it, the same whatever the layout: tensors by name, and JSON equal on all ranks.
+        """Return the state that a checkpoint stores, the same for every layout: tensors by name, and JSON that is equal
+        on all ranks.
 
         The names are `weights.<name>` (master values, fp32), and where the role is trained `exp_avg.<name>` and
         `exp_avg_sq.<name>`; `<name>` is the parameter's in a Hugging Face folder, tied ones once, under the
@@ -187,7 +189,8 @@ class PolicyEngine(TrainingEngine):
 
     @abstractmethod
     def published_specs(self) -> list[TensorSpec]:
-        """What servers load: all tensors of a Hugging Face folder, tied ones once, in the model's order.
+        """Return the specs of the tensors that servers load: all tensors of a Hugging Face folder, tied ones once, in
+        the model's order.
 
         The same on all ranks, whatever part each holds; nothing is exchanged.
         """

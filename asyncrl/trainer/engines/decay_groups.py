@@ -1,4 +1,4 @@
-"""Which parameters weight decay acts on: matrices do, what scales or shifts does not, embeddings as configured.
+"""Select the parameters that weight decay acts on: matrices, but no scales or biases, and embeddings as configured.
 
 Decay pulls towards 0. That regularises a matrix; a norm's scale is not neutral there and a bias has nothing to
 regularise, so both are left out, as in minGPT, Megatron-LM and transformers' Trainer. Told by shape and name, which

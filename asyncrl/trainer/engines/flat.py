@@ -56,7 +56,7 @@ from asyncrl.weights.published import Published, TensorSpec, WholeModel
 
 
 class FlatEngine(RoleEngine[FlatAdamW]):
-    """What policies and value models share: a trunk, its layout, its optimizer where it is trained.
+    """Base of the flat policy and value engines: a trunk, its layout, and its optimizer if it is trained.
 
     Args:
         gradient_checkpointing: whether a trained role's layers recompute their activations.

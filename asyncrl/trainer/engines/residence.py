@@ -1,4 +1,4 @@
-"""Where a role's tensors are: on the device while the role works, in host memory while it is idle.
+"""Keep a role's tensors on the device while the role works, and in host memory while it is idle.
 
     resident        ──▶  storages filled: copied from the host
     idle            ──▶  copied to the host (pinned where the device is a GPU), storages emptied

@@ -1,4 +1,4 @@
-"""What the engines share of a role's model: its optimizer, its state for checkpoints, the cut into micro-batches."""
+"""Common parts of the engines: a role's optimizer, its state for checkpoints, the cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -107,14 +107,16 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         return nullcontext() if self._residence is None else self._residence.resident()
 
     def _kept(self) -> Iterator[Tensor]:
-        """What goes to the host and comes back: parameters, buffers, the optimizer's moments where they are here."""
+        """Yield the tensors that move to the host and back: parameters, buffers, and the optimizer's moments if they
+        are on the device.
+        """
         yield from map(local, self.root.parameters())
         yield from map(local, self.root.buffers())
         if self._optimizer is not None:
             yield from map(local, self._optimizer.kept())
 
     def _scratch(self) -> Iterable[Tensor]:
-        """What is on the device, and of no value while the role is idle."""
+        """Return device tensors whose values are not needed while the role is idle."""
         return ()
 
     def _leave(self) -> None:

@@ -48,7 +48,7 @@ def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 @dataclass
 class _Progress:
-    """What the minibatch loop did."""
+    """Results of the minibatch loop so far."""
 
     losses: list[Tensor] = field(default_factory=list)
     stats: list[Stats] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What actor and critic training share: the denominators of a step's minibatches."""
+"""Denominators of a step's minibatches, for actor and critic training."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _wanted(name: str, targets: list[str]) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the parameter `name` is an adapter's."""
+    """True if the parameter `name` belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -184,7 +184,9 @@ class WholeAdapters:
 
 
 def published_adapters(model: nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
-    """What is published of a model with adapters: these alone, by their names in peft's folder."""
+    """Return the specs of the tensors that a model with adapters publishes: the adapters alone, by their names in
+    peft's folder.
+    """
     return [
         TensorSpec(published_name(plain_name(name)), tuple(parameter.shape), dtype)
         for name, parameter in model.named_parameters()

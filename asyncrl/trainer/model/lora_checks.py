@@ -64,8 +64,7 @@ def lora_problems(lora: LoraConfig, path: str | None) -> Iterator[str]:
 
 
 def layer_kinds(folder: Path) -> list[str]:
-    """What matrices are called in the numbered layers of the model in `folder`, by its safetensors; empty where they
-    tell none.
+    """Return the names of matrices in the numbered layers of the model in `folder`; empty if its safetensors have none.
 
     Of experts that transformers keeps in one tensor, their files may still have one each: training tells those.
     """

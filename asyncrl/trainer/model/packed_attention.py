@@ -97,7 +97,7 @@ def packed_attention(
 
 
 def _rows(tensor: Tensor, gather: Tensor, rows: int) -> Tensor:
-    """Of a stream [1, heads, T, size] the positions `gather` as [rows, heads, width, size]."""
+    """Gather the positions `gather` of a stream [1, heads, T, size] as [rows, heads, width, size]."""
     stream = tensor[0].transpose(0, 1)
     return stream.index_select(0, gather).view(rows, -1, *stream.shape[1:]).transpose(1, 2)
 
@@ -129,7 +129,9 @@ def _repeat_heads(tensor: Tensor, times: int) -> Tensor:
 
 
 def _mask(block: Block[Tensor], window: int | None, device: torch.device) -> Tensor | None:
-    """What a causal kernel needs to be told: a sliding window that hides something, queries in the middle of a row."""
+    """Return the mask that a causal kernel needs in addition: for a sliding window that hides something, or for queries
+    that begin in the middle of a row. None if it needs no mask.
+    """
     hides = window is not None and window < block.width
     return _visible(block, window if hides else None, device) if hides or block.first is not None else None
 

@@ -1,4 +1,5 @@
-"""How a model's sequences are laid out for training: the first way that is proven right, or a refusal by name.
+"""Choose how sequences are laid out for training: the first layout that is proven right. A model without one is refused
+by name.
 
 Packing computes no padding, but only attention that is told where sequences end keeps them apart. A recurrence or a
 convolution does so where its kernel takes the packing arguments, some models have an attention of their own, and which
@@ -57,7 +58,7 @@ class Provable(Protocol):
     """An engine, as far as the proof asks it."""
 
     attention: AttentionKind
-    """How it lays out micro-batches; set by `settle_attention`."""
+    """Layout of the engine's micro-batches; set by `settle_attention`."""
 
     @property
     def network(self) -> PreTrainedModel:
@@ -70,14 +71,14 @@ class Provable(Protocol):
         """An engine that computes `network` as this one computes its own."""
 
     def plain(self, tokens: Tokens) -> Tensor:
-        """What transformers' own forward gives of one sequence: log-probabilities, or hidden states of a trunk."""
+        """Run transformers' own forward on one sequence; returns log-probabilities, or hidden states of a trunk."""
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
         """The same as the engine computes it in training, of all `sequences` in one micro-batch. Differentiable."""
 
 
 class Layout(NamedTuple):
-    """How sequences are laid out, and transformers' name of the attention that goes with it."""
+    """Layout of sequences, and transformers' name of the attention function that goes with it."""
 
     kind: AttentionKind
     attention: str
@@ -105,7 +106,7 @@ _LAYOUTS: dict[AttentionImplementation, tuple[Layout, ...]] = {
 
 
 def first_layout(setting: AttentionImplementation) -> Layout:
-    """What `settle_attention` tries first."""
+    """Return the layout that `settle_attention` tries first."""
     return _LAYOUTS[setting][0]
 
 
@@ -232,7 +233,7 @@ class _Subject:
         return min(self._lengths.values())
 
     def fault(self, layout: Layout) -> str | None:
-        """What is wrong with the model in `layout`, which is set; None for nothing."""
+        """Return the fault of the model under `layout`; None if it has none. The model stays set to `layout`."""
         network = self._engine.network
         try:
             set_attention(network, layout.attention)

@@ -31,7 +31,7 @@ _BLOCK = 1 << 22
 
 
 class EntropyMode(StrEnum):
-    """Whether entropies are computed with the log-probabilities."""
+    """Ways to compute entropies together with the log-probabilities."""
 
     none = auto()
     constant = auto()

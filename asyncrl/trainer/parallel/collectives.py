@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 _DESCRIPTORS = "/proc/self/fd"
-"""Where the kernel lists them; Linux's. Elsewhere gloo is not aborted."""
+"""Directory in which Linux lists this process's open descriptors. On other systems gloo is not aborted."""
 _SO_ATTACH_FILTER = 26
 """Linux's number; Python has no name for it."""
 _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""How a role's model is spread over ranks: `d2t2p2`, the grammar of `trainer.parallel` and of every role's own layout.
+"""Layout of a role's model over ranks: `d2t2p2`, the grammar of `trainer.parallel` and of every role's own layout.
 
     d<N>   N data-parallel ranks; each trains other samples, and the weights are sharded over all of them
     t<N>   every layer's matrices are cut into N tensor slices; the experts of a mixture are dealt to them whole

@@ -1,4 +1,4 @@
-"""What a model's `config.json` says that bears on how it can be cut. Torch-free: the launcher reads it.
+"""Read from a model's `config.json` what limits its cuts. Torch-free: the launcher uses it.
 
 A tensor slice has whole attention heads: the query heads are dealt out evenly. Key and value heads are dealt out too,
 or, where there are fewer of them than slices, each is held by several slices; then every slice must need one of them
@@ -70,7 +70,7 @@ def shape_of(path: str | None) -> ModelShape | None:
 
 
 def misfits(layout: Layout, shape: ModelShape) -> Iterator[str]:
-    """What of a model does not fit `layout`, and what would."""
+    """Yield an error message for each part of a model that does not fit `layout`, with a layout that fits."""
     if layout.tensor > 1:
         yield from _tensor_misfits(layout.tensor, shape)
     if layout.pipeline > 1:

@@ -1,4 +1,4 @@
-"""Who is who among the training ranks: this rank's place in the grid.
+"""Position of this rank in the grids of training ranks.
 
 `training_world` joins the ranks and lays out each grid as a `torch.distributed` DeviceMesh; `Place` says where this one
 is in it, `World` in which it is.
@@ -24,7 +24,7 @@ MESH_AXES = ("pipeline", "replica", "shard", "tensor")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a ModelWorker is in a grid; by default it is alone.
+    """Position of a ModelWorker in a grid; by default it is alone.
 
     Attributes:
         everyone: the grid's ranks, in the order of their workers; its leader is the grid's publisher.
@@ -67,11 +67,11 @@ class World:
     rank_hosts: tuple[str, ...] = ("",)
 
     def hosts(self, role: str) -> bool:
-        """Whether this worker has a part of `role`."""
+        """True if this worker holds a part of `role`."""
         return self.placement.grid(role) in self.places
 
     def place(self, role: str) -> Place:
-        """Where this worker is in the grid of `role`.
+        """Return this worker's position in the grid of `role`.
 
         Raises:
             KeyError: it has no part of it.
@@ -80,10 +80,10 @@ class World:
 
     @property
     def takes_trajectories(self) -> bool:
-        """Whether this rank receives trajectories, for its data-parallel copy of the actor."""
+        """True if this rank receives trajectories, for its data-parallel copy of the actor."""
         return self.worker in self.placement.actor.data_heads
 
     @property
     def publishes(self) -> bool:
-        """Whether this rank completes published weights, and sends them from its memory."""
+        """True if this rank completes published weights and sends them from its memory."""
         return self.worker == self.placement.actor.publisher

@@ -1,4 +1,4 @@
-"""Which ModelWorker is which, without torch: what each hosts, which take trajectories, which publishes.
+"""Assignment of roles, trajectories and publishing to ModelWorkers. Torch-free.
 
 The ranks of a role form a grid of pipeline stages x data-parallel copies x tensor slices, numbered row by row: the
 pipeline is the outermost axis, the tensor slices of one layer are neighbours, as `torch.distributed.init_device_mesh`
@@ -83,7 +83,7 @@ class WorkerGrid(Layout):
         return self.first + (coordinates.pipeline * self.data + coordinates.data) * self.tensor + coordinates.tensor
 
     def coordinates(self, worker: int) -> Coordinates:
-        """Where `worker` is.
+        """Return the coordinates of `worker` in the grid.
 
         Raises:
             ValueError: it is none of the grid's.
@@ -114,7 +114,7 @@ class WorkerGrid(Layout):
         return ModelShardID(role, place.data, place.tensor, place.pipeline)
 
     def routing_table(self, roles: Iterable[str]) -> RoutingTable:
-        """Where the shards of `roles` are, all of which are spread over this grid, and the data slots."""
+        """Return the workers of all shards of `roles`, which are spread over this grid, and of the data slots."""
         return Placement(dict.fromkeys((ACTOR, *roles), self)).routing_table()
 
 
@@ -163,10 +163,10 @@ class Placement:
         return tuple(self.grids)
 
     def shards_of(self, worker: int) -> tuple[ModelShardID, ...]:
-        """What `worker` hosts, in the order of the roles."""
+        """Return the shards that `worker` hosts, in the order of the roles."""
         return tuple(grid.shard(role, worker) for role, grid in self.grids.items() if worker in grid.members)
 
     def routing_table(self) -> RoutingTable:
-        """Where every shard and every data slot is."""
+        """Return the workers of every shard and of every data slot."""
         shards = {grid.shard(role, worker): worker for role, grid in self.grids.items() for worker in grid.members}
         return RoutingTable(shards, self.actor.data_heads)

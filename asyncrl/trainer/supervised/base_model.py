@@ -38,7 +38,9 @@ class BaseModelError(RuntimeError):
 
 
 def base_model_dir(config: SFTConfig) -> Path:
-    """Where the model of `config` is, or will be made: under its `fileroot` unless only the default cache has it."""
+    """Return the folder of the model of `config`, which need not exist: under its `fileroot`, unless only the default
+    cache has it.
+    """
     name = _name(config)
     folders = [Path(root).expanduser().resolve() / "models" / name for root in (config.fileroot, DEFAULT_FILEROOT)]
     return next((folder for folder in folders if _is_model(folder)), folders[0])

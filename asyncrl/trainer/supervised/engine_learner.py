@@ -159,7 +159,7 @@ class EngineLearner:
 
 
 def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentConfig:
-    """What the engines are told of `config`: they know the settings of RL experiments."""
+    """Translate `config` into the settings of an RL experiment, which are the ones that the engines read."""
     told = ExperimentConfig(seed=config.seed, total_train_steps=total)
     told.model.path, told.model.lora = str(model), replace(config.model.lora, publish=LoraPublish.adapter)
     told.trainer.parallel, told.trainer.device = config.trainer.parallel, config.device

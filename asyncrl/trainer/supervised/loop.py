@@ -124,7 +124,7 @@ def held_out_of(config: SFTConfig) -> DemonstrationDataset | None:
 
 
 def demonstration_format(config: SFTConfig, tokenizer: ChatTokenizer) -> DemonstrationFormat:
-    """How rows become demonstrations.
+    """Return the format that turns rows into demonstrations.
 
     Raises:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
@@ -192,7 +192,9 @@ class _Run(NamedTuple):
     save: Callable[[dict[str, bytes]], None]
     """Makes the folder of the model that was trained, with these files beside it, by name."""
     rows: Path | None
-    """Where the rows of its steps are kept while it runs; None: nowhere, or another rank does."""
+    """File that keeps the metrics of the steps while the training runs; None if they are not kept, or another rank
+    keeps them.
+    """
 
 
 @contextmanager
@@ -268,7 +270,7 @@ def _both(first: ProgressCallback, second: ProgressCallback) -> ProgressCallback
 def _records(
     config: SFTConfig, steps: Sequence[int], loss: float, started: float, measured: Sequence[Mapping[str, Any]]
 ) -> dict[str, bytes]:
-    """What lies beside the model: how it was made, and a line for each step."""
+    """Return the files beside the model: the record of its training, and a line for each step."""
     record = {
         "seed": config.seed,
         "steps": steps,

@@ -24,7 +24,7 @@ from asyncrl.trainer.supervised.engine_learner import engine_settings
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 END_S = 10.0
-"""How long the other ranks are waited for, once the first one is done."""
+"""Time limit in seconds for the other ranks to end after the first one is done."""
 
 
 @contextmanager

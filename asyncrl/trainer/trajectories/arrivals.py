@@ -1,4 +1,4 @@
-"""What a trajectory has to be before a ModelWorker takes it in, beyond what the codec checks of any.
+"""Validate a trajectory when it arrives at a ModelWorker, beyond the checks of the codec.
 
 Its sender is one of the run, but user code made it, and a process of another state of the run may still send. A token
 outside the vocabulary would end the rank in an index error, a version that no server was ever given would make the
@@ -66,8 +66,9 @@ class ArrivalCheck:
 
 
 def routing_fault(trajectory: Trajectory, shape: RoutingShape) -> str | None:
-    """What is wrong with the experts that `trajectory` tells; None where every token that the model is fed to compute
-    what it generated has experts that there are.
+    """Return the fault of the expert choices in `trajectory`; None if they are complete.
+
+    They are complete if every token that the model must read to compute the generated ones has experts that exist.
     """
     columns = trajectory.columns
     routing = columns.routing

@@ -60,7 +60,7 @@ class Inbox:
         self._held: dict[str, Trajectory | None] = {}  # None: it is spilled
         self._records: dict[str, RolloutRecord] = {}  # of all that is held
         self.bytes_held = 0
-        """Of the tokens in memory."""
+        """Bytes of the tokens in memory."""
         self._unacknowledged: list[tuple[int, RolloutRecord]] = []
         self._last = 0
         self._closed = False
@@ -127,7 +127,7 @@ class Inbox:
                 self._tell(record)
 
     def arrived_after(self, cursor: int) -> int:
-        """How many rollouts a poll would tell."""
+        """Return the number of rollouts that a poll after `cursor` would return."""
         with self._room:
             return len(self._unacknowledged) - bisect_right(self._unacknowledged, cursor, key=itemgetter(0))
 
@@ -176,7 +176,7 @@ def bytes_of(trajectory: Trajectory) -> int:
 
 
 def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = False) -> RolloutRecord:
-    """What the master gets to know of a trajectory that data-parallel head `head` holds."""
+    """Return the metadata that the master receives of a trajectory held by data-parallel head `head`."""
     columns = trajectory.columns
     generated = columns.loss_mask.astype(bool)
     versions, counts = np.unique(columns.versions[generated], return_counts=True)

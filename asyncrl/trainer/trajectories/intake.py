@@ -114,7 +114,7 @@ class Intake:
             raise
 
     async def poll(self, request: PollBuffer) -> PolledBuffer:
-        """What arrived after the poll's cursor, once there is something. For the request server's loop."""
+        """Wait for rollouts after the poll's cursor and return them. Runs on the request server's loop."""
         with suppress(TimeoutError):
             async with asyncio.timeout(request.timeout_s):
                 await self._arrived(request.cursor, 1)

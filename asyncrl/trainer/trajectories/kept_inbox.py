@@ -57,7 +57,8 @@ class KeptInbox:
         self._lock = threading.Lock()
 
     def read(self) -> Iterator[Trajectory]:
-        """What a predecessor kept, in the order of arrival. A file that its death cut off is removed.
+        """Yield the trajectories that a predecessor kept, in order of arrival. Remove a file that the predecessor did
+        not finish.
 
         Raises:
             KeptTrajectoryDamaged: a file was changed.

@@ -9,7 +9,7 @@ from asyncrl.comm.http import HttpRefused, JsonHttp
 from asyncrl.weights.staging.messages import SameCodeReply, SameCodeRequest, StageReply, StageRequest
 
 HOLD_S = 10.0
-"""So long a server holds a request for what is on its way."""
+"""Longest time in seconds that a server holds a request for a folder that is on its way."""
 _MARGIN_S = 10.0
 _COMPARING_S = 60.0
 SOURCE_FAILED = HTTPStatus.BAD_GATEWAY
@@ -36,7 +36,7 @@ class StagingClient:
                 return reply
 
     async def code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
-        """Of modules with these checksums of their sources, those that are not the same on that host, with why.
+        """Return the modules whose source on that host differs from these checksums, with the reason for each.
 
         Raises:
             HttpError: it does not say.
@@ -49,5 +49,7 @@ class StagingClient:
 
 
 def source_failed(error: Exception) -> bool:
-    """Whether what `StagingClient.stage` raised was the fault of the source, not of the host that was asked."""
+    """True if the source of a folder caused the error that `StagingClient.stage` raised; False if the requested host
+    did.
+    """
     return isinstance(error, HttpRefused) and error.status == SOURCE_FAILED

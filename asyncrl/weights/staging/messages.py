@@ -1,4 +1,4 @@
-"""What is asked of a staging server, and what it answers.
+"""Requests to a staging server, and its replies.
 
 Folders are called by the same name on every host: `model`, the initial one, `v<N>`, a version of the actor, and
 `inputs`, what RolloutWorkers read from files.
@@ -27,7 +27,7 @@ def version_folder(version: int) -> str:
 
 
 def is_folder(name: str) -> bool:
-    """Whether `name` is that of a folder."""
+    """True if `name` is the name of a folder."""
     return _FOLDER.fullmatch(name) is not None
 
 
@@ -66,7 +66,7 @@ class SameCodeReply(Struct, frozen=True):
 
 
 class StageReply(Struct, frozen=True):
-    """Where the folder is on this host, and the checksum of its manifest; not `done` while it is on its way."""
+    """Path of the folder on this host and checksum of its manifest; `done` is False while the folder is on its way."""
 
     done: bool
     path: str = ""

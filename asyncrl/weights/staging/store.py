@@ -73,7 +73,7 @@ class Store:
         return self._copies.get(folder)
 
     def stage(self, request: StageRequest) -> asyncio.Task[Copy]:
-        """What has the folder once it has ended; the same for all who ask for the same while it is on its way.
+        """Return the task that fetches the folder. Requests for the same folder share one task while it runs.
 
         It raises SourceFailed, ManifestError, or OSError; see `fetch_folder` and `verify`.
         """
@@ -145,7 +145,7 @@ class Store:
             await asyncio.to_thread(atomic_dir.remove, self._root / folder)
 
     def _ended(self, key: Key, done: asyncio.Task[Copy]) -> None:
-        """Who waited has it, or its failure; who asks from now on asks anew."""
+        """Forget a finished task: later requests for the folder start a new one."""
         del self._coming[key]
         if not done.cancelled():
             done.exception()  # it may be that nobody waited just then
@@ -156,7 +156,7 @@ def _copy_at(path: Path) -> Copy:
 
 
 def _whole_copy_at(path: Path) -> Copy | None:
-    """What a server before this one fetched; None where that is not whole."""
+    """Return the copy that an earlier server of this host fetched; None if it is not complete."""
     try:
         verify(path)
     except ManifestError:

@@ -1,4 +1,4 @@
-"""What the transports from the trainer's memory into running SGLang servers share (`tensor`, `distributed`).
+"""Common parts of the transports from the trainer's memory into running SGLang servers (`tensor`, `distributed`).
 
     manager ── send_weights(server, version) ──▶ publishing ModelWorker ── weights in buckets ──▶ server
 
@@ -63,7 +63,9 @@ class MemoryTransport(WeightTransport):
 
     @abstractmethod
     def check_distance(self, url: str, host: str) -> Iterator[str]:
-        """What is wrong with a server at `url`, which is not on the trainer's machine `host`."""
+        """Yield an error message if the transport cannot reach a server at `url` that is not on the trainer's machine
+        `host`.
+        """
 
     @abstractmethod
     def connection(

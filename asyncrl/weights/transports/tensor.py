@@ -27,7 +27,7 @@ _sharing = threading.Lock()  # the sharing strategy is the process's, and a tens
 
 
 class TensorTransport(MemoryTransport):
-    """See the module's docstring."""
+    """Sends weights by shared memory to servers on the trainer's machine."""
 
     def check_distance(self, url: str, host: str) -> Iterator[str]:
         """Memory is shared on one machine only."""
@@ -54,7 +54,7 @@ class SharedMemoryConnection(ServerConnection):
 
 
 def _shared_handle(bucket: NamedTensors) -> str:
-    """What another process of this host needs to map the tensors; valid as long as they live."""
+    """Return the handle by which another process of this host maps the tensors; valid as long as the tensors live."""
     import torch.multiprocessing
 
     with _sharing:

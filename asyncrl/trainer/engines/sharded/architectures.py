@@ -1,4 +1,4 @@
-"""Which architectures are cut into tensor slices and pipeline stages: those that a test has shown to be computed right.
+"""Architectures that may be cut into tensor slices and pipeline stages: those for which a test shows correct results.
 
 How a trunk can be cut lies in its code: whether each step of a layer works on a slice, whether the trunk does something
 to its input embeddings that a later stage must not do again. A wrong cut is as silent as any other wrong number. So an

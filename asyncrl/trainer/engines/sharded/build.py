@@ -49,7 +49,7 @@ _TRUNK = "trunk."
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """How a role's model is spread and held.
+    """Plan of how a role's model is spread over ranks and stored.
 
     Attributes:
         mesh: of all ranks, with the axes `asyncrl.trainer.parallel.place.MESH_AXES`.
@@ -76,7 +76,7 @@ class BuildPlan:
 
     @property
     def stage(self) -> StagePlace:
-        """Which pipeline stage this rank has."""
+        """The pipeline stage of this rank."""
         pipeline = self.mesh["pipeline"]
         return StagePlace(pipeline.get_local_rank(), pipeline.size())
 

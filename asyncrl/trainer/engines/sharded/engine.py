@@ -55,7 +55,7 @@ Finish = Callable[[MicroBatch, Outputs], Tensor]
 
 
 class ShardedEngine(RoleEngine[ShardedAdamW]):
-    """What policies and value models share: a stage, its neighbours, its optimizer where it is trained.
+    """Base of the sharded policy and value engines: a stage, its neighbours, and its optimizer if it is trained.
 
     Args:
         neighbours: this rank's pipeline; None where there is one stage.
@@ -126,7 +126,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         )
 
     def _fillers(self, number: int) -> list[MicroBatch]:
-        """What this rank runs beyond its own `number` micro-batches, as another data-parallel rank has more."""
+        """Return empty micro-batches for this rank if another data-parallel rank has more than its `number`."""
         most = int(self._place.data.all_reduce_max(torch.tensor([number])))
         if most == number:
             return []

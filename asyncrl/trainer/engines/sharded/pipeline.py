@@ -118,7 +118,9 @@ class Pipeline:
     def _run_forward(
         self, micro_batch: MicroBatch, finish: Callable[[MicroBatch, Outputs], Tensor]
     ) -> tuple[Tensor | None, Tensor]:
-        """What came in, and the hidden states that go on, or the loss."""
+        """Run one forward pass. Return the received hidden states (None on the first stage), and the hidden states to
+        send or the loss.
+        """
         neighbours, hidden = self.neighbours, None
         if neighbours.stage > 0:
             rows, width = micro_batch.model_inputs["input_ids"].shape
@@ -158,7 +160,9 @@ class Backward:
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Iterator[Forward | Backward]:
-    """What `stage` of `stages` does, in order; both passes of every micro-batch, in ascending order each."""
+    """Yield the passes of `stage` in the order of their execution; forward and backward passes each in ascending order
+    of micro-batches.
+    """
     ahead = min(stages - 1 - stage, micro_batches)
     yield from map(Forward, range(ahead))
     for index in range(micro_batches):

@@ -25,24 +25,24 @@ from asyncrl.trainer.model.scoring import EntropyMode, LogitsOf, token_logprobs
 from asyncrl.trainer.parallel.layout import stage_layers
 
 EMBEDDING, NORM, LAYERS = "embed_tokens", "norm", "layers"
-"""What a trunk must be made of to be cut into stages: transformers' names in nearly all decoders."""
+"""Parts that a trunk must have to be cut into stages: transformers' names in nearly all decoders."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Which stage of how many; `alone` where the model is not cut."""
+    """Index of a stage and number of stages; one stage is a model that is not cut."""
 
     index: int = 0
     stages: int = 1
 
     @property
     def first(self) -> bool:
-        """Whether it has the input embedding."""
+        """True if the stage has the input embedding."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether it has the final norm and the head."""
+        """True if the stage has the final norm and the head."""
         return self.index == self.stages - 1
 
     def layers(self, total: int) -> range:
@@ -110,7 +110,7 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
-        """What the last stage makes of the trunk's output, [rows * width, H]."""
+        """Compute the last stage's outputs from the trunk's output, [rows * width, H]."""
 
 
 class PolicyStage(Stage):
