@@ -15,7 +15,7 @@ from asyncrl.runtime.waiting import StopRequested, or_stop
 from asyncrl.runtime.worker import AsyncWorker
 
 VERSION = 0
-"""The policy version of a model that nobody trains."""
+"""The policy version of a model that is not trained."""
 
 
 class EvaluationMaster(AsyncWorker):
