@@ -41,9 +41,9 @@ hypothesis.settings.load_profile("asyncrl")
 
 SHARED_MEMORY = Path("/dev/shm")
 LIMIT_S = 300.0
-"""Of waits for what must come: it is there to end a hang, not to measure how fast a machine is."""
+"""Time limit in seconds of waits for what must come: it ends a hang, and does not measure how fast a machine is."""
 GONE_S = 120.0
-"""Of waits for what must go: a process that has ended, its last words, its memory."""
+"""Time limit in seconds of waits for what must go: a process that has ended, its last words, its memory."""
 _STEP = re.compile(r"step (\d+)/")
 
 SETTINGS: dict[str, Any] = {
@@ -132,7 +132,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def skip_lines(skipped: Iterable[pytest.TestReport | pytest.CollectReport]) -> list[str]:
-    """How many tests were skipped, why, and how to include them; a line per reason."""
+    """Return a line for each reason for skipped tests: their number, the reason, and how to include them."""
     counts: Counter[tuple[str, str]] = Counter()
     for report in skipped:
         _, _, reason = cast(tuple[str, int, str], report.longrepr)
@@ -371,7 +371,7 @@ class Run:
         return found[0]
 
     def survivors(self) -> list[str]:
-        """What still runs of all processes seen; each has a moment to end."""
+        """Return the processes that still run of all that were seen; each has a moment to end."""
         _poll(lambda: not any(map(_runs, self.seen.values())), GONE_S)
         return [f"{process.pid} {_title(process)}" for process in self.seen.values() if _runs(process)]
 
@@ -481,7 +481,7 @@ StartRun = Callable[..., Run]
 
 @pytest.fixture(scope="session")
 def template() -> Iterator[Template | None]:
-    """What the processes of runs are forked from; None: they import all that they need themselves."""
+    """Yield the template from which the processes of runs are forked; None if they import everything themselves."""
     if sys.platform != "linux" or os.environ.get("ASYNCRL_COLD_TESTS"):
         yield None
         return

@@ -61,7 +61,7 @@ class EtcdCluster:
         return " ".join(self.members)
 
     def access(self, **others: str) -> EtcdAccess:
-        """How it is reached, but for the login."""
+        """Return the access to the cluster, without the login."""
         return EtcdAccess.at(self.address, **(self.files() | others))
 
     def files(self) -> dict[str, str]:
@@ -117,7 +117,7 @@ class EtcdCluster:
         raise AssertionError("nobody leads")
 
     def revision(self) -> int:
-        """How many changes there were."""
+        """Return the number of changes so far."""
         return int(self._ask("MaintenanceStub", "Status", "StatusRequest").header.revision)
 
     def compact(self) -> None:

@@ -63,9 +63,9 @@ PRELOADED = (
     "asyncrl.rollout.process",
     "asyncrl.trainer.process",
 )
-"""What the processes of a run import, one or the other."""
+"""Modules that the processes of a run import, one or the other."""
 MODULES = ("asyncrl.launch", "asyncrl.rollout.rehearsal", "asyncrl.runtime.main", "asyncrl.trainer.supervised")
-"""What is forked, beside keepers, where a launcher starts it."""
+"""Modules that are forked, beside keepers, where a launcher starts them."""
 _TITLE_SPACE = "-" * 400  # an argument, over which processes write their titles
 _ENVIRONMENT_SPACE = 64 * 1024  # bytes, over which processes write their environments
 _SUBREAPER = 36

@@ -1,4 +1,4 @@
-"""Which rollouts start, and when: the calls that wait at the gate, answered as there is room.
+"""Admit rollouts: answer the calls that wait at the gate, in turn, as there is room.
 
 A call brings ids, one for each rollout that its worker has room for. The gate says how many rollouts may start, the
 prompt queue which prompts they play. Calls that wait are served one rollout at a time in turn, so that what comes at
@@ -85,7 +85,7 @@ class Admission:
         clock: Callable[[], float],
     ) -> None:
         self.curriculum: Curriculum | None = None
-        """What rests by it is left out."""
+        """Prompts that the curriculum lets rest are left out; None if there is no curriculum."""
         self.calls = WaitingCalls()
         self._rollouts, self._gate = rollouts, rollouts.gate
         self._place, self._apply, self._first = place, apply, first
@@ -130,7 +130,7 @@ class Admission:
         return m.AllocateReply(waiting.granted, self._gate.version, self._gate.closed, gone)
 
     def was_given_up(self, rollout_id: str) -> bool:
-        """Whether the rollout was granted, and given up before its worker knew.
+        """True if the rollout was admitted, and dropped before its worker knew of it.
 
         Raises:
             BadRequest: it was seen to its end.

@@ -28,15 +28,19 @@ from asyncrl.runtime.stopping import CLOSE_LIMIT_S
 CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""
 RETRY_S = 120.0
-"""How long a call is repeated: a pause of a minute, of the manager or of this process, must not look like its end."""
+"""Time limit in seconds for repeating a call. A pause of a minute, of the manager or of this process, must not look
+like the manager's end.
+"""
 TELL_WITHIN_S = 0.05
-"""How long what ended waits for a call to travel with. The gate has no more room for it, as it is to be trained, so
-there is no hurry; the call for the next rollout mostly follows at once."""
+"""Longest time in seconds that the report of an end waits for a call to travel with. A rollout that is to be trained
+makes no room at the gate, so its report is not urgent; the call for the next rollout mostly follows at once.
+"""
 MAKES_ROOM_WITHIN_S = 0.01
-"""How long a rollout that was dropped waits for one."""
+"""Longest time in seconds that the report of a dropped rollout waits for a call to travel with."""
 ROUTE_LIFE_S = 0.2
-"""How long the server that came with an admission may be used unasked: an agent that begins at once needs less."""
-"""How long `close` waits for what is still to be told; a manager that is gone must not hold up its clients' end."""
+"""Time in seconds for which the server that came with an admission may be used without a new request. An agent that
+begins at once needs less.
+"""
 _BACKOFF = Backoff(0.05, 2.0)
 
 _log = logging.getLogger(__name__)
@@ -50,8 +54,8 @@ class ManagerGone(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GateStatus:
-    """What the manager tells of itself: seconds in which the gate let no rollout run so far, versions that servers
-    serve or load, and the rollouts dropped so far by reason.
+    """State of the manager: seconds in which the gate let no rollout run so far, versions that servers serve or load,
+    and the number of rollouts dropped so far by reason.
     """
 
     idle_s: float = 0.0
@@ -61,7 +65,7 @@ class GateStatus:
 
 @dataclass(slots=True)
 class _Pending:
-    """What ended and the manager does not know yet: request ids, and rollouts."""
+    """Ends that the manager does not know yet: request ids, and rollouts."""
 
     released: list[str] = field(default_factory=list)
     finished: list[m.FinishedRollout] = field(default_factory=list)
@@ -326,7 +330,7 @@ class ManagerClient:
 
 
 def _waits_s(ended: m.FinishedRollout) -> float:
-    """How long it may wait for a call to travel with."""
+    """Return the seconds that the report of this end may wait for a call to travel with."""
     if ended.success is not None:  # by it a curriculum decides which prompts rest, as soon as the next is asked for
         return 0.0
     return TELL_WITHIN_S if ended.accepted else MAKES_ROOM_WITHIN_S

@@ -52,7 +52,7 @@ class ManagerHttp(HttpServer):
 
 
 def answering(verb: Verb) -> Handler:
-    """What answers requests of the verb; what is no such request is `Refused`."""
+    """Build the HTTP handler of the verb. A body that is not a valid request is answered with `Refused`."""
     kind, handler = verb
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(kind)
 

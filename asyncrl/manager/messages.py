@@ -56,7 +56,7 @@ class Done(Message, frozen=True):
 
 
 class RequestSize(Message, frozen=True):
-    """What a request for `n` continuations of at most `max_new_tokens` each will ask of a server."""
+    """Size of a request to a server for `n` continuations of at most `max_new_tokens` tokens each."""
 
     prompt_tokens: Count
     max_new_tokens: Count
@@ -124,7 +124,7 @@ class WorkerRequest(Message, frozen=True, kw_only=True):
 
 
 class FinishRequest(WorkerRequest, frozen=True):
-    """What ended, where no other call tells it."""
+    """Report of ended requests and rollouts, sent if no other call carries it."""
 
 
 class AllocateRequest(WorkerRequest, frozen=True, kw_only=True):
@@ -156,7 +156,7 @@ class GrantedRollout(Message, frozen=True):
 
 
 class AllocateReply(Message, frozen=True):
-    """What is to be played, under a prefix of the ids, and the served version.
+    """Admitted rollouts with their prompts, under a prefix of the request's ids, and the served version.
 
     `closed`: no rollout will start any more. `gone`: those of the ids that will not start. They were granted once, in
     a reply that came late or never, and given up since.
@@ -176,7 +176,7 @@ class ScheduleRequest(WorkerRequest, frozen=True, kw_only=True):
 
 
 class ScheduledRequest(Message, frozen=True):
-    """Where a request goes: the server's index, URL and version."""
+    """Server of a request: its index, URL and version."""
 
     request_id: str
     server: int
@@ -263,7 +263,7 @@ class GateBooks(Message, frozen=True):
 
     @property
     def balanced(self) -> bool:
-        """Whether every submitted rollout is accounted for."""
+        """True if every submitted rollout is accounted for."""
         left = self.trained + sum(self.dropped.values()) + self.abandoned
         return self.submitted == left + self.running + self.finished_untrained
 

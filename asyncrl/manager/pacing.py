@@ -45,10 +45,11 @@ from numpy.typing import NDArray
 START_MARGIN = 0.5
 LEAST_MARGIN = 0.1
 LARGEST_RISE = 0.25
-"""Of the margin at one step, in batches; all of them in batches."""
+"""Largest rise of the margin at one step, in batches; all margins are in batches."""
 DECAY = 0.005
-"""What the margin falls by at each step, so that it finds the least that suffices; also the share of a step's time that
-is waited for data in the long run."""
+"""Decrease of the margin at each step, so that it finds the smallest margin that suffices. It is also the share of a
+step's time that is spent waiting for data in the long run.
+"""
 DRAIN = 0.25
 STANDING_STEPS = 8
 DURATIONS_KEPT = 16
@@ -84,7 +85,7 @@ class DeadlinePacing:
 
     @property
     def training(self) -> bool:
-        """Whether a step is under way, as far as one can tell from counts: its batch is among the finished."""
+        """True if a train step is running, judged by counts: its batch is among the finished rollouts."""
         return self._asked_at is None
 
     def started(self, rollout_id: str, now: float) -> None:
@@ -147,7 +148,9 @@ class DeadlinePacing:
         self.margin = min(max(self.margin + min(LARGEST_RISE, waited) - fall, LEAST_MARGIN), self._most)
 
     def _refresh(self, now: float) -> None:
-        """What is wanted at the horizon beyond what runs, before what is finished."""
+        """Recompute the number of rollouts wanted at the horizon beyond those that run, before finished ones are
+        subtracted.
+        """
         known, horizon, step = self._sorted, self._horizon, self._step_s
         ages = now - np.fromiter(self._started.values(), np.float64, len(self._started))
         before, by = self._share_by(ages), self._share_by(ages + horizon)
@@ -159,7 +162,7 @@ class DeadlinePacing:
         return np.searchsorted(self._sorted, durations, side="right") / len(self._sorted)
 
     def _share_in_time(self) -> float:
-        """Of rollouts that start now, how many are kept and there at the horizon."""
+        """Return the share of rollouts starting now that are kept and finished at the horizon."""
         if not len(self._sorted):
             return self._share_kept
         return self._share_kept * float(self._share_by(self._horizon))

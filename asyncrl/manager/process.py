@@ -49,14 +49,14 @@ from asyncrl.weights.staging.messages import INPUTS, MODEL
 from asyncrl.weights.transports.base import weight_transport
 
 DISCOVERY_INTERVAL_S = 0.25
-_GIVEN_UP = "%s is gone or silent: its rollouts are dropped, their prompts wait for any worker"
-"""How often it is looked which servers and workers there are; a death is noticed within this plus the lease."""
+"""Interval in seconds of the search for servers and workers. A death is noticed within this time plus the lease."""
 WATCH_S = 0.5
-"""How long a thread waits for a new version at a time; at most this long it outlives a stop."""
+"""Longest time in seconds that a thread waits for a new version at a time, and that it outlives a stop."""
+_GIVEN_UP = "%s is gone or silent: its rollouts are dropped, their prompts wait for any worker"
 
 
 class GserverManager(AsyncWorker):
-    """See the module's docstring."""
+    """Process of the staleness gate, the router and the weight updates."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
@@ -207,7 +207,7 @@ class GserverManager(AsyncWorker):
                 await self._take(Target(published.version, published.path))
 
     async def _next_value(self, key: str, last: str | None) -> str | None:
-        """What name resolution has under `key` as soon as it differs from `last`."""
+        """Wait until the value of `key` in name resolution differs from `last`, and return it."""
         while True:
             try:
                 return await asyncio.to_thread(self.resolver.watch, key, WATCH_S, last)

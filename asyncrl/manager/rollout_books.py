@@ -1,4 +1,4 @@
-"""What the manager must never forget: every rollout, and which prompts wait. A state machine of few inputs.
+"""State that the GserverManager must not lose: every rollout, and the prompts that wait. A state machine of few inputs.
 
 Gate, prompt queue, given-up prompts and the workers' incarnations change by the inputs below and by nothing else,
 without a clock. So the inputs, written down in order before anyone learns of their effects (`EventLog`), are the state:
@@ -203,7 +203,7 @@ class RolloutBooks:
         return given_up
 
     def next_for(self, worker: str) -> Turn | None:
-        """What `worker` is to play next; None where it has to play out what it has in hand before."""
+        """Return the prompt that `worker` plays next; None if it must first finish its running rollouts."""
         suspects = self.suspects
         if not suspects:
             return self.queue.peek()
@@ -225,7 +225,9 @@ class RolloutBooks:
 
     @property
     def awaits_ends(self) -> bool:
-        """Whether the trainer had a rollout whose worker, who has measured its prompt, is yet to tell that it ended."""
+        """True if a rollout has reached the trainer whose worker has measured its prompt and has not reported its end
+        yet.
+        """
         return bool(self._ends_awaited)
 
     def _restore(self, state: Remembered) -> None:

@@ -1,4 +1,4 @@
-"""What only the manager hears of, on its way to the master: each entry gets a number.
+"""Numbered log of events that only the manager sees, until the master has recorded them.
 
 The master names the last number that it has recorded, so a lost reply loses none, and what it has recorded is forgotten
 here. What became of rollouts goes this way into the run's ledger, in the same reply as the books, so that the two
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class LogState(Struct, Generic[T], frozen=True):
-    """What a `NumberedLog` holds."""
+    """State of a `NumberedLog`."""
 
     last_seq: int
     entries: list[T]

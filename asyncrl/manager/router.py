@@ -52,13 +52,13 @@ class ServerView:
     tokens: int = 0
 
     def may_have(self, min_version: int) -> bool:
-        """Whether it takes a request that wants this version or newer."""
+        """True if the server takes a request that needs this version or a newer one."""
         return self.routable and self.version >= min_version
 
 
 @dataclass(frozen=True, slots=True)
 class _Placement:
-    """Which request of which worker runs where."""
+    """A running request, its worker and its server."""
 
     request: RouteRequest
     worker: str
@@ -276,7 +276,7 @@ class Router:
         return view
 
     def _is_beyond_its_share(self, view: ServerView, request: RouteRequest) -> bool:
-        """Whether the server has too much of the load to get `request`, while others return."""
+        """True if the server has too much of the load to get `request` while other servers return."""
         if not self.returning:
             return False
         mean = (self._sequences + request.n) / (self._routable + self.returning)

@@ -103,7 +103,9 @@ class ManagerService:
         self._losses = LostServers()
 
     def verbs(self) -> dict[str, m.Verb]:
-        """What it answers: by path the request's type and the handler. A reply waits for its causes to be written."""
+        """Return the verbs that the manager answers: by path, the request's type and its handler. A reply waits until
+        its causes are written.
+        """
         verbs: dict[str, m.Verb] = {
             "/allocate_rollout": (m.AllocateRequest, self.allocate_rollout),
             "/schedule_request": (m.ScheduleRequest, self.schedule_request),
@@ -327,7 +329,7 @@ class ManagerService:
             raise m.BadRequest(f"$.incarnation: {request.incarnation} of {request.worker} is over, {newest} is there")
 
     def _is_over(self, request: m.WorkerRequest) -> bool:
-        """Whether another process is the worker by now."""
+        """True if another process has replaced the worker that sent the request."""
         return request.incarnation < self.rollouts.incarnations.get(request.worker, 0)
 
     def _finish(self, finished: m.FinishedRollout) -> None:
@@ -398,7 +400,7 @@ class LostServers:
         return len(self._losses)
 
     def add(self, url: str, servers: int) -> None:
-        """What is at `url` is lost; `servers` are there."""
+        """Record that the server at `url` is lost; `servers` is the number of servers that remain known."""
         self.seq += 1
         self._losses.pop(url, None)
         self._losses[url] = self.seq

@@ -120,8 +120,8 @@ LiveRow: TypeAlias = tuple[str, str, str, int, int, int, int, bool]
 
 
 class GateMemory(Struct, frozen=True):
-    """What a gate knows. `retired`: the rollouts that left, in that order, those that left the same way and one after
-    the other together; `lost`: those of them that may come back.
+    """State of a gate. `retired`: the rollouts that left, in that order; neighbours that left the same way form one
+    entry. `lost`: those of them that may come back.
     """
 
     version: int
@@ -282,7 +282,7 @@ class StalenessGate:
         return True
 
     def is_blocked(self, step: int) -> bool:
-        """Whether step `step` has to wait for a running rollout, so that none expires (module docstring).
+        """True if step `step` has to wait for a running rollout, so that none expires (module docstring).
 
         Looks at the versions of admission alone, a few more than η.
         """
@@ -306,12 +306,14 @@ class StalenessGate:
         return None if live is None or live.finished else live.version
 
     def outcome(self, rollout_id: str) -> str | None:
-        """How the rollout left, if that is remembered: `TRAINED`, `ABANDONED`, or why it was dropped."""
+        """Return how the rollout left, if that is remembered: `TRAINED`, `ABANDONED`, or the reason for which it was
+        dropped.
+        """
         retired = self._retired.get(rollout_id)
         return None if retired is None else retired.outcome
 
     def has_ended(self, rollout_id: str) -> bool:
-        """Whether the rollout finished or left the count, and will not come back."""
+        """True if the rollout finished or left the count, and will not come back."""
         live = self._live.get(rollout_id)
         if live is not None:
             return live.finished
@@ -329,7 +331,7 @@ class StalenessGate:
         return None if retired is None or retired.lost is None else retired.lost.ticket
 
     def is_live(self, rollout_id: str) -> bool:
-        """Whether the rollout runs, or is finished and not yet trained."""
+        """True if the rollout runs, or is finished and not yet trained."""
         return rollout_id in self._live
 
     @property

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 CRASH, KILL = 2, 1
-"""What a death counts against the suspect in hand."""
+"""Points that a death adds to the running suspect."""
 ALONE = 2 * CRASH
 """A suspect with so much against it is tried alone."""
 DROPPED = 3 * CRASH

@@ -50,13 +50,15 @@ from asyncrl.rollout.user_code import Plugins
 _log = logging.getLogger(__name__)
 
 ALLOCATE_WAIT_S = 5.0
-"""How long one call waits at the gate before the loop asks again."""
+"""Time in seconds that one call waits at the gate before the loop asks again."""
 MAX_ASKED = 64
 """Rollouts asked for in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
 GATHER_S = 0.01
-"""How long the loop, where it was full, waits after a rollout's end: those that end in one burst ask in one call."""
+"""Time in seconds that a loop that was full waits after a rollout's end, so that rollouts that end in one burst are
+replaced by one call.
+"""
 MAX_ATTEMPTS = 3
-"""Of an episode, and of a prompt."""
+"""Largest number of attempts of an episode, and of a prompt."""
 AFTERWARDS_S = 60.0
 """Beyond `rollout.rollout_timeout_s`, which ends the episodes: to score them, and to hand them over."""
 MAX_FAILURES_IN_A_ROW = 16

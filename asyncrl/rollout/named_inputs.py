@@ -95,7 +95,7 @@ def files_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterato
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
-    """What other hosts cannot find, each as `setting=value: what is wrong; what to do`."""
+    """Yield an error message for each setting that other hosts cannot find: `setting=value: problem; fix`."""
     commands = [(f"mcp[{number}].command", server.command) for number, server in enumerate(config.mcp)]
     started = [(name, path) for name, path in commands if "/" in path and is_file(path)]  # others are found on PATH
     for name, path in [*started, *files_in_args(config)]:

@@ -38,7 +38,7 @@ from asyncrl.weights.staging.client import StagingClient
 from asyncrl.weights.staging.messages import INPUTS, LAUNCHER_HOST
 
 MEMBERSHIP_INTERVAL_S = 1.0
-"""How often it is looked whether there are other training ranks."""
+"""Interval in seconds of the check for changed training ranks."""
 _SHOWN_MODULES = 5
 _BACKOFF = Backoff(0.2, 5.0)
 
@@ -47,7 +47,7 @@ class RolloutWorker(AsyncWorker):
     """Agents, environments and rewards, on the prompts that the GserverManager hands out."""
 
     trains: ClassVar[bool] = True
-    """Whether it has training prompts; else it evaluates alone."""
+    """True if the worker has training prompts; False if it only evaluates."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
@@ -102,7 +102,8 @@ class RolloutWorker(AsyncWorker):
         return plugins
 
     async def _have_inputs(self) -> Inputs | None:
-        """What this worker reads, once the host's staging server has it; None where it is read from where it lies.
+        """Wait until the host's staging server has this worker's input files; None if the worker reads them at their
+        own paths.
 
         Raises:
             ConfigError: a file is another one on this host.
@@ -134,7 +135,8 @@ class RolloutWorker(AsyncWorker):
             )
 
     async def _code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
-        """What the staging server on the launcher's host says of this host's code; one that died has a successor.
+        """Ask the staging server on the launcher's host for the differences to this host's code; if that server died,
+        its successor.
 
         Raises:
             HttpError: none answers within `system.start_timeout_s`.
@@ -216,7 +218,7 @@ class RolloutWorker(AsyncWorker):
 
     @property
     def _has_joined(self) -> bool:
-        """Whether it was added to the run that goes on."""
+        """True if the worker was added to a running run."""
         return self.index >= self.config.rollout.workers
 
     @property

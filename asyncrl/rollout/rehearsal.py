@@ -42,7 +42,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rehearsal found.
+    """Result of a rehearsal.
 
     Attributes:
         error: why the run would fail; None where it would not.
@@ -60,7 +60,7 @@ class Outcome:
 
     @classmethod
     def read(cls, folder: Path) -> Outcome | None:
-        """What the rehearsal in `folder` found; None if it did not end by itself."""
+        """Read the result of the rehearsal in `folder`; None if it did not end by itself."""
         file = folder / OUTCOME_FILE
         return cls(**json.loads(file.read_text())) if file.is_file() else None
 

@@ -89,7 +89,7 @@ def join(template: Template | None) -> Iterator[Callable[..., Joined]]:
 
 
 def status(run: Any) -> StatusReply:
-    """What the manager of `run` says."""
+    """Return the status of the manager of `run`."""
 
     async def ask() -> StatusReply:
         with open_resolver(read_run_config(run.run_dir), run.run_dir) as resolver:
@@ -104,7 +104,7 @@ def status(run: Any) -> StatusReply:
 
 
 def servers(run: Any) -> dict[int, ServerStatus]:
-    """What the manager of `run` says of each of its servers."""
+    """Return the status of each server of `run`, as its manager reports it."""
     return {server.index: server for server in status(run).servers}
 
 

@@ -50,7 +50,7 @@ def reward_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def oracle(tiny_model: Path, reward_path: str) -> list[StepReport]:
-    """What the reference loop reports, step by step."""
+    """Return the reports of the reference loop, step by step."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     trainer = ReferenceTrainer(

@@ -53,7 +53,7 @@ class Host:
 
     @property
     def inside(self) -> list[str]:
-        """What a command line begins with that is to run on this host."""
+        """Return the beginning of a command line that is to run on this host."""
         return ["nsenter", f"--net=/run/netns/{self.namespace}"]
 
 
@@ -180,7 +180,7 @@ def _tap(name: str) -> int:
 
 
 def _end_processes(namespace: str) -> None:
-    """What a test that failed has left there hears of no end, as its network is gone."""
+    """End the processes that a failed test left in the namespace; they notice no end, as their network is gone."""
     listed = subprocess.run(["ip", "netns", "pids", namespace], check=True, capture_output=True, text=True)
     for pid in map(int, listed.stdout.split()):
         with contextlib.suppress(ProcessLookupError):

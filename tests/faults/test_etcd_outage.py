@@ -116,7 +116,7 @@ def test_a_run_outlives_all_that_happens_to_etcd_and_a_trainer_that_is_cut_off(
 
 
 def command_lines(run: Run) -> list[str]:
-    """Of every process of the run, with its environment."""
+    """Return the command line of every process of the run, with its environment."""
     lines = []
     for process in [psutil.Process(run.process.pid), *run.remember_processes().values()]:
         with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has just ended

@@ -28,7 +28,7 @@ def saved_version(run: Any) -> int:
 
 
 def balanced(run: Any) -> bool:
-    """Whether the books were printed, and balance."""
+    """True if the books were printed and balance."""
     (line,) = [line for line in run.lines if line.startswith("books ")]
     return "submitted" in line and "≠" not in line
 

@@ -210,7 +210,7 @@ def _suits(seed: int, easy: set[int]) -> bool:
 
 
 def mixed_sources(folder: Path) -> list[str]:
-    """Of each row of the mixture, its source."""
+    """Return the source of each row of the mixture."""
     names = ("easy", "hard")
     mixture = Mixture([FileDataset(path=str(folder / f"{name}.jsonl")) for name in names], (1.0, 3.0), names)
     return [mixture.row(index)["source"] for index in range(len(mixture))]

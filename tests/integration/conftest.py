@@ -85,7 +85,7 @@ class FakeGenerationServer:
         await self._notify()
 
     async def interrupt(self) -> None:
-        """What runs is answered with what it has; what arrives is held until `go_on`."""
+        """Answer running requests with what they have, and hold new ones until `go_on`."""
         self.paused = True
         await self.abort_running()
 

@@ -52,7 +52,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class MemoryStore:
-    """What resolvers of one process share; `clock` gives seconds."""
+    """State that the resolvers of one process share; `clock` gives seconds."""
 
     clock: Callable[[], float] = time.monotonic
     entries: dict[str, _Entry] = field(default_factory=dict)

@@ -193,7 +193,7 @@ class Server:
         self.backend.hold.touch()
 
     def release(self) -> None:
-        """What is under way goes on to its end."""
+        """Let the running requests continue to their end."""
         self.backend.hold.unlink(missing_ok=True)
 
     async def start(self, tokens: int = ENDLESS, rid: str | None = None) -> Stream:
@@ -684,7 +684,7 @@ async def test_an_abort_in_the_queue_has_no_output_and_is_understood(
 
 
 async def load_of(server: Server) -> Json:
-    """How many requests run and wait, from where each engine says it."""
+    """Return the number of running and waiting requests, from where each engine reports it."""
     if server.backend.kind == "sglang":
         _, reply = await server.get("/v1/loads?include=core")
         loads: list[Json] = reply["loads"]

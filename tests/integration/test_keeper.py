@@ -500,7 +500,7 @@ class Detached:
         os.write(self._told, json.dumps(order._asdict()).encode() + b"\n")
 
     def line(self) -> int:
-        """What the program printed."""
+        """Return the next line that the program printed."""
         with os.fdopen(os.dup(self.printed)) as printed:
             return int(printed.readline())
 

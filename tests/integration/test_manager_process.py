@@ -54,7 +54,9 @@ from asyncrl.weights.shared_files import SharedFiles
 
 ROWS = 1000
 LIMIT_S = 60.0
-"""Of waits for what must come, and of what runs out where nobody is there: a machine may stand still for seconds."""
+"""Time limit in seconds of waits for what must come, and for leases without an owner: a machine may stand still for
+seconds.
+"""
 
 
 class Run:
@@ -71,7 +73,7 @@ class Run:
         self.clients: list[ManagerClient] = []
 
     def begin(self, used: Iterable[str] = (), **counted: Any) -> None:
-        """What the master announces once it knows where the run stands."""
+        """Announce the position of the run, as the master does."""
         state = write_data_state(self.dir, UsedPrompts(used), Curriculum(0.0, 1.0, 1))
         self.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state), **counted).encode())
 

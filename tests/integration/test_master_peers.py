@@ -1,4 +1,4 @@
-"""How the master reaches the other processes, over real sockets."""
+"""Connections of the master to the other processes, over real sockets."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ from asyncrl.weights.canary import read_canary
 from asyncrl.weights.manifest import verify
 
 LIMIT_S = 300.0
-"""Of waits for what must come, the start of a process that imports torch among it."""
+"""Time limit in seconds of waits for what must come, among it the start of a process that imports torch."""
 GROUPS, MINIBATCHES = 8, 2
 
 

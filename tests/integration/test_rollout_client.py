@@ -29,7 +29,7 @@ from asyncrl.rollout.drafts import Draft
 from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient
 
 LIMIT_S = 600.0
-"""Of a request: longer than any test, but where the test sets the clock forward."""
+"""Time limit of a request in seconds: longer than any test, unless the test sets the clock forward."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def request_of(n: int = 2, tokens: int = 6, stop: tuple[int, ...] = (), name: st
 
 
 async def answers(server: Any, request: GenerationRequest) -> list[list[int]]:
-    """What an uninterrupted server says to `request`."""
+    """Return the answer of an uninterrupted server to `request`."""
     async with client_of(FixedManager(server)) as client:
         result = await client.generate(request)
     return [completion.token_ids for completion in result.completions]

@@ -25,7 +25,7 @@ from ..ports import free_ports
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[RolloutWorker]:
-    """Of a run whose staging server has died: its name leads nowhere."""
+    """Yield a worker of a run whose staging server has died: its name leads nowhere."""
     config = ExperimentConfig()
     config.system.encrypt = False
     write_run_config(config, tmp_path)

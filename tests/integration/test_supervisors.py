@@ -1,4 +1,6 @@
-"""What starts a run again on its host: the systemd unit is well-formed, the Slurm job is requeued when it has to be."""
+"""Supervisors that start a run again on its host: the systemd unit is well-formed, the Slurm job is requeued when it
+has to be.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ sys.exit(int(os.environ["CODE"]))
 
 
 def environment_of(tmp_path: Path, code: int) -> dict[str, str]:
-    """Of a job whose launcher ends with `code`; what it tells Slurm is in the file `told`."""
+    """Return the environment of a job whose launcher ends with `code`; the file `told` has what it tells Slurm."""
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     python, scontrol = tmp_path / "python", tmp_path / "scontrol"
     python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path / "launcher.py"} "$@"\n')

@@ -52,7 +52,7 @@ def launcher_of(config: ExperimentConfig) -> Launcher:
 
 
 def dead_holder(config: ExperimentConfig) -> names.TrialHolder:
-    """What a launcher that has ended said of itself."""
+    """Return the holder that a launcher, ended by now, wrote of itself."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         pass
     claim = TrialClaim.take(config)

@@ -246,7 +246,7 @@ def as_frames(frames: Sequence[Any]) -> bytes:
 
 
 def run(call: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns that waits for nothing."""
+    """Return the result of a coroutine that waits for nothing."""
     try:
         call.send(None)
     except StopIteration as done:
@@ -255,7 +255,7 @@ def run(call: Coroutine[Any, Any, Any]) -> Any:
 
 
 def as_text(data: bytes) -> str:
-    """What a file opened as text may hold."""
+    """Return the text of `data` as a file opened as text may hold it."""
     return data.decode(errors="replace")
 
 
@@ -627,7 +627,7 @@ FOUND: list[tuple[str, bytes]] = [
     ("JSON lines", DEEP_JSON + b"\n"),
     ("/chat/completions", with_value(js({"model": "policy", "messages": CHAT}), b'{\\"a\\": 1}', DEEP_JSON)),
 ]
-"""What ended otherwise once."""
+"""Inputs that once ended in another error."""
 
 
 @pytest.mark.parametrize(("name", "data"), FOUND, ids=[f"{name}-{number}" for number, (name, _) in enumerate(FOUND)])

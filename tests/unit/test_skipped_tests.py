@@ -1,4 +1,4 @@
-"""What the test command says of the tests that it left out."""
+"""The test command reports the tests that it left out."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ COUNT: Final = Surface(
 
 
 class Messages:
-    """See the module's docstring."""
+    """Reader and writer of Anthropic's messages API."""
 
     def read(self, body: bytes) -> Call:
         asked = SURFACE.read(body)

@@ -142,7 +142,7 @@ class _Message(msgspec.Struct):
 
 
 class ChatCompletions:
-    """See the module's docstring."""
+    """Reader and writer of OpenAI's chat completions API."""
 
     def read(self, body: bytes) -> Call:
         return call_of(SURFACE.read(body))

@@ -111,7 +111,7 @@ class _Asked:
 
 
 class Responses:
-    """See the module's docstring."""
+    """Reader and writer of OpenAI's responses API, for one session."""
 
     def __init__(self) -> None:
         self._said: dict[str, list[Message]] = {}

@@ -1,4 +1,4 @@
-"""What each generation server should do next, to get the newest weights on its own: decided without sockets or clocks.
+"""Decide for each generation server its next action on the way to the newest weights. No sockets, no clocks.
 
 States of a server::
 
@@ -59,13 +59,13 @@ _PAUSES: dict[UpdateMode, PauseMode] = {
 }
 
 BACKOFF = Backoff(0.5, 30.0)
-"""How long a server stays in quarantine."""
+"""Time in seconds that a server stays in quarantine; longer with each failure."""
 HEALTH_FAILURES_ALLOWED = 1
 """Failed health checks in a row after which a server is still served: a busy one may answer late."""
 
 
 class ServerState(StrEnum):
-    """Where a server is in its life; see the module's docstring."""
+    """State of a server; see the module's docstring."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -105,12 +105,12 @@ class BeginUpdate:
 
     @property
     def keeps_requests(self) -> bool:
-        """Whether what runs goes on by itself after the update."""
+        """True if running requests continue by themselves after the update."""
         return self.pause != PauseMode.abort
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether what runs goes on with the keys and values it has."""
+        """True if running requests continue with the keys and values that they have."""
         return self.pause == PauseMode.in_place
 
 
@@ -158,7 +158,7 @@ class ServerLife:
 
 @dataclass(slots=True)
 class _Leaving:
-    """How many servers may stop serving for an update now."""
+    """Number of servers that may stop serving for an update now."""
 
     places: int
     serving: int
@@ -167,7 +167,7 @@ class _Leaving:
     """Draining takes long: the last that serves waits for those under way."""
 
     def take_one(self) -> bool:
-        """Whether one more may; it then does."""
+        """Take a place for one more server that stops serving; False if there is none."""
         if self.places <= 0 or (self.spares_the_last and self.serving == 1 and self.under_way):
             return False
         self.places, self.serving, self.under_way = self.places - 1, self.serving - 1, self.under_way + 1
@@ -212,7 +212,7 @@ class FleetDecisions:
         return min((life.version for life in self._serving() if life.version is not None), default=None)
 
     def versions_in_use(self) -> set[int]:
-        """What servers serve or are brought to: these weights may be read."""
+        """Versions that servers serve or update to; their weights may still be read."""
         goals = {life.goal.version for life in self.servers if life.goal is not None}
         return goals | {life.version for life in self.servers if life.version is not None}
 
@@ -263,7 +263,9 @@ class FleetDecisions:
         return True
 
     def poll(self, now: float, running: Mapping[int, int]) -> list[Order]:
-        """What is to be done now. `running` counts the requests on each server; one not named has none."""
+        """Return the orders that are due now. `running` counts the requests on each server; a server that is missing
+        there has none.
+        """
         orders: list[Order] = [*self._given_up]
         self._given_up.clear()
         leaving = self._leaving()
@@ -325,7 +327,7 @@ class FleetDecisions:
         return True
 
     def expected_version(self, server: int, url: str) -> int | None:
-        """What the server has to name if it is asked now; None where nobody knows."""
+        """Return the version that the server must report if it is asked now; None if its version is unknown."""
         life = self._servers.get(server)
         return None if life is None or life.url != url else life.version
 
@@ -385,7 +387,7 @@ class FleetDecisions:
         return self.target if self._there is None else self._there.get(host_of(life.url))
 
     def _waits(self, life: ServerLife) -> bool:
-        """Whether it is quarantined until its host has weights."""
+        """True if the server is quarantined until its host has weights."""
         return life.state is ServerState.QUARANTINED and self.target is not None and self._target_of(life) is None
 
     def _leaving(self) -> _Leaving:

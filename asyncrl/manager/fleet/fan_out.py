@@ -1,4 +1,4 @@
-"""Who fetches a folder from whom, where hosts share none: decided without sockets or clocks.
+"""Decide which host fetches a folder from which other host, if hosts share no folder. No sockets, no clocks.
 
 The publisher's host, the origin, has what is published on its own disk. Every other host fetches it once, from any host
 that has it already, and is then a source itself. A host sends to at most `UPLOADS` others at a time, so with each round
@@ -31,8 +31,9 @@ from asyncrl.comm.backoff import Backoff
 from asyncrl.weights.staging.messages import LAUNCHER_HOST
 
 UPLOADS = 2
-"""Of a folder of 100 GB over 100 Gbit/s one takes 8 s alone and 16 s beside another; more at a time make no host sooner
-a source."""
+"""Number of copies that a host sends at a time. A folder of 100 GB over 100 Gbit/s takes 8 s alone and 16 s beside
+another one; with more at a time no host becomes a source sooner.
+"""
 ORIGIN = LAUNCHER_HOST
 """The host of the publisher."""
 _BACKOFF = Backoff(0.5, 30.0)
@@ -90,7 +91,7 @@ class FanOut:
             self._end_upload(gone.fetch)
 
     def poll(self, now: float) -> list[Fetch]:
-        """What is to begin now."""
+        """Return the fetches that start now."""
         orders = []
         for folder in self._wanted:
             sources = [
@@ -146,7 +147,7 @@ class FanOut:
         return min((time for time in times if time > now), default=None)
 
     def sends(self, host: int) -> frozenset[str]:
-        """What others fetch from this host now."""
+        """Return the folders that other hosts fetch from this host now."""
         return frozenset(self._hosts[host].sends)
 
     def _waiting(self, folder: str) -> Iterator[tuple[int, _Host]]:

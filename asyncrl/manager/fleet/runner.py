@@ -29,7 +29,7 @@ HEALTH_TIMEOUT_S = 5.0
 """`/ready` takes milliseconds; on a machine whose cores are all busy it has been seen to take a second."""
 _LONGEST_IDLE_S = 5.0
 UNKNOWN_VERSION = -1
-"""Of a server whose weights nobody knows; it gets no requests."""
+"""Version of a server whose weights are unknown; it gets no requests."""
 
 
 class WeightsChanged(HttpError):
@@ -113,7 +113,7 @@ class FleetRunner:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def status(self) -> list[ServerStatus]:
-        """What `/status` tells of each server."""
+        """Return the state of each server for `/status`."""
         views = {view.index: view for view in self._service.router.servers}
         return [
             ServerStatus(
@@ -201,7 +201,7 @@ class FleetRunner:
                     self._log.warning("generation server %d cannot be paused: %s", order.server, unpaused)
 
     def _end_late_check(self, server: int) -> None:
-        """What it would find is of weights that are about to be replaced."""
+        """Cancel a running late check of the server: the weights that it checks are about to be replaced."""
         if (check := self._late_checks.pop(server, None)) is not None:
             check.cancel()
 

@@ -25,7 +25,9 @@ _LONGEST_IDLE_S = 5.0
 
 @dataclass(slots=True)
 class _Folder:
-    """What is wanted on every host: where the publisher has it, and what its own host's staging server says of it."""
+    """Folder that every host needs: its path at the publisher, and what the staging server of the publisher's host
+    reports of it.
+    """
 
     published: str
     target: Target | None = None

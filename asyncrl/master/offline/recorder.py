@@ -33,7 +33,7 @@ LONGEST_WAIT_S = 2.0
 
 
 class Recorder(AsyncWorker):
-    """See the module's docstring."""
+    """Worker that stands in for the trainer and keeps rollouts as files."""
 
     stop_limit_s = None
 

@@ -1,4 +1,4 @@
-"""Which prompt comes when: the data order of a run, each prompt of an epoch exactly once.
+"""The data order of a run: the sequence of prompts, each prompt of an epoch exactly once.
 
 An epoch is a permutation of the dataset's rows that depends on (seed, epoch) alone. Laid end to end, the epochs give
 every prompt a global position, its *order* = epoch · num_rows + position in the epoch, and a name, `e<epoch>-<row>`.
@@ -44,7 +44,7 @@ class PromptRef:
 
 
 class DataOrder:
-    """Which prompt is where in the order, of a dataset of `num_rows` rows (at least 1) under `seed`."""
+    """Positions of the prompts in the order, of a dataset of `num_rows` rows (at least 1) under `seed`."""
 
     def __init__(self, num_rows: int, seed: int) -> None:
         if num_rows < 1:

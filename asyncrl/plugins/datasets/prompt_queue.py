@@ -26,7 +26,7 @@ from msgspec import Struct
 
 
 class Turn(NamedTuple):
-    """What is to be played: the prompt at `order` as its `attempt`, of whose tries so many have failed."""
+    """A prompt to play: the one at `order`, as its attempt number `attempt`, after `failures` failed attempts."""
 
     order: int
     attempt: int = 0
@@ -34,7 +34,9 @@ class Turn(NamedTuple):
 
 
 class QueueState(Struct, frozen=True, array_like=True):
-    """What waits, but for what is live: `used` are the orders to be remembered, `back` the prompts that wait again."""
+    """State of the queue without the live prompts: `used` are the orders to remember, `back` the prompts that wait
+    again.
+    """
 
     cursor: int
     used: list[int]
@@ -99,7 +101,9 @@ class PromptQueue:
         return turn
 
     def waiting(self, order: int) -> Turn | None:
-        """How the prompt at `order` waits to be tried again; None where it does not wait, or was never begun."""
+        """Return the prompt at `order` if it waits for another attempt; None if it does not wait, or was never
+        begun.
+        """
         tries = self.back.get(order)
         return None if tries is None else Turn(order, *tries)
 

@@ -22,14 +22,16 @@ from asyncrl.rollout.offload.processes import START_LIMIT_S
 
 
 def is_built_in(thing: object) -> bool:
-    """Whether the class or function `thing`, or the class of the instance, is one of asyncrl's own."""
+    """True if the class or function `thing`, or the class of the instance `thing`, is part of asyncrl."""
     module: str = getattr(thing, "__module__", None) or type(thing).__module__
     return module.partition(".")[0] == "asyncrl"
 
 
 @dataclass(frozen=True, slots=True)
 class AgentProcess:
-    """How an agent is made in a process: what names it, and the folder of its tokenizer; and its limit, in seconds."""
+    """Arguments to build an agent in a process: its name, the folder of its tokenizer, and its time limit in
+    seconds.
+    """
 
     target: Target
     model: str

@@ -30,7 +30,7 @@ from asyncrl.config.import_paths import load_plugin
 from asyncrl.rollout.offload.messages import LENGTH, MAKE, USE, Answer, Call, Reply, Target, packed
 
 LOAD = "load"
-"""Of a `Call`: only load its target."""
+"""Kind of a `Call` that only loads its target."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TRACEBACK_CHARS = 4000
 
@@ -97,7 +97,7 @@ class _Held:
         self._object = made
 
     def use(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the object's `method` returns."""
+        """Call the object's `method` and return its result."""
         value = getattr(self._object, method)(*args, **kwargs)
         if inspect.isawaitable(value):
             value = self._runner.run(_awaited(value))
@@ -179,7 +179,7 @@ def _text(error: BaseException) -> str:
 
 
 def _left_behind() -> bool:
-    """Whether the calls so far left processes behind; those that have ended are buried."""
+    """True if the calls so far left processes behind. Ended processes are reaped."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

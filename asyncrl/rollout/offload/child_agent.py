@@ -56,7 +56,7 @@ class ChildAgent:
         self._ask = ask
 
     def run(self, prompt: Mapping[str, Any]) -> dict[str, Any]:
-        """What the episode gave, as `outcome_of` reads it."""
+        """Run one episode and return its outcome in the form that `outcome_of` reads."""
         outcome = self._run(msgspec.convert(prompt, Prompt), _Env(self._ask), _Client(self._ask))
         if isinstance(outcome, Real):
             return {"reward": float(outcome)}
@@ -104,7 +104,7 @@ class _Client(_Asking):
 
 
 async def answer(env: Environment, client: ChatClient, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What the agent's process asked for: a method of its environment or of its client."""
+    """Answer a request of the agent's process: call a method of its environment or of its client."""
     if name in ("reset", "step"):
         return await getattr(env, name)(*args, **kwargs)
     if name == "generate":
@@ -120,7 +120,7 @@ async def answer(env: Environment, client: ChatClient, name: str, args: Sequence
 
 
 def outcome_of(raw: Mapping[str, Any]) -> float | list[Sample]:
-    """What `ChildAgent.run` gave."""
+    """Decode the outcome that `ChildAgent.run` returned."""
     if "reward" in raw:
         return float(raw["reward"])
     return [_sample_of(sample) for sample in raw["samples"]]

@@ -1,4 +1,4 @@
-"""How a call of users' code fails."""
+"""Errors of calls of users' code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from asyncrl.api import EpisodeError, EpisodeTimeout
 
 TOO_SLOW = "did not return in time"
-"""How a call fails that exceeds its time."""
+"""Description of the failure of a call that exceeds its time."""
 
 
 class UserCodeError(RuntimeError):
@@ -29,13 +29,15 @@ class UserCodeError(RuntimeError):
 
 
 def failed_label(error: BaseException | None) -> str | None:
-    """What users' code `error` is due to, looking through causes and groups; None if none is known."""
+    """Return the label of the users' code that caused `error`, looking through causes and groups; None if none is
+    known.
+    """
     failed = next((each for each in _behind(error) if isinstance(each, UserCodeError)), None)
     return None if failed is None else failed.label
 
 
 def group_failed_in(error: BaseException, agent: str, of_the_policy: Collection[BaseException]) -> str | None:
-    """What users' code a group failed in with `error`; None where the policy failed it.
+    """Return the label of the users' code in which a group failed with `error`; None if the policy failed it.
 
     Args:
         agent: named where no other code of users is known to have failed.
@@ -48,7 +50,8 @@ def group_failed_in(error: BaseException, agent: str, of_the_policy: Collection[
 
 
 def named_failure(error: BaseException, agent: str) -> str:
-    """How an episode that failed with `error` is counted: `env my.py:Game.step raised ValueError`.
+    """Return the name under which an episode that failed with `error` is counted: `env my.py:Game.step raised
+    ValueError`.
 
     Args:
         agent: named where no other code of users is known to have failed.

@@ -1,4 +1,4 @@
-"""What goes over the pipes between a RolloutWorker and its pool's processes: a length, then MessagePack.
+"""Messages over the pipes between a RolloutWorker and its pool's processes: a length, then MessagePack.
 
     4 bytes, little endian: length of what follows
     MessagePack of a `Call` or an `Answer` (to the process) or a `Reply` (from it)
@@ -17,7 +17,7 @@ import msgspec
 
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 16 << 20
-"""Of a call or a reply; a reward has no use for more."""
+"""Largest size of a call or a reply in bytes; a reward has no use for more."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -28,9 +28,9 @@ class Target(msgspec.Struct, frozen=True):
 
 
 MAKE, USE = "make", "use"
-"""Of a `Call`: make the process's object, an instance of `target` (with `arguments` an agent, else an environment); or
-use it: `arguments` are the method's name, its
-arguments and its keyword arguments."""
+"""Kinds of a `Call`. `make` builds the process's object, an instance of `target` (an agent with `arguments`, else an
+environment). `use` calls a method of it: `arguments` are the method's name, its arguments and its keyword arguments.
+"""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -56,7 +56,7 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the worker was asked for; or, where `error` is set, why there is none."""
+    """Answer of the worker to a question of the process; if `error` is set, the reason why there is no answer."""
 
     value: Any = None
     error: str = ""
@@ -66,7 +66,7 @@ _REPLY = msgspec.msgpack.Decoder(Reply)
 
 
 def decode_reply(data: bytes) -> Reply:
-    """What a process of the pool wrote.
+    """Decode a reply of a process of the pool.
 
     Raises:
         ValueError: it is no reply.
@@ -78,7 +78,7 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def plain(value: object) -> object:
-    """What MessagePack does not know, as plain data: arrays and scalars of numpy, other mappings.
+    """Convert a value that MessagePack does not know to plain data: arrays and scalars of numpy, other mappings.
 
     Raises:
         NotImplementedError: it cannot travel.

@@ -1,4 +1,5 @@
-"""What a rollout spends its time on and what its rewards were, by name; follows the rollout through tasks and threads.
+"""Measure the time that a rollout spends on each activity, and its rewards by name. The meter follows the rollout
+through tasks and threads.
 
 with metered() as meter:
     ...                                  # the rollout, wherever its parts run
@@ -18,7 +19,7 @@ from asyncrl.api.reward import note_reward_part
 
 
 class Activity(StrEnum):
-    """What a rollout waits for; each is a metric, `rollout/<activity>_s`."""
+    """Activities that a rollout waits for; each is a metric, `rollout/<activity>_s`."""
 
     generate = auto()
     env = auto()
@@ -31,7 +32,7 @@ class Activity(StrEnum):
 
 
 class Meter:
-    """Of one rollout, parts of which may run in several threads: entries are appended, and read at the end."""
+    """Meter of one rollout, parts of which may run in several threads: entries are appended, and read at the end."""
 
     def __init__(self) -> None:
         self._seconds: dict[Activity, list[float]] = {activity: [] for activity in Activity}
@@ -55,7 +56,7 @@ class Meter:
 
     @property
     def verdict(self) -> bool | None:
-        """Whether all verdicts found the last answer right; None where there was none."""
+        """True if all verdicts found the last answer right; None if there was no verdict."""
         return all(self._verdicts.values()) if self._verdicts else None
 
     def add_failure(self) -> None:
@@ -63,7 +64,7 @@ class Meter:
         self._failures += 1
 
     def add_tools(self, metrics: Mapping[str, float]) -> None:
-        """What one sample did with its tools: `tool/<name>/calls` and so on."""
+        """Add the tool metrics of one sample: `tool/<name>/calls` and so on."""
         self._tools.append(metrics)
 
     def metrics(self) -> dict[str, float]:

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class OffloadSettings(Protocol):
-    """What `rollout.user_code` says; see there."""
+    """Settings of `rollout.user_code`, described there."""
 
     threads: int
     processes: int
@@ -48,7 +48,7 @@ class OffloadSettings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """How many processes there are for episodes, and after how many of these each is renewed."""
+    """Number of processes for episodes, and number of episodes after which each is replaced."""
 
     processes: int = 1
     episodes: int = 1
@@ -115,7 +115,7 @@ class Offloader:
         await asyncio.gather(*(pool.close() for pool in (self._pool, *self._leased.values())))
 
     async def call(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `function` returns, run where `code` belongs.
+        """Run `function` where `code` belongs and return its result.
 
         Raises:
             UserCodeError: it raised, took longer than `code.timeout_s`, or its process was lost.
@@ -153,11 +153,13 @@ class Offloader:
             return await self._leased[waits].lease(label)
 
     async def on_users_loop(self, work: Awaitable[Any]) -> Any:
-        """What the user's coroutine `work` returns, run on the users' loop without a limit or a label."""
+        """Run the user's coroutine `work` on the users' event loop, without a time limit or a label, and return its
+        result.
+        """
         return await self._users.run(_awaited(work))
 
     async def in_thread(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns, run in a thread of its own without a limit or a label."""
+        """Run `function` in a separate thread, without a time limit or a label, and return its result."""
         return await asyncio.wrap_future(self._threads.run(function))
 
     def from_thread(self, work: Awaitable[Any]) -> Future[Any]:
@@ -165,7 +167,7 @@ class Offloader:
         return asyncio.run_coroutine_threadsafe(_awaited(work), self._home)
 
     async def at_home(self, work: Awaitable[Any]) -> Any:
-        """What `work` returns, run on the worker's own loop; for the users' loop."""
+        """Run `work` on the worker's own event loop and return its result; called from the users' loop."""
         return await run_on(self._home, _awaited(work))
 
     def _on_this_loop(self, code: Code, work: Callable[[], Any]) -> Any:
@@ -276,7 +278,7 @@ class Offloader:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether to call `function` gives something to await: `async def`, also as a method or an instance's call."""
+    """True if a call of `function` returns an awaitable: `async def`, also as a method or an instance's call."""
     while isinstance(function, partial):
         function = function.func
     if inspect.iscoroutinefunction(function):

@@ -1,4 +1,4 @@
-"""What may a process of the pool use, and when is it renewed? Pure: the caller brings clocks and measurements."""
+"""Limits of a process of the pool, and the time of its replacement. Pure: the caller passes clocks and measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WATCH_EVERY_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one process and all that it starts.
+    """Limits of one process and of all processes that it starts.
 
     Attributes:
         memory_bytes: address space of each process, and resident memory of all together.
@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process and all that it started use at a moment."""
+    """Resources that a process and all that it started use at a moment."""
 
     processes: int
     resident_bytes: int
@@ -44,5 +44,7 @@ def excess(limits: Limits, usage: Usage) -> str | None:
 
 
 def keep(limits: Limits, calls: int, *, left_behind: bool) -> bool:
-    """Whether a process that answered `calls` calls takes another. One that left processes behind does not."""
+    """True if a process that has answered `calls` calls takes another one. A process that left others behind does
+    not.
+    """
     return calls < limits.max_calls and not left_behind

@@ -1,4 +1,4 @@
-"""What a process and all that it started use, and their end, read from /proc."""
+"""Measure and end a process with all that it started, by /proc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from asyncrl.rollout.offload.policy import Usage
 
 _ROUNDS = 50
-"""Of looking for groups to kill: what starts groups faster than they are found is given up to its own session."""
+"""Number of searches for process groups to kill. A program that starts groups faster than they are found keeps them."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -24,7 +24,7 @@ class _Process:
 
 
 def usage(pid: int) -> Usage:
-    """Of `pid` and its descendants."""
+    """Return the resources that `pid` and its descendants use."""
     tree = _tree(pid)
     return Usage(len(tree), sum(process.resident_bytes for process in tree))
 

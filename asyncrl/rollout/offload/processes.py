@@ -127,7 +127,7 @@ class Lease:
         self._last: Reply | None = None
 
     async def ask(self, label: str, call: Call, timeout_s: float, answer: Callback) -> Any:
-        """What `call` returns; `answer` gives what it asks for meanwhile.
+        """Run `call` in the process and return its result; `answer` replies to its questions meanwhile.
 
         Raises:
             UserCodeError: it raised, exceeded a limit, or its process died; nothing more is to be asked.
@@ -165,7 +165,8 @@ class ProcessPool:
         """Processes started so far."""
 
     async def call(self, label: str, target: Target, sees: str, arguments: list[Any], timeout_s: float) -> Any:
-        """What `target` returns for `arguments`; the wait for a free process does not count towards `timeout_s`.
+        """Call `target` with `arguments` and return its result. The wait for a free process does not count towards
+        `timeout_s`.
 
         Raises:
             UserCodeError: it raised, exceeded a limit, or its process died.

@@ -115,7 +115,7 @@ class UserLoop:
             answered.set()
 
     def stack(self) -> str:
-        """Where the loop's thread is, the innermost call last."""
+        """Return the stack of the loop's thread, the innermost call last."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame)[-4:])
 

@@ -15,7 +15,7 @@ from asyncrl.runtime.worker_plan import WorkerPlan
 
 
 class Backend(RemoteBackend):
-    """See the module's docstring."""
+    """Starts processes in the pods of a JobSet."""
 
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
         """`kubectl exec` without a terminal, which would echo its input, in whichever pod the host has now."""

@@ -42,7 +42,7 @@ _BACKLOG = 4096
 
 
 class Backend(RemoteBackend):
-    """See the module's docstring."""
+    """Starts processes on the nodes of a Ray cluster."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)

@@ -11,7 +11,7 @@ from asyncrl.runtime.worker_plan import WorkerPlan
 
 
 class Backend(RemoteBackend):
-    """See the module's docstring."""
+    """Starts processes on the nodes of a Slurm allocation."""
 
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
         """One task on one node; its end, and its alone, is the step's."""

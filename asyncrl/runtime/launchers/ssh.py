@@ -21,7 +21,7 @@ _OPTIONS = {
 
 
 class Backend(RemoteBackend):
-    """See the module's docstring."""
+    """Starts processes on other hosts by `ssh`."""
 
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
         """`ssh` without a terminal, which would echo its input; the shell at the other end gets one quoted line."""

@@ -43,7 +43,7 @@ _MAX_SUMS_BYTES: Final = 4 << 20
 
 
 class StagingServer(AsyncWorker):
-    """See the module's docstring."""
+    """Process that stages model folders and input files on its host."""
 
     always_reports = True
 

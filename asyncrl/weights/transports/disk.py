@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DiskTransport(WeightTransport):
-    """See the module's docstring."""
+    """Lets servers read the weights from the version's folder."""
 
     needs_folders: ClassVar[bool] = True
     needs_sglang: ClassVar[bool] = False

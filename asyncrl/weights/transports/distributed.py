@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class DistributedTransport(MemoryTransport):
-    """See the module's docstring."""
+    """Sends weights by a process group of trainer and server."""
 
     def check(self, config: ExperimentConfig) -> Iterator[str]:
         """See the base class; and on GPUs both sides need the same NCCL."""

@@ -27,7 +27,7 @@ _sharing = threading.Lock()  # the sharing strategy is the process's, and a tens
 
 
 class TensorTransport(MemoryTransport):
-    """See the module's docstring."""
+    """Sends weights by shared memory to servers on the trainer's machine."""
 
     def check_distance(self, url: str, host: str) -> Iterator[str]:
         """Memory is shared on one machine only."""

@@ -361,7 +361,7 @@ async def test_each_needed_event_is_missed_where_it_is_left_out(
 
 
 async def stumbles(scenario: str, clients: Clients) -> bool:
-    """Whether the client, or who reads what it gives, notices that something is wrong; each in its own way."""
+    """True if the client, or the reader of its result, notices that something is wrong; each in its own way."""
     try:
         await SCENARIOS[scenario](clients)
     except Exception:

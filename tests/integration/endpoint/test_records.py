@@ -1,4 +1,4 @@
-"""What is recorded behind the endpoint is what a native agent would have recorded, token by token."""
+"""The endpoint records what a native agent would have recorded, token by token."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ class Spells(Speaker):
 async def told_by(
     python: str, program: str, world: World, what: Sequence[Any], texts: Sequence[str]
 ) -> tuple[Any, ServedEpisodeClient]:
-    """What `program` prints of an episode in which the policy spells `texts`, and the episode's client."""
+    """Return what `program` prints of an episode in which the policy spells `texts`, and the episode's client."""
     prompt = Prompt("p0", 0, {"prompt": "?"}, (1,), 1, SamplingParams(max_new_tokens=64, seed=1))
     policy = Spells(world.chat, list(texts), world.gate)
     client = ServedEpisodeClient(policy, prompt, 0, world.chat, endpoint=world.endpoint)

@@ -181,7 +181,7 @@ class FakeWorkers:
         return self.standing.get(worker, Standing(in_step=False, master_state=None))
 
     def requests(self, kind: type[_Q]) -> list[_Q]:
-        """What worker 0 was asked."""
+        """Return the requests of this kind that worker 0 received."""
         return [request for worker, request in self.log if worker == 0 and isinstance(request, kind)]
 
     def begun(self, of_last_step: bool) -> SaveCheckpoint:
@@ -192,7 +192,7 @@ class FakeWorkers:
         return [int(Path(request.path).name[1:]) for request in self.requests(CommitCheckpoint)]
 
     def trained_rollouts(self) -> list[str]:
-        """Of each step in data order; where there are several ranks, rank by rank."""
+        """Return the trained rollouts of each step in data order; with several ranks, rank by rank."""
         return [rollout for _, step in self.log if isinstance(step, BeginStep) for rollout in step.leaving]
 
 

@@ -1,4 +1,4 @@
-"""What is pushed at about the same time shares messages, within bounds."""
+"""Trajectories that are pushed at about the same time share messages, within bounds."""
 
 from __future__ import annotations
 

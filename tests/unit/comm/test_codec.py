@@ -29,7 +29,7 @@ _HEADER = msgspec.msgpack.Decoder(Header[dict[str, bool | int | float | str | li
 
 @dataclass
 class Message:
-    """What the functions below turn into frames and back."""
+    """Message that the functions below turn into frames and back."""
 
     kind: str
     meta: dict[str, Any] = field(default_factory=dict)

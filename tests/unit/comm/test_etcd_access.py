@@ -1,4 +1,4 @@
-"""What is said of etcd is checked before anything starts: each fault by the setting that has it."""
+"""The settings of etcd are checked before anything starts: each fault names its setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is followed: a removal is told at once, but after an outage only once its owner has had time to come back."""
+"""A watched subtree: a removal is reported at once, but after an outage only once its owner has had time to come
+back.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExperimentConfig:
-    """Of a machine that shows as many GPUs as there are folders in `tmp_path`."""
+    """Build the config of a machine that shows as many GPUs as there are folders in `tmp_path`."""
     monkeypatch.setattr(hardware, "_GPUS", tmp_path)
     monkeypatch.setattr(hardware, "_count_listed", lambda path: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -1,4 +1,4 @@
-"""What can be added to a run that goes on, and on which host."""
+"""Processes that can be added to a running run, and the hosts that they may be on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads what a command prints may stop: the command ends without a word, and changes nothing else to get there."""
+"""If the reader of a command's output stops, the command ends silently, and does nothing else to get there."""
 
 from __future__ import annotations
 

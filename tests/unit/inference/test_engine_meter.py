@@ -1,4 +1,4 @@
-"""How fast the engine says it is."""
+"""The engine reports its speed."""
 
 from __future__ import annotations
 

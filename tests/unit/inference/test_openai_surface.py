@@ -1,4 +1,4 @@
-"""What of each API's requests is used, ignored and refused; and that docs/endpoint.md shows code that works."""
+"""Parameters of each API's requests are used, ignored or refused; the code in docs/endpoint.md works."""
 
 from __future__ import annotations
 

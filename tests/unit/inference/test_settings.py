@@ -1,4 +1,4 @@
-"""What the checks of the inference settings refuse before anything is started."""
+"""The checks of the inference settings refuse invalid ones before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which difference to the trainer's log-probabilities is an alarm."""
+"""Differences to the trainer's log-probabilities that raise an alarm, and those that do not."""
 
 from __future__ import annotations
 

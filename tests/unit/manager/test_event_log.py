@@ -1,4 +1,6 @@
-"""What the manager took in is on the disk before anyone is told, whole but for a line that the death cut off."""
+"""Events of the manager are on the disk before any process learns of them, complete but for a line that the death cut
+off.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who fetches from whom: in rounds that grow with the logarithm of the hosts, whatever fails."""
+"""Hosts fetch folders from each other in rounds that grow with the logarithm of the hosts, whatever fails."""
 
 from __future__ import annotations
 

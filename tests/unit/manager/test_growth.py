@@ -1,4 +1,5 @@
-"""What lives as long as a run does not grow with it: twelve thousand rollouts are played, and everything is measured.
+"""State that lives as long as a run does not grow with it: twelve thousand rollouts are played, and everything is
+measured.
 
 Measured is every collection that can be reached from the state machines, whatever it is called: one that is added later
 is measured too. What may grow is named, with its reason, in `GROWS`.
@@ -30,7 +31,7 @@ from asyncrl.trainer.messages import RolloutRecord
 ROLLOUTS, WARM_UP = 12_000, 3_000
 ROWS, WORKERS, B, ETA, AT_ONCE = 1_000, 4, 32, 2, 24
 REMEMBERED = 128
-"""What rings of recent ids keep here, so that they are full after the warm-up; in a run they are larger."""
+"""Number of recent ids that rings keep here, so that they are full after the warm-up; in a run they are larger."""
 SLACK = 128
 GROWS = {
     "SampleBuffer.used": "a bit for each prompt used: what a checkpoint has to know",

@@ -1,4 +1,4 @@
-"""Which servers left service is told to every worker, however many did at once."""
+"""Every worker learns of each server that left service, however many did at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What longer schedules of `test_any_schedule` found, by name: prompts trained and dropped, lost, or told twice."""
+"""Faults that longer schedules of `test_any_schedule` found, by name: prompts trained and dropped, lost, or reported
+twice.
+"""
 
 from __future__ import annotations
 

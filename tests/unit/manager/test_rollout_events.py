@@ -1,4 +1,4 @@
-"""What became of rollouts is told until the master names its number, and agrees with the books of the same reply."""
+"""Events of rollouts are reported until the master names their number, and agree with the books of the same reply."""
 
 from __future__ import annotations
 

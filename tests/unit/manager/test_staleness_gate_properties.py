@@ -145,7 +145,7 @@ class TrainerAndWorkers(RuleBasedStateMachine):
 
     @invariant()
     def no_place_is_lost(self) -> None:
-        """What is counted as finished is at the trainer."""
+        """Finished rollouts of the gate's count are at the trainer."""
         assert self.gate.books().finished_untrained <= len(self.delivered)
 
     @invariant()

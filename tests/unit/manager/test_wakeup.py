@@ -1,4 +1,4 @@
-"""Who waits for a change is woken in turn."""
+"""Waiters for a change are woken in turn."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""How a batch is cut: independent of the number of ranks, balanced, with little to move."""
+"""A batch is cut independently of the number of ranks, balanced, with little to move."""
 
 from __future__ import annotations
 

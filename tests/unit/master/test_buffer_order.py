@@ -63,7 +63,7 @@ def record(order: int, reward: float, oldest: int = 3) -> RolloutRecord:
 
 
 async def taken(order: BufferOrderConfig, *records: RolloutRecord, batch: int = 2, eta: int = 2) -> list[list[str]]:
-    """What the steps from version 3 on train."""
+    """Return the rollouts that the steps from version 3 on train."""
     buffer, mine = SampleBuffer(batch, eta, "drop"), BufferOrder(replace(order, timeout_s=LIMIT_S))
     buffer.add(records)
     batches = []

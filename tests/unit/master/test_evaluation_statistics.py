@@ -1,4 +1,4 @@
-"""What an evaluation measures: means always, accuracy and the unbiased pass@k where there is a verdict."""
+"""Statistics of an evaluation: means always, accuracy and the unbiased pass@k if there is a verdict."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def open_ledger(folder: Path, file_bytes: int = 1 << 20) -> Ledger:
 
 
 def told(name: str) -> list[RolloutLine]:
-    """What the manager tells of a rollout: two lines."""
+    """Return the two lines that the manager reports of a rollout."""
     return [Admitted(name, f"e0-{name}", 0, 1, "rollout_worker/0", 0, 5.0), Finished(name, 3, 5.0)]
 
 
@@ -32,7 +32,7 @@ def begun(folder: Path, file_bytes: int = 1 << 20) -> tuple[Ledger, int]:
 
 
 def check(folder: Path) -> list[Entry]:
-    """What counts of the ledger, in which nothing may be wrong."""
+    """Return the lines of the ledger that count; fail if anything in it is wrong."""
     findings: list[str] = []
 
     def report(place: str, what: str) -> None:

@@ -63,7 +63,7 @@ def content(folder: Path) -> bytes:
 
 @pytest.fixture
 def undisturbed(tmp_path: Path) -> bytes:
-    """What the ledger of the same steps holds on a disk with room."""
+    """Return the ledger of the same steps on a disk with room."""
     write_steps(new_ledger(tmp_path / "undisturbed"))
     return content(tmp_path / "undisturbed")
 

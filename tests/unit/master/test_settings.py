@@ -1,4 +1,4 @@
-"""What is wrong with the train loop's settings."""
+"""Invalid settings of the train loop are reported."""
 
 from __future__ import annotations
 

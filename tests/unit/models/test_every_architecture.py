@@ -359,7 +359,7 @@ class TwoRanks:
             rank.start()
 
     def train(self, folder: Path, parallel: str) -> list[Found]:
-        """What each rank finds of its part of the model in `folder`.
+        """Return the findings of each rank about its part of the model in `folder`.
 
         Raises:
             LayoutError: it was refused.

@@ -1,4 +1,6 @@
-"""What asyncrl uses of transformers beyond its documented interface is as it was; a failure here names what changed."""
+"""The parts of transformers that asyncrl uses beyond its documented interface are as they were; a failure here names
+the change.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def console(width: int = 120) -> tuple[Console, io.StringIO]:
 
 
 def panel(*rows: dict[str, float], width: int = 80) -> str:
-    """What a terminal of `width` columns shows after `rows`."""
+    """Return the text that a terminal of `width` columns shows after `rows`."""
     shown, out = console(width)
     display = LiveDisplay(shown, "asyncrl a/b", total_steps=10, eta=4)
     for row in rows:

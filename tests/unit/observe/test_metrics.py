@@ -1,4 +1,4 @@
-"""Where a run's numbers go."""
+"""Sinks of a run's metrics."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_every_sink_gets_every_row(tmp_path: Path) -> None:
 
 
 def points(folder: Path) -> dict[tuple[int, str], float]:
-    """What TensorBoard shows of the event files in `folder`: by step and curve."""
+    """Return the points that TensorBoard shows of the event files in `folder`, by step and curve."""
     shown = EventAccumulator(str(folder)).Reload()
     return {(event.step, tag): event.value for tag in shown.Tags()["scalars"] for event in shown.Scalars(tag)}
 

@@ -55,7 +55,7 @@ class FakeClient:
 
 
 async def score(data: Mapping[str, Any], completion: str) -> float:
-    """Whether the answer is the digit 1, as a verdict would be told: through the meter."""
+    """Return 1 if the answer is the digit 1, and report that to the meter, as a verdict does."""
     current_meter().add_verdict("", completion == "1")
     return 0.5 * (completion == "1")
 

@@ -1,4 +1,4 @@
-"""What RolloutWorkers read is brought to other hosts as it is at the launch, or compared there."""
+"""Input files of RolloutWorkers are brought to other hosts as they are at the launch, or compared there."""
 
 from __future__ import annotations
 

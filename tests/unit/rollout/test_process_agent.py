@@ -1,4 +1,4 @@
-"""What passes between an agent in a process and the worker arrives as it was."""
+"""Values that pass between an agent in a process and the worker arrive unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs a run may use, and whether this machine has an address."""
+"""GPUs that a run may use, and the check that this machine has an address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher makes of the ends of its processes; they are played by a back end without any."""
+"""Reactions of the launcher to the ends of its processes, which a back end without processes plays."""
 
 from __future__ import annotations
 

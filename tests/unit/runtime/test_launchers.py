@@ -39,7 +39,9 @@ def test_a_new_back_end_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def run_script(script: str, folder: Path) -> str:
-    """What `script` prints, in a process of its own: a back end adopts and kills whatever is below its process."""
+    """Run `script` in a separate process and return its output: a back end adopts and kills everything below its
+    process.
+    """
     command = [sys.executable, "-c", script, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=170, check=True).stdout
 

@@ -1,4 +1,4 @@
-"""Which processes a config asks for, and what each may use."""
+"""Processes that a config asks for, and the resources that each may use."""
 
 from __future__ import annotations
 

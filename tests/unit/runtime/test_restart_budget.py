@@ -1,4 +1,4 @@
-"""How often is started again what dies: decided with a clock of the test's."""
+"""Budget for restarts of processes that die, decided with a clock of the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trial's names say when its whole run begins again."""
+"""Names of a trial when its whole run begins again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the log of a worker process is kept."""
+"""The part of a worker process's log that is kept."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BROKEN = "Fatal error on SSL protocol\nprotocol: <uvloop.loop.SSLProtocol object
 
 
 def written(log: WorkerLogFilter, message: str, times: int, name: str = "asyncio") -> int:
-    """How many of so many messages are written, each with another number in it."""
+    """Log `times` messages, each with another number in it, and return how many of them are written."""
     of_caller = "/home/me/my_agent.py"
     records = [
         logging.LogRecord(name, logging.ERROR, of_caller, 1, message.format(number), None, None)

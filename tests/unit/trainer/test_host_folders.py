@@ -1,4 +1,4 @@
-"""Which step ranks on several hosts continue from: never behind one that others may have seen."""
+"""Ranks on several hosts continue from a step that is never behind one that others may have seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank keeps of the samples that it trains."""
+"""Samples that a rank keeps of those that it trains."""
 
 from __future__ import annotations
 

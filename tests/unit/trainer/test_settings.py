@@ -1,4 +1,4 @@
-"""What is wrong with the trainer's settings is said before anything starts: setting, value, how to fix it."""
+"""Invalid settings of the trainer are reported before anything starts: setting, value, how to fix it."""
 
 from __future__ import annotations
 

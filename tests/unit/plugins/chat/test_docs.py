@@ -1,4 +1,4 @@
-"""What docs/chat.md shows runs, and the settings and metrics that it names are there."""
+"""The examples of docs/chat.md run, and the settings and metrics that it names exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts rest follows from the newest measurements alone."""
+"""The choice of resting prompts follows from the newest measurements alone."""
 
 from __future__ import annotations
 

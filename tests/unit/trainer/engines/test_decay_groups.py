@@ -1,4 +1,4 @@
-"""What weight decay acts on, in the models that people train."""
+"""Parameters that weight decay acts on, in the models that people train."""
 
 from __future__ import annotations
 

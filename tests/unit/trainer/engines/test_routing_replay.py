@@ -282,7 +282,7 @@ def test_a_bfloat16_engine_is_followed(tmp_path: Path) -> None:
 
 
 def gradients(engine: FlatPolicyEngine, batch: StepBatch) -> Tensor:
-    """Of the mean of all log-probabilities."""
+    """Return the gradients of the mean of all log-probabilities."""
 
     def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Any]]:
         return outputs.logprobs_N.mean() * len(outputs.logprobs_N) / float(batch["loss_mask"].sum()), {}

@@ -1,4 +1,4 @@
-"""What is wrong with adapters is said before anything starts; without them nobody needs peft."""
+"""Faults of adapters are reported before anything starts; without adapters nobody needs peft."""
 
 from __future__ import annotations
 

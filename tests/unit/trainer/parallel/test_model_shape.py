@@ -1,4 +1,4 @@
-"""What of a model fits which layout, from its config.json alone."""
+"""Fit of a model to a layout, from its config.json alone."""
 
 from __future__ import annotations
 

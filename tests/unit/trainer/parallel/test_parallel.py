@@ -22,7 +22,7 @@ GRID = WorkerGrid(data=2, tensor=2)
 
 
 def be_rank(worker: int, folder: Path, told: Queue[tuple[int, dict[str, object]]]) -> None:
-    """What rank `worker` finds out, put into `told`."""
+    """Run the checks of rank `worker` and put the findings into `told`."""
     with training_world(
         ExperimentConfig(),
         worker,

@@ -1,4 +1,6 @@
-"""What comes to a rank is there for its next process until its step is over, and told to who waits."""
+"""Trajectories that a rank received stay for its next process until their step is over, and waiting polls return
+them.
+"""
 
 from __future__ import annotations
 

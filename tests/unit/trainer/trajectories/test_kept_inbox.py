@@ -1,4 +1,4 @@
-"""What a rank has acknowledged outlives it, until the step that trained it is kept."""
+"""Trajectories that a rank has acknowledged outlive it, until the step that trained them is kept."""
 
 from __future__ import annotations
 

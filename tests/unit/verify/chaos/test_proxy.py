@@ -59,7 +59,7 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: 
 
 
 async def is_refused(port: int) -> bool:
-    """Whether a new connection gets no answer."""
+    """True if a new connection gets no answer."""
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
         writer.write(b"?")

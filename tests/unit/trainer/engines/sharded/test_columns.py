@@ -1,4 +1,6 @@
-"""What a call wrote arrives with the ranks of a role of another layout as if that role's own ranks had computed it."""
+"""Columns that a call wrote arrive at the ranks of a role of another layout as if that role's own ranks had computed
+them.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def test_columns_cross_between_grids_in_both_directions(
         return build_step_batch(trajectories, share.minibatches, version=3, num_minibatches=2)
 
     def move(world: World) -> list[tuple[str, str]]:
-        """What differs on this rank."""
+        """Return the differences on this rank."""
         first, second = world.placement.grid("actor"), world.placement.grid("critic")
         order = [(number * 3) % ROLLOUTS for number in range(ROLLOUTS)]
         names = list(rollouts)
@@ -117,7 +119,7 @@ def test_trajectories_come_to_the_heads_of_each_grid_in_data_order_and_to_no_oth
     names = list(rollouts)
 
     def exchange(world: World) -> list[list[str]]:
-        """What arrives here for the actor, and for the critic."""
+        """Return the columns that arrive here for the actor, and for the critic."""
         cuts = [[Assignment(name, row % 2, row % data, 0) for row, name in enumerate(names)] for data in (2, 3)]
         told = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=1)[world.worker]
         held = {name: rollouts[name] for name in told.leaving}

@@ -1,4 +1,4 @@
-"""What saves memory changes nothing that is trained, and what one layout saved another goes on from."""
+"""Options that save memory change no trained value, and one layout resumes from the checkpoint of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept in host memory while it is idle, or always, changes no value; and the device is free of it."""
+"""Tensors kept in host memory, while idle or always, change no value, and the device is free of them."""
 
 from __future__ import annotations
 
