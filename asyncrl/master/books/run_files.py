@@ -50,7 +50,7 @@ def write_data_state(run_dir: Path, used: UsedPrompts, curriculum: Curriculum) -
 
 
 def write_books(run_dir: Path, step: int, books: GateBooks) -> None:
-    """Write the books as of `step`, for an end at which nobody can be asked for them."""
+    """Write the books as of `step`, for an end at which the manager does not answer."""
     _write_json(run_dir / BOOKS_FILE, {"step": step, "books": _plain(books)})
 
 

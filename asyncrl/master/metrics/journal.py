@@ -36,7 +36,7 @@ DROPPED_GROUPS = "/dropped_groups"
 
 @dataclass(slots=True)
 class _Totals:
-    """Running totals as of the last row; a row tells what was added since."""
+    """Running totals as of the last row; a row has the difference."""
 
     at: float
     tokens: int = 0
@@ -55,7 +55,7 @@ class Journal:
     """Rows and evaluations of one run.
 
     Args:
-        collector, buffer: whose counters the rows tell.
+        collector, buffer: their counters are in the rows.
     """
 
     def __init__(self, config: ExperimentConfig, collector: Collector, buffer: SampleBuffer) -> None:

@@ -15,7 +15,7 @@ from asyncrl.runtime.process.worker import AsyncWorker
 from asyncrl.runtime.run_dir import METRICS_FILE
 
 VERSION = 0
-"""The policy version of a model that nobody trains."""
+"""The policy version of a model that is not trained."""
 
 
 class EvaluationMaster(AsyncWorker):

@@ -2,7 +2,7 @@
 
 It stands in for MasterWorker and ModelWorkers: the RolloutWorkers begin once it announces the data state, send their
 trajectories to it. It leads: the run ends when as many rollouts are kept as a training of so many steps would take. A
-launch that goes on leaves out the prompts that are kept; what had not come into a file is generated again.
+launch that continues leaves out the prompts that are kept; what had not come into a file is generated again.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class ReplaceableWorker:
         return cls(worker.resolver, key, await worker.registered(key, kind), router)
 
     async def call(self, request: Request[R], *, timeout_s: float) -> R:
-        """Make the call, to whoever is the worker, and return its reply.
+        """Call the process that is the worker now, and return its reply.
 
         Raises:
             RemoteError, RequestTimeout, PeerGone, MessageError: see `RequestClient.call`.

@@ -615,6 +615,8 @@ class Schedule(RuleBasedStateMachine):
         books = self.service.gate.books()
         assert (books.running, books.finished_untrained) == (0, len(self.trainer.buffer)), "the gate lost a place"
         assert self.service.router.placed == 0, "a server keeps the load of what is over"
+        waiting = {name for worker in self.workers for name in worker.ids}
+        assert not any(map(self.service.gate.outcome, waiting)), "a worker asks for what will not start"
 
     @move(first=WORKER)
     def fair_turn(self, first: int) -> None:
