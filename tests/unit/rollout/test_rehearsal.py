@@ -14,6 +14,7 @@ from asyncrl.commands.rehearse import rehearsed
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
+from asyncrl.launch import main
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.rehearsal import MadeUpPolicy, Outcome, rehearse
 
@@ -136,6 +137,16 @@ def test_a_process_that_user_code_ends_is_an_error_that_says_so(configured: Conf
         pytest.raises(ConfigError, match=r"ended with exit code 3; .*rollout\.rehearse=false"),
     ):
         notes()
+
+
+def test_the_command_ends_with_2_and_makes_no_folder(
+    configured: Configured, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configured()
+    reward = f"reward.path={tmp_path / 'code.py'}:no_such_column"
+    assert main(["async_ppo", f"model.path={tiny_model}", f"fileroot={tmp_path / 'runs'}", reward]) == 2
+    assert "KeyError: 'solution'" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_it_can_be_left_out(configured: Configured) -> None:
