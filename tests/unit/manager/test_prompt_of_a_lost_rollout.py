@@ -60,6 +60,14 @@ def test_the_prompt_is_not_played_while_another_attempt_at_it_runs() -> None:
     assert ask(service, "third") == [1]
 
 
+def test_the_prompt_is_not_played_once_its_worker_is_heard_after_all() -> None:
+    service = begun()
+    finished = [m.FinishedRollout("first", accepted=True)]
+    call(service, "/finish_rollout", worker=WORKER, incarnation=1, finished=finished)
+    assert ask(service, "second") == [1]
+    assert service.gate.books().balanced
+
+
 def test_the_prompt_is_not_played_once_it_is_trained() -> None:
     service = begun()
     call(service, "/report_consumed", version=1, trained=["first"], dropped=[])
