@@ -25,12 +25,13 @@ _SWITCH = "if only made-up answers do this, set rollout.rehearse=false"
 def rehearsed(config: ExperimentConfig) -> Iterator[Callable[[], list[str]]]:
     """Begin a rehearsal. What is given waits for its end and returns notes for the user.
 
-    Where all RolloutWorkers are on other hosts nothing is rehearsed: this host may lack what their code needs.
+    Where all RolloutWorkers are on other hosts nothing is rehearsed: this host may lack what their code needs. A run
+    that replays kept samples calls no user code.
 
     Raises:
         ConfigError: by the function that is given: the run would fail.
     """
-    if not config.rollout.rehearse or not _plays_here(config):
+    if not config.rollout.rehearse or config.samples.replay or not _plays_here(config):
         yield list
         return
     with tempfile.TemporaryDirectory(prefix="asyncrl-rehearsal-") as name:

@@ -18,6 +18,7 @@ from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.commands.checks import validate
 from asyncrl.commands.experiment_args import RL_ONLY, parse, refuse
 from asyncrl.commands.input_checks import check_prompts
+from asyncrl.commands.rehearse import rehearsed
 from asyncrl.commands.same_data import keep_data_record, keep_inputs
 from asyncrl.commands.train import with_model
 from asyncrl.config.experiment import ExperimentConfig
@@ -62,7 +63,9 @@ def open_gate(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _run(config: ExperimentConfig, console: Console) -> int:
-    check_prompts(config)
+    with rehearsed(config) as rehearsal_notes:
+        check_prompts(config)
+        notes = rehearsal_notes()
     title = f"asyncrl rollout {config.experiment_name}/{config.trial_name}"
     display = make_display(config.logging.display, title, config.total_train_steps, config.max_head_offpolicyness)
     launcher = Launcher(config, display)
@@ -70,6 +73,8 @@ def _run(config: ExperimentConfig, console: Console) -> int:
         launcher.prepare()
         keep_data_record(config)
         keep_inputs(config)
+        for line in notes:
+            display.note(line)
         code = launcher.run()
     finally:
         display.close()
