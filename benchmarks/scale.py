@@ -399,10 +399,10 @@ def inbox(quick: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
         bounded: dict[str, Any] = {}
         with contextlib.suppress(ImportError):  # a checkout with a bound in rollouts alone
-            from asyncrl.trainer.trajectories.kept_inbox import KeptInbox
+            from asyncrl.trainer.trajectories.kept_inbox import InboxStore
 
             if "memory_bytes" in inspect.signature(Inbox).parameters:
-                bounded = {"memory_bytes": limit, "spilled": KeptInbox(Path(folder) / "spilled")}
+                bounded = {"memory_bytes": limit, "spilled": InboxStore(Path(folder) / "spilled")}
         held = Inbox(0, 4096, **bounded)
 
         def trajectory(number: int) -> Trajectory:

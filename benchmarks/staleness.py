@@ -131,7 +131,7 @@ def measure(key: Key, model: Path, out: Path) -> Cell:
     cell = Cell(
         curve=kept_policies.curve(run_dir, model, KEPT_EVERY),
         seconds=rows[-1]["time/elapsed_s"],
-        waited=sum(row["time/wait_data_s"] for row in later) / sum(row["time/step_s"] for row in later),
+        waited=sum(row["time/wait_for_batch_s"] for row in later) / sum(row["time/step_s"] for row in later),
         age=statistics.fmean(row["staleness/mean"] for row in later),
         dropped=sum(row["rollout/dropped_stale"] for row in rows),
     )

@@ -31,7 +31,7 @@ B, GROUP, IN_FLIGHT, MAX_NEW_TOKENS = 32, 8, 24, 112
 """As the demo's settings."""
 SETTINGS = ("eval.interval=0", "checkpoint.interval=0", "logging.tensorboard=false", "resume=restart")
 RECORDED = Path(__file__).parents[1] / "peers" / "recorded"
-KEPT = re.compile(r"^(step|time/\w+|tokens/\w+|reward/groups_without_variance)$")
+KEPT = re.compile(r"^(step|time/\w+|tokens/\w+|reward/frac_zero_std)$")
 TITLE = re.compile(r"^asyncrl (\w+)/")
 
 

@@ -25,7 +25,7 @@ from asyncrl.comm.ledger_lines import (
     PromptGoes,
     Trained,
 )
-from asyncrl.comm.remembered import Remembered, ids_remembered
+from asyncrl.comm.recent_ids import RecentIds, ids_remembered
 from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 
 TRAINED, ABANDONED = "trained", "abandoned"
@@ -66,7 +66,7 @@ class Recorded:
     def __init__(self) -> None:
         self.open: dict[str, Admitted] = {}
         self.finished: set[str] = set()
-        self.ended: Remembered[Ended] = Remembered(0)
+        self.ended: RecentIds[Ended] = RecentIds(0)
         self.used = UsedPrompts()
         self.dropped: Counter[str] = Counter()
         self.retries: dict[str, Retry] = {}
@@ -101,7 +101,7 @@ class Recorded:
         """All processes are new: what was open is played again, and nobody can say anything of it any more."""
         settings = line.settings
         self.open, self.finished = {}, set()
-        self.ended = Remembered(ids_remembered(settings.train_batch_size, settings.max_head_offpolicyness))
+        self.ended = RecentIds(ids_remembered(settings.train_batch_size, settings.max_head_offpolicyness))
         self._abandoned = 0
         self._trained = line.version * settings.train_batch_size  # as the gate counts, whatever B was before
         if line.carried is not None:
