@@ -166,7 +166,7 @@ def table(rounds: list[Round]) -> str:
 
 
 def figures(sync: Measured, overlapped: Measured) -> dict[str, float]:
-    """What the targets are about, of one run with overlap against the one without."""
+    """Return the figures of the targets, of one run with overlap against the one without."""
     return {
         "speed-up": sync.step / overlapped.step,
         "efficiency": max(sync.wait_data, sync.train + sync.publish) / overlapped.step,

@@ -139,13 +139,13 @@ def fit_engine(speed: Speed, trainer: TrainerModel, host: Host, run: Run, real: 
 
 
 def prompt_tokens(real: RealRun, group: int) -> int:
-    """Of its prompts, on average."""
+    """Return the mean number of tokens of the run's prompts."""
     samples = statistics.fmean(row["tokens/batch"] - row["tokens/trained"] for row in real.rows)
     return max(1, round(samples / (B * group)))
 
 
 def predict(engine: EngineModel, trainer: TrainerModel, host: Host, run: Run, real: RealRun) -> Outcome:
-    """What the simulator says of that run, given the groups that it generated and nothing else of it."""
+    """Predict the run from the groups that it generated and nothing else of it."""
     setup = Setup(
         name=f"demo, {run.name}",
         servers=1,

@@ -67,7 +67,7 @@ RUNS = (
 
 @dataclass(frozen=True)
 class RealRun:
-    """What one run did.
+    """Results of one run.
 
     Attributes:
         rows: of its metrics, from the first step on.
@@ -84,7 +84,7 @@ class RealRun:
     rollouts: list[tuple[float, int]]
 
     def mean(self, name: str) -> float:
-        """Of `time/<name>_s` over the steps that count."""
+        """Return the mean of `time/<name>_s` over the steps that count."""
         rows = self.rows[WARM_UP:]
         return sum(row[f"time/{name}_s"] for row in rows) / len(rows)
 
