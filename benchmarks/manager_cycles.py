@@ -29,7 +29,7 @@ from asyncrl.manager.messages import (
     RequestSize,
 )
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 
 REPORT_S = 0.1
 """Time between two reports of the trainer."""

@@ -40,7 +40,7 @@ from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import AllocateReply, AllocateRequest, FinishedRollout, RequestSize
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.worker_plan import MALLOC
 
 ETA, SERVERS = 7, 512

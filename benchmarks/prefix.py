@@ -41,8 +41,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.load import load_supervised
+from asyncrl.inference.embedded.decoding.sequence import Sequence as Running
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.sequence import Sequence as Running
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset

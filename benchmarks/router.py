@@ -43,7 +43,7 @@ from asyncrl.manager.messages import (
     ScheduleRequest,
 )
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 
 CONNECTIONS = 16
 SERVERS = 4

@@ -58,7 +58,7 @@ def _service(**more: Any) -> Any:
 
     if "order" in inspect.signature(ManagerService).parameters:
         from asyncrl.manager.messages import RequestSize
-        from asyncrl.plugins.datasets.order import DataOrder
+        from asyncrl.plugins.datasets.queue.order import DataOrder
 
         more |= {"order": DataOrder(1_000_000, 0), "first": RequestSize(100, 1000, 8)}
     return ManagerService(**{"max_staleness": 4, "routing": "least_requests", "lease_s": 600.0} | more)

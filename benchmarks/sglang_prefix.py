@@ -30,7 +30,7 @@ from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.runtime.process_tree import kept
+from asyncrl.runtime.process.process_tree import kept
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 
 GROUP, VOCABULARY, START_S, LIMIT_S = 8, 512, 600.0, 300.0

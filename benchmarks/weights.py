@@ -41,7 +41,7 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient
-from asyncrl.runtime.process_tree import kept
+from asyncrl.runtime.process.process_tree import kept
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.worker_plan import MALLOC

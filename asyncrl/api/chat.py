@@ -89,8 +89,8 @@ class ChatClient(GenerationClient, Protocol):
             n: answers wanted, at least 1.
 
         Raises:
-            ValueError: the messages cannot be rendered (`ChatError` of `asyncrl.plugins.datasets.chat`), or an
-                argument is wrong.
+            ValueError: the messages cannot be rendered (`ChatError` of `asyncrl.plugins.datasets.templates.chat`), or
+                an argument is wrong.
             Exception: the policy cannot answer; let it through, and the rollout is tried again.
         """
         ...

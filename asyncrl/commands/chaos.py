@@ -31,7 +31,7 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTE
 from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.run_dir import LEDGER_DIR, run_dir_of
-from asyncrl.runtime.summary import read_summary, summary_lines
+from asyncrl.runtime.trials.summary import read_summary, summary_lines
 from asyncrl.trainer.placement import worker_grid
 from asyncrl.verify.audit.history import read_ledger
 from asyncrl.verify.chaos import disk

@@ -8,8 +8,8 @@ from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.settings import adopts
-from asyncrl.runtime.hardware import gpu_details, host_memory
 from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.process.hardware import gpu_details, host_memory
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 _GIB = 1 << 30

@@ -32,13 +32,13 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.observe.metrics import read_rows
 from asyncrl.rollout.named_inputs import is_file, named_inputs, texts_in_args
-from asyncrl.runtime.claim import read_holder
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import Run
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.plan import with_types
-from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
+from asyncrl.runtime.trials.claim import read_holder
+from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.trainer.settings import LoraConfig
 
 _NAME = "run"

@@ -33,7 +33,7 @@ from asyncrl.rollout.user_code import (
     offered_tools,
     offers_tools,
 )
-from asyncrl.runtime.staging_hosts import brings_inputs
+from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.trainer.parallel.checks import base_model_problems
 from asyncrl.trainer.parallel.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import base_model_dir, described

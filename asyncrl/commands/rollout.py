@@ -26,8 +26,8 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.resume import TrialError
 from asyncrl.runtime.run_dir import SAMPLES_DIR
+from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.trainer.supervised.base_model import BaseModelError
 
 

@@ -6,9 +6,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.inputs import bring_inputs
 from asyncrl.rollout.user_code import load_train_set
-from asyncrl.runtime.resume import ADVICE, TrialError, newest_progress
+from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, run_dir_of
-from asyncrl.runtime.staging_hosts import brings_inputs
+from asyncrl.runtime.trials.resume import ADVICE, TrialError, newest_progress
 
 
 def check_same_data(config: ExperimentConfig) -> None:

@@ -23,8 +23,8 @@ from asyncrl.inference.gpu_checks import MEMORY_SHARE
 from asyncrl.inference.settings import GenerationBackend, sglang_flags
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
-from asyncrl.runtime.hardware import gpu_details, host_memory
 from asyncrl.runtime.plan import plan_workers, with_types
+from asyncrl.runtime.process.hardware import gpu_details, host_memory
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of, model_of, placement
 from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode

@@ -15,7 +15,7 @@ from asyncrl.config.setting import Device
 from asyncrl.inference import gpu_checks
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.command import check_args
-from asyncrl.runtime.hardware import LOOPBACK, count_gpus
+from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
 
 

@@ -24,11 +24,11 @@ from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartE
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.runtime.hardware import count_gpus, visible_gpus
-from asyncrl.runtime.lasting_imports import lasting_imports
-from asyncrl.runtime.restart_budget import RestartBudget
-from asyncrl.runtime.waiting import StopRequested, or_stop
-from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
+from asyncrl.runtime.process.lasting_imports import lasting_imports
+from asyncrl.runtime.process.waiting import StopRequested, or_stop
+from asyncrl.runtime.process.worker import AsyncWorker
+from asyncrl.runtime.trials.restart_budget import RestartBudget
 from asyncrl.weights.staging.messages import MODEL
 
 

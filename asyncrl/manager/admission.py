@@ -20,7 +20,7 @@ from asyncrl.manager.rollout_books import Admitted, Event, RolloutBooks
 from asyncrl.manager.router import ServerView
 from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST
 from asyncrl.manager.wakeup import Signal
-from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 
 
 @dataclass(slots=True, eq=False)

@@ -23,7 +23,7 @@ from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager import messages as m
-from asyncrl.runtime.stopping import CLOSE_LIMIT_S
+from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 CALL_TIMEOUT_S = 10.0
 """Limit of one HTTP call beyond the time the manager was asked to hold it."""

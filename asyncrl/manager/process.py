@@ -32,16 +32,16 @@ from asyncrl.manager.messages import Empty, RequestSize, StatusReply
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.plugins.datasets.curriculum import Curriculum
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.record import DataRecord
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.settings import Pacing
-from asyncrl.runtime.descriptors import allow_connections
+from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.kinds import KINDS
+from asyncrl.runtime.process.descriptors import allow_connections
+from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, INPUTS_DIR, MANAGER_LOG_FILE
-from asyncrl.runtime.staging_hosts import brings_inputs, staging_hosts
-from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.placement import worker_grid
 from asyncrl.weights.manifest import Manifest, ManifestError, verify

@@ -25,9 +25,9 @@ from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRol
 from asyncrl.manager.rollout_events import LogState, NumberedLog, RolloutEvents
 from asyncrl.manager.staleness_gate import WORKER_LOST, GateMemory, StalenessGate, Ticket
 from asyncrl.manager.suspects import Suspects
-from asyncrl.plugins.datasets.order import DataOrder
-from asyncrl.plugins.datasets.prompt_queue import PromptQueue, QueueState, Turn
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.prompt_queue import PromptQueue, QueueState, Turn
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 
 class _Event(Struct, frozen=True, array_like=True, tag=True):

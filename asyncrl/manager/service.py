@@ -48,9 +48,9 @@ from asyncrl.manager.rollout_books import (
 )
 from asyncrl.manager.router import Router, ServerView
 from asyncrl.manager.wakeup import Signal
-from asyncrl.plugins.datasets.curriculum import Curriculum
-from asyncrl.plugins.datasets.order import DataOrder
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""

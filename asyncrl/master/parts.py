@@ -34,7 +34,7 @@ from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.kept_step import KeptSteps
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.starting import LONGEST_STARTS
+from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.trainer.placement import Placement, worker_grid
 from asyncrl.weights.transports.base import weight_transport
 

@@ -24,8 +24,8 @@ from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.peers.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
 from asyncrl.master.train_loop import TrainLoop
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
-from asyncrl.runtime.waiting import StopRequested, cancel
-from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.runtime.process.waiting import StopRequested, cancel
+from asyncrl.runtime.process.worker import AsyncWorker
 from asyncrl.trainer.messages import IsStepRunning
 from asyncrl.trainer.placement import placement
 

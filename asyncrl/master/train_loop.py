@@ -33,9 +33,9 @@ from asyncrl.master.parts import Parts
 from asyncrl.master.peers.connections import GRACE_S
 from asyncrl.master.recovery.beginning import Beginning
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
-from asyncrl.runtime.remarks import remark
-from asyncrl.runtime.waiting import StopRequested, cancel, or_stop
-from asyncrl.runtime.worker import RestartTrainer
+from asyncrl.runtime.process.remarks import remark
+from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
+from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import EndStep
 
 _log = logging.getLogger(__name__)

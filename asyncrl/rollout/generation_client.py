@@ -73,7 +73,7 @@ from asyncrl.manager.messages import Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.plugins.chat.stop_strings import Decode, check_stop_strings
 from asyncrl.rollout.drafts import Draft, Work
-from asyncrl.runtime.stopping import CLOSE_LIMIT_S
+from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 SCHEDULE_HOLD_S = 5.0
 """Longest time, in s, that one call waits at the manager for a server before it is repeated."""

@@ -38,8 +38,8 @@ from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, failed_in, give
 from asyncrl.config.catalog import resolve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
-from asyncrl.plugins.datasets.order import PromptRef
 from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt
+from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import Tries, judge, metrics_of, run_group, shape
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.offload.errors import group_failed_in

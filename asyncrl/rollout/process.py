@@ -29,11 +29,11 @@ from asyncrl.rollout.inputs import Inputs, check_rows, import_named, read_from
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins
+from asyncrl.runtime.hosts.staging_hosts import brings_inputs
+from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
+from asyncrl.runtime.process.waiting import StopRequested, cancel
+from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE
-from asyncrl.runtime.staging_hosts import brings_inputs
-from asyncrl.runtime.stopping import CLOSE_LIMIT_S
-from asyncrl.runtime.waiting import StopRequested, cancel
-from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
 from asyncrl.weights.staging.client import StagingClient
 from asyncrl.weights.staging.messages import INPUTS, LAUNCHER_HOST
 

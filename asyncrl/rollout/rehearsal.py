@@ -25,8 +25,8 @@ from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.order import PromptRef
 from asyncrl.plugins.datasets.prompts import BadPrompt
+from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import Tries, judge, run_group, shape
 from asyncrl.rollout.offload.errors import UserCodeError, named_failure
 from asyncrl.rollout.offload.meter import metered

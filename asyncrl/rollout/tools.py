@@ -25,7 +25,7 @@ from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, current_meter, timed
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
-from asyncrl.runtime.stopping import CLOSE_LIMIT_S
+from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 
 class RunTools:

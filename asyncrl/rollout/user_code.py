@@ -27,8 +27,8 @@ from asyncrl.plugins.chat.request import Limits
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets import Dataset, load_dataset
 from asyncrl.plugins.datasets.mixture import Mixture
-from asyncrl.plugins.datasets.order import PromptRef
 from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, make_prompt
+from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.settings import AUTO
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer

@@ -11,9 +11,9 @@ from asyncrl.comm.name_resolve import NameBackend
 from asyncrl.comm.names import GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, not_a_choice
-from asyncrl.runtime.hardware import LOOPBACK, interface_of
-from asyncrl.runtime.pod_names import name_faults
-from asyncrl.runtime.ray_requests import address_of
+from asyncrl.runtime.hosts.pod_names import name_faults
+from asyncrl.runtime.hosts.ray_requests import address_of
+from asyncrl.runtime.process.hardware import LOOPBACK, interface_of
 from asyncrl.runtime.settings import KUBERNETES, LOCAL, PLACED, RAY, HostConfig, SystemConfig, etcd_access
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
 

@@ -38,7 +38,7 @@ a login does: Ray's actors run at a lower priority and with SIGINT blocked.
 
 If this process is killed itself, the command goes with it (PR_SET_PDEATHSIG), and the orphans go to the launcher, which
 is a subreaper too. Only if all three are killed at once does something stay; the trial's next start finds that by the
-mark in its environment (`asyncrl.runtime.process_tree`).
+mark in its environment (`asyncrl.runtime.process.process_tree`).
 
 Run by path: it imports the standard library only, so that it starts in a hundredth of a second and stays small. All
 this is Linux's; elsewhere only the command itself is ended.

@@ -24,7 +24,7 @@ from asyncrl.comm.names import (
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.runtime.staging_hosts import staging_hosts
+from asyncrl.runtime.hosts.staging_hosts import staging_hosts
 from asyncrl.runtime.worker_plan import Resources
 from asyncrl.trainer.placement import placement
 

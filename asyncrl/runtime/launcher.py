@@ -2,7 +2,7 @@
 
 Life of a run
 
-1. `prepare` claims the trial and makes its folder ready (`asyncrl.runtime.trial`).
+1. `prepare` claims the trial and makes its folder ready (`asyncrl.runtime.trials.trial`).
 2. All processes start at once and find each other by name resolution.
 3. The launcher shows the rows that the MasterWorker appends to `metrics.jsonl`, and waits for a process to end.
 4. - The leading process, the MasterWorker, ends with 0: the run is complete; the rest is asked to stop.
@@ -12,7 +12,7 @@ Life of a run
      them (`asyncrl.runtime.last_step`), and the other processes stay. A MasterWorker that died is followed by one
      alone first; it asks for all where it finds the ranks in a step. Beyond its budget, or where that step is lost,
      everything is stopped and started again, from the newest checkpoint, and beyond that budget the run fails
-     (`asyncrl.runtime.restart_budget`).
+     (`asyncrl.runtime.trials.restart_budget`).
    - A process ends that the run can do without: it is noted, and the run goes on.
    - Any other end is a failure: it is reported with the last lines of that process's log, the MasterWorker gets a
      moment to save what can be saved, everything is stopped, and the exit code is 1.
@@ -35,27 +35,27 @@ from asyncrl.comm.name_resolve import NameResolveError, Subtree
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Display
 from asyncrl.observe.tail import JsonlTail
-from asyncrl.runtime import log_rotation
-from asyncrl.runtime.claim import LEASE_S, SAVE_LIMIT_S
-from asyncrl.runtime.descriptors import allow_all_files
-from asyncrl.runtime.ends import GAVE_UP, gave_up, how, leads, may_follow_another, trains, wait_for, was_killed
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.last_step import keeps_last_step
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
-from asyncrl.runtime.open_files import check_files
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
-from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, note_restart, note_went_on
-from asyncrl.runtime.resume import CheckFolder
+from asyncrl.runtime.process.descriptors import allow_all_files
+from asyncrl.runtime.process.open_files import check_files
+from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.run_dir import (
     LOGS_DIR,
     METRICS_FILE,
     REMARKS_FILE,
     run_dir_of,
 )
-from asyncrl.runtime.trial import Trial
-from asyncrl.runtime.worker import open_resolver
+from asyncrl.runtime.trials import log_rotation
+from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
+from asyncrl.runtime.trials.ends import GAVE_UP, gave_up, how, leads, may_follow_another, trains, wait_for, was_killed
+from asyncrl.runtime.trials.restart_budget import AfterDeath, RestartPolicy
+from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, note_restart, note_went_on
+from asyncrl.runtime.trials.resume import CheckFolder
+from asyncrl.runtime.trials.trial import Trial
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 FAILED_SAVE_LIMIT_S = 6.0

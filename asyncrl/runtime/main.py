@@ -11,9 +11,9 @@ from pathlib import Path
 
 from asyncrl.comm.private_files import PRIVATE_UMASK
 from asyncrl.runtime.kinds import KINDS
-from asyncrl.runtime.lasting_imports import lasting_imports
-from asyncrl.runtime.worker import WorkerSpec
-from asyncrl.runtime.worker_log import WorkerLogFilter
+from asyncrl.runtime.process.lasting_imports import lasting_imports
+from asyncrl.runtime.process.worker import WorkerSpec
+from asyncrl.runtime.process.worker_log import WorkerLogFilter
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER, STAGING_SERVER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import adopts
-from asyncrl.runtime.hardware import visible_gpus
+from asyncrl.runtime.hosts.staging_hosts import staging_hosts
 from asyncrl.runtime.kinds import KINDS, Run, Share
+from asyncrl.runtime.process.hardware import visible_gpus
 from asyncrl.runtime.settings import HostConfig
-from asyncrl.runtime.staging_hosts import staging_hosts
 from asyncrl.runtime.worker_plan import Host, WorkerPlan
 
 

@@ -17,8 +17,8 @@ from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.models.routers import routing_shape
-from asyncrl.runtime.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.plan import plan_workers, with_types
+from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.layout import Layout

@@ -33,11 +33,11 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
+from asyncrl.runtime.process.starting import LONGEST_STARTS
+from asyncrl.runtime.process.stopping import heard_at_once
+from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
 from asyncrl.runtime.run_dir import SAMPLES_DIR, SPILLED_DIR
-from asyncrl.runtime.starting import LONGEST_STARTS
-from asyncrl.runtime.stopping import heard_at_once
-from asyncrl.runtime.torch_device import attention_kernel, choose_device, device_line
-from asyncrl.runtime.worker import Worker, WorkerSpec
 from asyncrl.trainer.batches.columns import move_columns
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.redistribute import hand_down, redistribute

@@ -18,7 +18,7 @@ from asyncrl.api.seeds import seed_from
 from asyncrl.inference.seeds import uniform
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
-from asyncrl.plugins.datasets.order import PromptRef, prompt_seed
+from asyncrl.plugins.datasets.queue.order import PromptRef, prompt_seed
 from simulator.lengths import LogNormal
 
 

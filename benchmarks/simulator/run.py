@@ -31,11 +31,11 @@ from asyncrl.manager.settings import ManagerConfig, UpdateMode
 from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.settings import Pacing, RolloutConfig
-from asyncrl.runtime.waiting import cancel
+from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import Discard, RolloutRecord
 from asyncrl.weights.transports.disk import DiskManagerEnd
 from simulator.agents import SimulatedCode

@@ -92,8 +92,8 @@ def measure_engine(model_path: Path) -> EngineModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.inference.embedded.batch import CHANGE_SHARE
-    from asyncrl.inference.embedded.decode_rows import IDLE_STEPS
+    from asyncrl.inference.embedded.decoding.batch import CHANGE_SHARE
+    from asyncrl.inference.embedded.decoding.decode_rows import IDLE_STEPS
     from asyncrl.inference.embedded.engine import GenerationEngine
     from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 

@@ -169,12 +169,27 @@ def stand_in_kubectl(folder: Path) -> Path:
 
 
 RAY_NODES = r"""
-import os, sys
+import os, sys, time
 os.environ["RAY_TMPDIR"] = sys.argv[1]
 os.mkdir(os.path.join(sys.argv[1], "ray"))  # it notes its address there, and does not make it
 os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # else it kills actors where others have filled the memory
+from ray._private import services
 from ray.cluster_utils import Cluster
 
+ask_once = services.get_node
+
+def get_node(*node):
+    "Ray waits 30 s for a node to register; on a busy machine that takes longer."
+    deadline = time.monotonic() + float(sys.argv[3])
+    while True:
+        try:
+            return ask_once(*node)
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+services.get_node = get_node
 node = {"num_cpus": 1, "object_store_memory": 80 << 20}  # Ray starts a process a core at once
 head = node | {"num_cpus": 0, "include_dashboard": False, "temp_dir": sys.argv[1]}
 cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -192,7 +207,7 @@ def ray_cluster(nodes: int) -> Iterator[str]:
     pytest.importorskip("ray", reason="no Ray: pip install 'asyncrl[ray]'")
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the paths of its sockets must be short
     with (Path(folder) / "log").open("wb") as log:
-        command = [sys.executable, "-c", RAY_NODES, folder, str(nodes)]
+        command = [sys.executable, "-c", RAY_NODES, folder, str(nodes), str(LIMIT_S)]
         cluster = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     assert cluster.stdin is not None
     assert cluster.stdout is not None

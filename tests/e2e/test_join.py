@@ -21,8 +21,8 @@ from asyncrl.commands.audit import audit
 from asyncrl.launch import main
 from asyncrl.manager.messages import ServerStatus, StatusReply
 from asyncrl.observe.metrics import read_rows
+from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
-from asyncrl.runtime.worker import open_resolver
 
 from ..conftest import LIMIT_S, Gate
 from ..warm import Template, WarmProcess

@@ -175,8 +175,20 @@ def test_a_finished_trial_is_not_run_again_and_goes_on_with_more_steps_where_it_
     assert [row["step"] for row in more.rows()] == [1, 2, 3, 4]
 
 
+BREAKS_LATER = """
+calls = 0
+
+def score(data, completion):
+    global calls
+    calls += 1
+    if calls > 40:  # more than the start tries
+        raise KeyError("no such column")
+    return 0.0
+"""
+
+
 def test_a_broken_reward_fails_the_run_and_shows_its_traceback(start_run: Any, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("def score(data, completion):\n    raise KeyError('no such column')\n")
+    (tmp_path / "broken.py").write_text(BREAKS_LATER)
     run = start_run(reward__path=f"{tmp_path / 'broken.py'}:score", eval__interval=0)
     assert run.wait() == 1
     assert "FAILED: rollout_worker/0" in run.output

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from asyncrl.commands.attach import attach
-from asyncrl.runtime.claim import read_holder
+from asyncrl.runtime.trials.claim import read_holder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
 
 from ..conftest import LIMIT_S, Gate

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.commands.audit import audit
-from asyncrl.plugins.datasets.order import DataOrder
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
 
 from ..conftest import LIMIT_S, SETTINGS, Gate

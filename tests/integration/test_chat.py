@@ -17,15 +17,15 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api import GenerationRequest, Prompt, SamplingParams
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.server import serve
+from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.chat.parsers import parser
 from asyncrl.plugins.chat.stop_strings import kept_tokens
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.chat import ChatTemplate
 from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.templates.chat import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, load_tokenizer
 from asyncrl.rollout.generation_client import RolloutClient
 

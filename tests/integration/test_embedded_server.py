@@ -16,9 +16,9 @@ import pytest_asyncio
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.inference.embedded.batch import DecodeBatch
+from asyncrl.inference.embedded.decoding.batch import DecodeBatch
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.server import Server, serve
+from asyncrl.inference.embedded.serving.server import Server, serve
 from asyncrl.inference.seeds import derive_seed
 
 from ..held_engine import HELD_AT, held_step

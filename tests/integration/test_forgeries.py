@@ -31,7 +31,7 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import FinishedRollout
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 
 ORDER = DataOrder(9, 0)
 

@@ -23,11 +23,11 @@ from asyncrl.comm import http_server
 from asyncrl.comm.http_server import HttpServer
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.server import MAX_PROMPTS_BYTES, serve
+from asyncrl.inference.embedded.serving.server import MAX_PROMPTS_BYTES, serve
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.weights.loading import INDEX_FILE
 
 ORDER = DataOrder(9, 0)

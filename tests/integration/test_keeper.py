@@ -21,10 +21,10 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Display
 from asyncrl.runtime import keeper
-from asyncrl.runtime.claim import TrialClaim
 from asyncrl.runtime.keeper import Identity, identity_of, kill
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.process_tree import end_launch, kept, mark_of
+from asyncrl.runtime.process.process_tree import end_launch, kept, mark_of
+from asyncrl.runtime.trials.claim import TrialClaim
 
 LIMIT_S = 90.0
 WORKER = r"""

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from asyncrl.runtime.kinds import KINDS, ProcessKind
-from asyncrl.runtime.worker import Worker
+from asyncrl.runtime.process.worker import Worker
 from asyncrl.runtime.worker_plan import Resources
 
 

@@ -28,9 +28,9 @@ from asyncrl.manager.messages import (
     StatusReply,
 )
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.curriculum import Curriculum
-from asyncrl.plugins.datasets.order import DataOrder
-from asyncrl.plugins.datasets.prompt_queue import PromptQueue
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.prompt_queue import PromptQueue
 
 
 class Clock:

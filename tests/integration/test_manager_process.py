@@ -23,7 +23,7 @@ from asyncrl.comm.sealed_json import seal
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.server import serve
+from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.http_server import manager_registry
 from asyncrl.manager.messages import (
@@ -36,14 +36,14 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.process import GserverManager
 from asyncrl.master.books.run_files import write_data_state
-from asyncrl.plugins.datasets.curriculum import Curriculum
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.record import DataRecord
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.runtime.process.worker import WorkerSpec
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, write_run_config
-from asyncrl.runtime.worker import WorkerSpec
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.weights.canary import CANARY_FILE, Canary, canary_tokens, encode_canary

@@ -31,8 +31,8 @@ from asyncrl.master.peers.connections import (
     router_of_peers,
 )
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
-from asyncrl.runtime.starting import NotStarted
-from asyncrl.runtime.waiting import StopRequested, await_name, or_stop
+from asyncrl.runtime.process.starting import NotStarted
+from asyncrl.runtime.process.waiting import StopRequested, await_name, or_stop
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 
 LIMIT_S = 60.0

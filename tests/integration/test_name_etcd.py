@@ -343,7 +343,7 @@ def test_a_withdrawal_that_etcd_did_not_answer_is_made_again(
 WAITS = """
 import sys
 from pathlib import Path
-from asyncrl.runtime.worker import Worker, WorkerSpec
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 class Waits(Worker):
     def run(self):

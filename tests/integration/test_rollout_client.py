@@ -19,7 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingParams
 from asyncrl.inference.client import GenerateItem
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.server import serve
+from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.routers import RoutingShape

@@ -15,14 +15,14 @@ from msgspec import structs
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import make_display
-from asyncrl.runtime import claim as claim_module
-from asyncrl.runtime.claim import TrialClaim, read_holder
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.resume import TrialError
+from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.run_dir import LOCK_FILE, NAMES_DIR, SECRET_FILE, run_dir_of
 from asyncrl.runtime.settings import Resume
-from asyncrl.runtime.trial import Trial
-from asyncrl.runtime.worker import open_resolver
+from asyncrl.runtime.trials import claim as claim_module
+from asyncrl.runtime.trials.claim import TrialClaim, read_holder
+from asyncrl.runtime.trials.resume import TrialError
+from asyncrl.runtime.trials.trial import Trial
 
 KEY = names.model_version_key("actor")
 

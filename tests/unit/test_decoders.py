@@ -50,7 +50,7 @@ from asyncrl.comm.request_reply import messages as request_reply
 from asyncrl.comm.sealed_json import seal
 from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories
 from asyncrl.inference import messages as serving
-from asyncrl.inference.embedded import requests as embedded
+from asyncrl.inference.embedded.serving import requests as embedded
 from asyncrl.inference.embedded.types import RequestError
 from asyncrl.inference.openai import anthropic, chat_completions, responses, token_calls
 from asyncrl.inference.openai.errors import ApiError
@@ -64,12 +64,12 @@ from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.observe.metrics import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.readers import read as read_records
 from asyncrl.plugins.datasets.record import DataRecord
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
 from asyncrl.rollout.offload import messages as offload
-from asyncrl.runtime.resume import newest_progress
+from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.trainer.trajectories.kept_inbox import InboxStore, KeptTrajectoryDamaged
 from asyncrl.verify.audit.history import read_ledger, surviving

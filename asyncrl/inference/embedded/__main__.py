@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.host import load_model
-from asyncrl.inference.embedded.server import serve
+from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.models.proof import UnsupportedModelError
 from asyncrl.plugins.datasets.tokenizers import HuggingFaceTokenizer
 

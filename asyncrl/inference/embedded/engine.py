@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.inference.embedded.admission import AdmissionQueue
-from asyncrl.inference.embedded.batch import DecodeBatch, Detokenize
-from asyncrl.inference.embedded.commands import Command, Mailbox
+from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
+from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import RequestLimits
 from asyncrl.inference.embedded.meter import WorkMeter
-from asyncrl.inference.embedded.model_io import ModelRunner
-from asyncrl.inference.embedded.proof import prove, refuse_unserved
+from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.model.proof import prove, refuse_unserved
+from asyncrl.inference.embedded.serving.commands import Command, Mailbox
 from asyncrl.inference.embedded.types import (
     EngineStats,
     EngineStoppedError,

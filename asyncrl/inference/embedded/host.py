@@ -15,14 +15,14 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.embedded.batch import Detokenize
+from asyncrl.inference.embedded.decoding.batch import Detokenize
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.server import Server, serve
+from asyncrl.inference.embedded.serving.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
 from asyncrl.models.proof import UnsupportedModelError
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
-from asyncrl.runtime.starting import Effort, NotStarted, StartLimit, await_start
-from asyncrl.runtime.torch_device import attention_kernel, choose_device, device_line
+from asyncrl.runtime.process.starting import Effort, NotStarted, StartLimit, await_start
+from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 
 logger = logging.getLogger(__name__)
 _HEALTH_POLL_S = 0.25

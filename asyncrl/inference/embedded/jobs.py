@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from asyncrl.api.generation import FinishReason
-from asyncrl.inference.embedded.sequence import Sequence
+from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.types import GenerationOutput, Job, RequestError
 
 

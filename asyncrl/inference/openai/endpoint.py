@@ -29,7 +29,7 @@ from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import HEADERS, ApiError
 from asyncrl.inference.openai.session import RecordingClient, Session, session_is_over
 from asyncrl.inference.openai.token_calls import PromptIds
-from asyncrl.runtime.stopping import CLOSE_LIMIT_S
+from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 MODEL: Final = "policy"
 """The only model. Some frameworks choose an API by the model's name: this one says nothing to them."""

@@ -27,7 +27,7 @@ from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
 from asyncrl.inference.sglang.process import ProcessTree
 from asyncrl.inference.sglang.start_failures import explained
-from asyncrl.runtime.starting import LONGEST_STARTS, Effort
+from asyncrl.runtime.process.starting import LONGEST_STARTS, Effort
 
 _READY_POLL_S, _LAST_READY_POLL_S = 0.2, 2.0
 """Slower and slower, so that what answers the question is no progress."""

@@ -1,7 +1,7 @@
 """The run's ledger, on disk: what became of every rollout (`asyncrl.comm.ledger_lines`, `docs/ledger.md`).
 
 Lines are handed to the kernel as they come, so they outlive the process. They are synced where a step is complete,
-before a checkpoint begins (which names the line that it goes on from) and at the end. A thread syncs those of a step
+before a checkpoint begins (which names the line where it continues) and at the end. A thread syncs those of a step
 while the next one begins; a checkpoint waits for that, so the disk never has one whose past the ledger lacks. A file is
 followed by the next one once it has `FILE_BYTES`, always after a seal. A line that a kill cut off is cut away when the
 next launch begins; whole lines stay, also those of steps that no checkpoint remembers: `begin` says so.
@@ -195,13 +195,13 @@ class Ledger:
         return self._lines
 
     def take(self, lines: Iterable[RolloutLine]) -> None:
-        """Take in what the manager tells of rollouts. A MasterWorker that takes over has these lines from now on."""
+        """Add the manager's lines about rollouts. A MasterWorker that takes over has these lines from now on."""
         for line in lines:
             self._add(line)
         self._hand_over()
 
     def step(self, batch: TrainBatch, books: GateBooks | None) -> None:
-        """The step that trained `batch` is complete; `books` have it in them, None where nobody could be asked."""
+        """Add the complete step of `batch`; `books` include it, None if the manager did not answer."""
         step = batch.version + 1
         for record in batch.records:
             samples, rewards = len(record.rewards), record.episode_rewards
@@ -315,7 +315,7 @@ class Ledger:
         """Go on after what is there: repair its end, count its lines, hash what no seal covers, add up what counts.
 
         Args:
-            to: lines that count for this launch; None: all, as it goes on with them.
+            to: lines that count for this launch; None: all, as it continues them.
 
         Returns:
             False if the ledger does not reach so far, or cannot be read.
@@ -359,7 +359,7 @@ def _lines_of(files: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _after(begin: bytes) -> int:
-    """The line that a launch goes on from; 0 if that cannot be read: then nothing before it counts."""
+    """Return the line where a launch continues; 0 if that cannot be read: then no line before it counts."""
     try:
         return _decode_begin(begin).after
     except msgspec.MsgspecError:
@@ -370,7 +370,7 @@ def _surviving(begins: Sequence[tuple[int, int]], end: int) -> list[range]:
     """Return the numbers of the lines up to `end` that no later launch forgot, ascending.
 
     Args:
-        begins: of each launch, the number of its first line and of the line that it goes on from.
+        begins: by launch, the number of its first line and of the line where it continues.
     """
     ranges: list[range] = []
     for number, after in reversed(begins):

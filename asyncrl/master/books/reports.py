@@ -25,7 +25,7 @@ from asyncrl.master.books.run_files import BooksError, DataState
 from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.recovery.kept_step import KeptSteps, Known
-from asyncrl.runtime.waiting import or_stop
+from asyncrl.runtime.process.waiting import or_stop
 from asyncrl.trainer.messages import Discard
 
 _log = logging.getLogger(__name__)

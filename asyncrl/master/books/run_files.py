@@ -15,9 +15,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.metrics.journal import Journal
-from asyncrl.plugins.datasets.curriculum import Curriculum
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
-from asyncrl.runtime.restart_log import count_restarts
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.run_dir import (
     BOOKS_FILE,
     CHECKPOINTS_DIR,
@@ -27,6 +26,7 @@ from asyncrl.runtime.run_dir import (
     SUMMARY_FILE,
     WEIGHTS_DIR,
 )
+from asyncrl.runtime.trials.restart_log import count_restarts
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def write_data_state(run_dir: Path, used: UsedPrompts, curriculum: Curriculum) -
 
 
 def write_books(run_dir: Path, step: int, books: GateBooks) -> None:
-    """Write the books as of `step`, for an end at which nobody can be asked for them."""
+    """Write the books as of `step`, for an end at which the manager does not answer."""
     _write_json(run_dir / BOOKS_FILE, {"step": step, "books": _plain(books)})
 
 

@@ -24,7 +24,7 @@ class Batches:
     """Takes each step's batch from `buffer`, once there is one.
 
     Args:
-        report: tells the manager what expired, at the version given.
+        report: reports to the manager what expired, at the version given.
     """
 
     def __init__(

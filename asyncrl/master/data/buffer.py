@@ -39,7 +39,7 @@ from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.recent_ids import RecentIds, ids_remembered
 from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 
 

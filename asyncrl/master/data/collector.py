@@ -5,7 +5,7 @@ computes. Each poll acknowledges the reply before it by its cursor, so what a lo
 buffer knows repeats.
 
 Rollouts come in bursts, and a poll for each would cost the master more than all the rest it does. So polls keep a pace:
-slow while nobody waits for data, faster than anybody could notice while somebody does. Who waits says how many are
+slow while no step waits for data, faster than a step could notice otherwise. A step that waits says how many are
 missing, and a poll is answered when a head has its share of them, or `GATHER_S` after it has one.
 
 A worker that is silent is asked again, as long as its connection stands: it may be stopped for a while. Whether it died
@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.comm.request_reply.client import RequestClient, RequestTimeout
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.master.data.buffer import SampleBuffer
-from asyncrl.runtime.waiting import cancel
+from asyncrl.runtime.process.waiting import cancel
 from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutRecord
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 POLL_S = 10.0
 """Time that a worker may hold a poll that has nothing to report."""
 PACE_S = 0.1
-"""Time between two polls while nobody waits."""
+"""Time between two polls while no step waits."""
 PACE_AWAITED_S = 0.004
 """Time between two polls while the loop waits for data: under a hundredth of the shortest useful step."""
 GATHER_S = 0.05
@@ -81,7 +81,7 @@ class Collector:
                 task.result()
 
     async def changed(self, missing: int = 1) -> None:
-        """Wait until a record came since the last call; so many are `missing` for what is waited for.
+        """Wait until a record came since the last call; `missing` is the number that the step still needs.
 
         Raises:
             Exception: what ended a worker's polls.

@@ -17,7 +17,7 @@ from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.ranks import Stalled
-from asyncrl.runtime.waiting import StopRequested, cancel
+from asyncrl.runtime.process.waiting import StopRequested, cancel
 
 _T = TypeVar("_T")
 
@@ -33,7 +33,7 @@ class StallWatch:
     Args:
         limit_s: `system.stall_timeout_s`.
         stop: set when the run is asked to stop.
-        free_since: when the last evaluation ended, by `clock`; one under way ends now.
+        free_since: end of the last evaluation, by `clock`; now, while one runs.
         manager, buffer, collector: who says on which counter it waits.
         starting: True while no step can come, as those that make its data are starting.
     """

@@ -46,7 +46,7 @@ class FilteredOut:
         Args:
             version: of the policy.
             kept: groups that wait to be trained.
-            dropped: groups of the run by reason, whoever dropped them.
+            dropped: groups of the run by reason, from all processes.
         """
         by_filter = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
         if version != self._version:
@@ -71,7 +71,7 @@ async def watch_filters(
     kept: Callable[[], int],
     tell: Callable[[str], None],
 ) -> NoReturn:
-    """Look every `LOOK_S` seconds at what filters drop, and `tell` a warning."""
+    """Check every `LOOK_S` seconds what filters drop, and call `tell` with a warning."""
     while True:
         await asyncio.sleep(LOOK_S)
         try:

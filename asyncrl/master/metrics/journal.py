@@ -25,8 +25,8 @@ from asyncrl.master.peers.policy_versions import Outcomes
 from asyncrl.observe.metrics import MetricsWriter, read_rows
 from asyncrl.observe.sample_tables import SampleTables
 from asyncrl.observe.tail import JsonlTail
-from asyncrl.runtime.restart_log import restarts_in, seconds_in
 from asyncrl.runtime.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
+from asyncrl.runtime.trials.restart_log import restarts_in, seconds_in
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ DROPPED_GROUPS = "/dropped_groups"
 
 @dataclass(slots=True)
 class _Totals:
-    """Running totals as of the last row; a row tells what was added since."""
+    """Running totals as of the last row; a row has the difference."""
 
     at: float
     tokens: int = 0
@@ -55,7 +55,7 @@ class Journal:
     """Rows and evaluations of one run.
 
     Args:
-        collector, buffer: whose counters the rows tell.
+        collector, buffer: their counters are in the rows.
     """
 
     def __init__(self, config: ExperimentConfig, collector: Collector, buffer: SampleBuffer) -> None:

@@ -2,7 +2,7 @@
 
 It stands in for MasterWorker and ModelWorkers: the RolloutWorkers begin once it announces the data state, send their
 trajectories to it. It leads: the run ends when as many rollouts are kept as a training of so many steps would take. A
-launch that goes on leaves out the prompts that are kept; what had not come into a file is generated again.
+launch that continues leaves out the prompts that are kept; what had not come into a file is generated again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.run_files import write_books, write_data_state
 from asyncrl.master.peers.connections import NameBoard
 from asyncrl.observe.samples import read_samples, rows_of, sample_files, write_samples
-from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.runtime.process.waiting import StopRequested
+from asyncrl.runtime.process.worker import AsyncWorker
 from asyncrl.runtime.run_dir import SAMPLES_DIR
-from asyncrl.runtime.waiting import StopRequested
-from asyncrl.runtime.worker import AsyncWorker
 
 ROLLOUTS_PER_FILE = 64
 LONGEST_WAIT_S = 2.0

@@ -30,7 +30,7 @@ from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks
 from asyncrl.master.peers.connections import NameBoard
 from asyncrl.observe.samples import read_samples, sample_files, trajectories
-from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.runtime.process.worker import AsyncWorker
 
 WORKER = "replay/0"
 """Name of the worker in the ledger's lines."""
@@ -70,7 +70,7 @@ class OfflineGate:
         events_after: int = 0,
         measured_after: int = 0,
     ) -> ConsumedReply:
-        """See `ManagerClient`. No reply is ever lost here, so what was told is forgotten."""
+        """See `ManagerClient`. No reply is ever lost here, so reported lines are forgotten."""
         for rollout in trained:
             self._live.discard(rollout)
             self._trained += 1
@@ -120,7 +120,7 @@ class OfflineGate:
 
 
 class ReplayBoard(NameBoard):
-    """Announces to the ranks, and tells the feeder: from which version on it feeds, and the newest one."""
+    """Announces to the ranks; has for the feeder the version from which it feeds, and the newest one."""
 
     def __init__(self, worker: AsyncWorker, gate: OfflineGate, batch_size: int) -> None:
         super().__init__(worker.resolver)

@@ -14,9 +14,9 @@ from asyncrl.comm.request_reply import PeerGone, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.request_reply.router import DESCRIPTORS_PER_CONNECTION, CallRouter
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
-from asyncrl.runtime.descriptors import allow_connections
-from asyncrl.runtime.waiting import cancel
-from asyncrl.runtime.worker import AsyncWorker
+from asyncrl.runtime.process.descriptors import allow_connections
+from asyncrl.runtime.process.waiting import cancel
+from asyncrl.runtime.process.worker import AsyncWorker
 
 GRACE_S = 5.0
 """Beyond the limit of an evaluation, so that it is the evaluation's own limit that ends it."""
@@ -64,7 +64,7 @@ class ReplaceableWorker:
         return cls(worker.resolver, key, await worker.registered(key, kind), router)
 
     async def call(self, request: Request[R], *, timeout_s: float) -> R:
-        """Make the call, to whoever is the worker, and return its reply.
+        """Call the process that is the worker now, and return its reply.
 
         Raises:
             RemoteError, RequestTimeout, PeerGone, MessageError: see `RequestClient.call`.

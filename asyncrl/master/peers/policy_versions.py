@@ -2,7 +2,7 @@
 
 An evaluation measures one version on the sets that are due, one after the other; a set that fails does not keep the
 others from being measured. The servers must stay at that version: while one runs, newer versions are not announced.
-Training goes on meanwhile; what it publishes is put off, and of several only the newest is announced when the
+Training continues meanwhile; its versions are put off, and of several only the newest is announced when the
 evaluation ends. A version that is to be evaluated itself is never skipped: its announcement waits for the evaluation
 before it.
 
@@ -38,7 +38,7 @@ class VersionAnnouncer:
         evaluate: measures a version on the set of a name; it has a time limit of its own.
         due: the names of the sets that a version is to be evaluated on.
         on_end: takes the version of every evaluation that ended, and by set its result or why there is none.
-        clock: seconds, to tell since when none is under way.
+        clock: seconds; dates the end of the last evaluation.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class VersionAnnouncer:
         self._on_end = on_end
         self._clock = clock
         self.announced = 0
-        """The version that servers are to have; 0 is the initial model, which nobody announces."""
+        """The version that servers are to have; 0 is the initial model, which is never announced."""
         self._put_off: tuple[int, str] | None = None
         self._abandoned = False
         self._running: asyncio.Task[None] | None = None
@@ -72,7 +72,7 @@ class VersionAnnouncer:
         return (self._put_off[0],) if self._put_off else ()
 
     async def published(self, version: int, path: str) -> None:
-        """`version` lies at `path`: announce it, now or once the evaluation under way ends, and evaluate it if due."""
+        """`version` lies at `path`: announce it, now or once the running evaluation ends, and evaluate it if due."""
         if self._due(version):
             self._put_off = None  # of the versions put off only the newest would be announced: this one
             await self.evaluation_ended()
@@ -93,17 +93,17 @@ class VersionAnnouncer:
             self._running = asyncio.create_task(self._run(self.announced, names))
 
     async def evaluation_ended(self) -> None:
-        """Wait for the end of the evaluation under way, if any."""
+        """Wait for the end of a running evaluation."""
         if self._running is not None:
             await asyncio.shield(self._running)
 
     async def abandon(self) -> None:
-        """As `close`, but say nothing of the evaluation: whoever goes on after this process makes it again."""
+        """As `close`, but report nothing of the evaluation: the process that replaces this one makes it again."""
         self._abandoned = True
         await self.close()
 
     async def close(self) -> None:
-        """Give up the evaluation under way."""
+        """Cancel a running evaluation."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -144,7 +144,7 @@ class Publishing:
 
     async def publish(self, version: int, in_use: Collection[int], *, to_disk: bool) -> str:
         """Make the weights available as `version`, the current one; returns its folder, which holds the weights
-        themselves if `to_disk`. Versions nobody reads are removed, but for the newest on disk.
+        themselves if `to_disk`. Versions that no process reads are removed, except the newest on disk.
 
         Args:
             in_use: versions that servers read.

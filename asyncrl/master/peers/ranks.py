@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
-from asyncrl.runtime.starting import LONGEST_STARTS
+from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.trainer.messages import LoadCheckpoint, LoadedCheckpoint, LoadLastStep
 
 

@@ -31,8 +31,8 @@ from asyncrl.master.books.run_files import checkpoint_root, write_books
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.ranks import Ranks, Stalled
 from asyncrl.master.recovery.kept_step import KeptStep, KeptSteps, Known
-from asyncrl.runtime.waiting import or_stop
-from asyncrl.runtime.worker import RestartTrainer
+from asyncrl.runtime.process.waiting import or_stop
+from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import IsStepRunning, LoadCheckpoint, TakeUp
 
 _log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class Beginning:
         return await parts.publishing.publish(standing.version, in_use, to_disk=True) if standing.version else ""
 
     def announce(self, standing: Standing, path: str, *, cut_off: bool) -> None:
-        """6. Before the RolloutWorkers begin: it tells the gate where the run stands."""
+        """6. Before the RolloutWorkers begin, so that the gate knows where the run stands."""
         if standing.version and not cut_off:
             self._parts.announcer.announce(standing.version, path)
 
@@ -211,7 +211,7 @@ class Beginning:
             await or_stop(announcer.published(standing.version, path), self._parts.stop, math.inf)
 
     async def report_last_step(self, standing: Standing, *, written: bool) -> None:
-        """9. The reply tells what was dropped for good meanwhile, before another step begins."""
+        """9. The reply has the prompts dropped for good meanwhile, before another step begins."""
         parts = self._parts
         try:
             await parts.reports.report(standing.version)

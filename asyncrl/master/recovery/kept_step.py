@@ -17,7 +17,7 @@ from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.ranks import Ranks
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.worker import RestartTrainer
+from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import (
     KEPT_STEP_LOST,
     CommitCheckpoint,
@@ -45,7 +45,7 @@ class KeptStep(msgspec.Struct, frozen=True):
     """The part of a kept state that a checkpoint lacks: what is reported and written about the step next.
 
     Attributes:
-        trained: rollouts that the manager has not been told of.
+        trained: rollouts that are not reported to the manager yet.
         known: the last of what the manager reported that is in this state.
         ledger_line: lines that the ledger had when the step was complete.
     """

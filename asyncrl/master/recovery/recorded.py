@@ -3,9 +3,8 @@
 A pure fold, line by line. The ledger keeps one over all its lines (`asyncrl.master.books.ledger`), and a MasterWorker
 that takes over reads it back from the files. At every line with books it equals them.
 
-A GserverManager that is started again needs this state of what it told before. Lines that are still in memory die with
-the MasterWorker, so the ledger hands all lines to the kernel before the MasterWorker reports anything that follows
-from them.
+A restarted GserverManager needs this state of its earlier reports. Lines that are still in memory die with the
+MasterWorker, so the ledger hands all lines to the kernel before any report that follows from them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from asyncrl.comm.ledger_lines import (
     Trained,
 )
 from asyncrl.comm.recent_ids import RecentIds, ids_remembered
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 TRAINED, ABANDONED = "trained", "abandoned"
 
@@ -98,7 +97,7 @@ class Recorded:
         return LedgerBooks(submitted, self._trained, dropped, self._abandoned, live - finished, finished)
 
     def _begin(self, line: Begin) -> None:
-        """All processes are new: what was open is played again, and nobody can say anything of it any more."""
+        """All processes are new: open rollouts are played again, and nothing more is reported about them."""
         settings = line.settings
         self.open, self.finished = {}, set()
         self.ended = RecentIds(ids_remembered(settings.train_batch_size, settings.max_head_offpolicyness))
@@ -127,7 +126,7 @@ class Recorded:
             self.retries[admitted.prompt] = Retry(admitted.order, line.attempt or 0, line.failures)
 
     def _train(self, line: Trained) -> None:
-        """A step wins over whatever was told of the rollout."""
+        """A step wins over any earlier report about the rollout."""
         if self._close(line.rollout, TRAINED) is None:
             self._undo(line.rollout)
             self.ended.put(line.rollout, Ended(TRAINED))

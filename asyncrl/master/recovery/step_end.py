@@ -10,9 +10,9 @@
 6. The step is written down: its row of metrics, its line in the ledger, `books.json`.
 7. A checkpoint is begun if one is due.
 
-A death before 3 is complete costs the step, which nobody has seen. One after it costs nothing: a successor does 4 to 7
-again (`asyncrl.master.recovery.beginning`). Servers and the manager recognise a version and a rollout that are reported
-twice, and the ledger shows which lines it has.
+A death before 3 is complete costs the step, which no other process has seen. A death after it costs nothing: a
+successor does 4 to 7 again (`asyncrl.master.recovery.beginning`). Servers and the manager recognise a version and a
+rollout that are reported twice, and the ledger shows which lines it has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.parts import Parts
 from asyncrl.master.recovery.kept_step import KeptStep
-from asyncrl.runtime.waiting import or_stop
+from asyncrl.runtime.process.waiting import or_stop
 
 
 @dataclass

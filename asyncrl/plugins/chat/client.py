@@ -35,8 +35,8 @@ from asyncrl.plugins.chat.request import Finish, Limits, Phase, Request
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.stop_strings import before_stop, check_stop_strings, first_stop
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.chat import ChatError, wrong_messages
-from asyncrl.plugins.datasets.order import seed_from
+from asyncrl.plugins.datasets.queue.order import seed_from
+from asyncrl.plugins.datasets.templates.chat import ChatError, wrong_messages
 
 _log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from typing import Any
 
 from asyncrl.api import Message, ToolSchema
 from asyncrl.plugins.chat.parsers import Parsed, Parser, parser
-from asyncrl.plugins.datasets.chat import ChatError, wrong_messages
-from asyncrl.plugins.datasets.control_tokens import StandIns
 from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.templates.chat import ChatError, wrong_messages
+from asyncrl.plugins.datasets.templates.control_tokens import StandIns
 
 _TOOL: ToolSchema = {
     "type": "function",

@@ -27,12 +27,12 @@ from typing import Any, cast
 
 from asyncrl.config.import_paths import PluginError
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed, load_dataset
-from asyncrl.plugins.datasets.chat import ChatError, Message
-from asyncrl.plugins.datasets.control_tokens import StandIns
-from asyncrl.plugins.datasets.order import epoch_order
 from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.queue.order import epoch_order
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.settings import TrainOn
+from asyncrl.plugins.datasets.templates.chat import ChatError, Message
+from asyncrl.plugins.datasets.templates.control_tokens import StandIns
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 
 

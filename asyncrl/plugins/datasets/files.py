@@ -16,8 +16,8 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.plugins.datasets.chat import Message, wrong_messages
 from asyncrl.plugins.datasets.readers import Record, read
+from asyncrl.plugins.datasets.templates.chat import Message, wrong_messages
 
 PROMPT_FIELDS = ("prompt", "question", "problem", "messages")
 COMPLETION_FIELDS = ("completion", "response", "answer")

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from asyncrl.api import Prompt, SamplingParams
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.chat import ChatError, ChatTemplate, Message, template_source, wrong_messages
-from asyncrl.plugins.datasets.control_tokens import StandIns
-from asyncrl.plugins.datasets.order import PromptRef, prompt_seed
+from asyncrl.plugins.datasets.queue.order import PromptRef, prompt_seed
 from asyncrl.plugins.datasets.settings import AUTO, OFF, Overlong
-from asyncrl.plugins.datasets.template_process import TemplateLimit
+from asyncrl.plugins.datasets.templates.chat import ChatError, ChatTemplate, Message, template_source, wrong_messages
+from asyncrl.plugins.datasets.templates.control_tokens import StandIns
+from asyncrl.plugins.datasets.templates.template_process import TemplateLimit
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, special_tokens
 
 

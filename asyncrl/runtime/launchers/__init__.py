@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from pathlib import Path
 
-from asyncrl.runtime.claim import read_holder
-from asyncrl.runtime.process_tree import mark_of
+from asyncrl.runtime.process.process_tree import mark_of
 from asyncrl.runtime.run_dir import log_file
+from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 _LAST_LINES = 12
@@ -76,7 +76,7 @@ class LauncherBackend(ABC):
     @abstractmethod
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
         """Start a process. When the launcher ends, however that comes about, the leading one is asked to stop and gets
-        `asyncrl.runtime.claim.SAVE_LIMIT_S`; the others end with it.
+        `asyncrl.runtime.trials.claim.SAVE_LIMIT_S`; the others end with it.
         """
 
     @abstractmethod

@@ -1,4 +1,5 @@
-"""Processes in the pods of a JobSet (`asyncrl.runtime.manifests`), one pod a host, by `kubectl exec` from the first.
+"""Processes in the pods of a JobSet (`asyncrl.runtime.hosts.manifests`), one pod a host, by `kubectl exec` from the
+first.
 
 The launcher runs in the pod of its own host; `--dry-run` prints the objects that make it so.
 """
@@ -7,10 +8,10 @@ from __future__ import annotations
 
 import sys
 
-from asyncrl.runtime import kubectl_carrier
-from asyncrl.runtime.manifests import CONTAINER
-from asyncrl.runtime.pod_names import job_name
-from asyncrl.runtime.remote import RemoteBackend
+from asyncrl.runtime.hosts import kubectl_carrier
+from asyncrl.runtime.hosts.manifests import CONTAINER
+from asyncrl.runtime.hosts.pod_names import job_name
+from asyncrl.runtime.hosts.remote import RemoteBackend
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 

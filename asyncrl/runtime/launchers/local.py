@@ -7,9 +7,9 @@ import os
 import signal
 from pathlib import Path
 
-from asyncrl.runtime.claim import SAVE_LIMIT_S
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
-from asyncrl.runtime.process_tree import adopt_orphans, kept, kill_descendants
+from asyncrl.runtime.process.process_tree import adopt_orphans, kept, kill_descendants
+from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 _GONE_LIMIT_S = 3.0

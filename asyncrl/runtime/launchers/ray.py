@@ -7,8 +7,8 @@ host is in the group with its GPUs; its processes are started as by the local ba
 `system.launcher_args` is at most `--address=HOST:PORT`, that of the cluster; `auto`, the default, finds the one of this
 host (RAY_ADDRESS, or a running one), and `local` starts one on this host that ends with the launcher.
 
-Ray itself is in a process of its own (`asyncrl.runtime.ray_driver`), which starts with the first process of a run, and
-again after it died.
+Ray itself is in a process of its own (`asyncrl.runtime.hosts.ray_driver`), which starts with the first process of a
+run, and again after it died.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from asyncrl.runtime import ray_carrier
-from asyncrl.runtime.hardware import visible_gpus
+from asyncrl.runtime.hosts import ray_carrier
+from asyncrl.runtime.hosts.ray_requests import HostRequest, Request, Task, address_of
+from asyncrl.runtime.hosts.remote import RemoteBackend
 from asyncrl.runtime.launchers import WorkerHandle
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.runtime.ray_requests import HostRequest, Request, Task, address_of
-from asyncrl.runtime.remote import RemoteBackend
+from asyncrl.runtime.process.hardware import visible_gpus
 from asyncrl.runtime.run_dir import LOGS_DIR
 from asyncrl.runtime.worker_plan import WorkerPlan
 
@@ -91,7 +91,7 @@ class Backend(RemoteBackend):
             listening.bind(self._socket)
             listening.listen(_BACKLOG)  # carriers connect at once, and wait there for the driver
             self._driver = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl.runtime.ray_driver", str(listening.fileno())],
+                [sys.executable, "-m", "asyncrl.runtime.hosts.ray_driver", str(listening.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -6,7 +6,7 @@ how many there are. Processes without share their node's cores (`--overlap`).
 
 from __future__ import annotations
 
-from asyncrl.runtime.remote import RemoteBackend
+from asyncrl.runtime.hosts.remote import RemoteBackend
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 
-from asyncrl.runtime.remote import RemoteBackend
+from asyncrl.runtime.hosts.remote import RemoteBackend
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 _OPTIONS = {

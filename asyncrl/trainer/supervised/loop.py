@@ -48,8 +48,8 @@ from asyncrl.plugins.datasets.tokenizers import (
     load_tokenizer,
     model_files,
 )
+from asyncrl.runtime.process.torch_device import choose_device
 from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE
-from asyncrl.runtime.torch_device import choose_device
 from asyncrl.trainer.supervised.engine_learner import EngineLearner
 from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.ranks import joined

@@ -28,8 +28,8 @@ from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.security import HttpSecurity, RunSecret, SecretError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import StatusReply
+from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.run_dir import METRICS_FILE, SECRET_FILE, run_dir_of
-from asyncrl.runtime.worker import open_resolver
 from asyncrl.verify.chaos.disk import Ballast
 from asyncrl.verify.chaos.links import Links
 from asyncrl.verify.chaos.plan import DELAY_S, Fault, FaultKind, PlanClock

@@ -28,8 +28,8 @@ from asyncrl.comm.http import PIECE_BYTES, JsonHttp
 from asyncrl.comm.http_server import Handler, HttpServer, Refused, Route, json_response
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.same_code import KnownSources
+from asyncrl.runtime.process.worker import AsyncWorker
 from asyncrl.runtime.run_dir import STAGED_DIR
-from asyncrl.runtime.worker import AsyncWorker
 from asyncrl.weights.manifest import ManifestError
 from asyncrl.weights.staging.client import HOLD_S, SOURCE_FAILED
 from asyncrl.weights.staging.fetch import SourceFailed

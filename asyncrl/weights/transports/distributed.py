@@ -18,7 +18,7 @@ from asyncrl.comm.http import HttpError, JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import UpdateFailed
-from asyncrl.runtime.hardware import LOOPBACK
+from asyncrl.runtime.process.hardware import LOOPBACK
 from asyncrl.weights.transports import nccl
 from asyncrl.weights.transports.from_memory import BUCKET_BYTES, MemoryTransport, ServerConnection
 

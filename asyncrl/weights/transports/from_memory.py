@@ -24,7 +24,7 @@ from asyncrl.comm.http import HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
-from asyncrl.runtime.hardware import LOOPBACK
+from asyncrl.runtime.process.hardware import LOOPBACK
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.base import ManagerEnd, TrainerEnd, WeightTransport

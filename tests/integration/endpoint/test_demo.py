@@ -16,8 +16,8 @@ from asyncrl.comm.http import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, derive_seed
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.server import serve
-from asyncrl.plugins.datasets.order import PromptRef
+from asyncrl.inference.embedded.serving.server import serve
+from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.user_code import Plugins

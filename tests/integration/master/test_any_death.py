@@ -21,7 +21,7 @@ from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, Pr
 from asyncrl.comm.request_reply import Request
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.worker import RestartTrainer
+from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import CommitCheckpoint, RolloutRecord
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay

@@ -11,9 +11,9 @@ import pytest
 
 from asyncrl.comm.request_reply import PeerGone, RemoteError
 from asyncrl.comm.request_reply.messages import Failure
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.worker import RestartTrainer
+from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import (
     KEPT_STEP_LOST,
     CollectWeights,

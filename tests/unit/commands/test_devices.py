@@ -10,9 +10,9 @@ from asyncrl.commands import devices
 from asyncrl.commands.devices import device_lines
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.runtime import hardware
-from asyncrl.runtime.hardware import Gpu
 from asyncrl.runtime.plan import with_types
+from asyncrl.runtime.process import hardware
+from asyncrl.runtime.process.hardware import Gpu
 from asyncrl.runtime.settings import HostConfig
 
 GIB = 1 << 30

@@ -24,7 +24,7 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.runtime import hardware
+from asyncrl.runtime.process import hardware
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.settings import ReferenceMode, RoleRanks
 from asyncrl.trainer.sizing import Need

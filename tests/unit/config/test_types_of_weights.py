@@ -10,8 +10,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.canary_check import COARSE_TOLERANCE, FLOAT32_TOLERANCE, logprob_check_tolerance
-from asyncrl.runtime import hardware
 from asyncrl.runtime.plan import with_types
+from asyncrl.runtime.process import hardware
 from asyncrl.runtime.settings import HostConfig
 
 

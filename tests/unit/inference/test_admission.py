@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.inference.embedded.admission import AdmissionQueue
-from asyncrl.inference.embedded.cache import LENGTH_STEP, plan_length
+from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
+from asyncrl.inference.embedded.decoding.cache import LENGTH_STEP, plan_length
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.linears import LEAST_WEIGHT, PackedLinears
+from asyncrl.inference.embedded.model.linears import LEAST_WEIGHT, PackedLinears
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 
 pytestmark = pytest.mark.skipif(not torch._C._has_mkldnn, reason="this torch has no oneDNN")

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from asyncrl.inference.client import MalformedReply, RoutingWanted, parse_completion
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.replies import sample_reply
-from asyncrl.inference.embedded.requests import parse_generate
+from asyncrl.inference.embedded.serving.replies import sample_reply
+from asyncrl.inference.embedded.serving.requests import parse_generate
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from asyncrl.models.proof import UnsupportedModelError

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.inference import seeds
-from asyncrl.inference.embedded.sampling import RowSampling, sample, signed_64, uniforms_TR
+from asyncrl.inference.embedded.model.sampling import RowSampling, sample, signed_64, uniforms_TR
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.02, 0.25, 0.1, 0.18])
 DRAWS = 20_000

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from asyncrl.inference.embedded import model_io
 from asyncrl.inference.embedded.engine import GenerationEngine
-from asyncrl.inference.embedded.states import SlotStates
+from asyncrl.inference.embedded.model import model_io
+from asyncrl.inference.embedded.model.states import SlotStates
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
 from asyncrl.models.proof import UnsupportedModelError

@@ -11,7 +11,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.checks import check
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.runtime import hardware
+from asyncrl.runtime.process import hardware
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ from asyncrl.master.books.reports import decide
 from asyncrl.master.books.run_files import check_books
 from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
@@ -615,6 +615,8 @@ class Schedule(RuleBasedStateMachine):
         books = self.service.gate.books()
         assert (books.running, books.finished_untrained) == (0, len(self.trainer.buffer)), "the gate lost a place"
         assert self.service.router.placed == 0, "a server keeps the load of what is over"
+        waiting = {name for worker in self.workers for name in worker.ids}
+        assert not any(map(self.service.gate.outcome, waiting)), "a worker asks for what will not start"
 
     @move(first=WORKER)
     def fair_turn(self, first: int) -> None:

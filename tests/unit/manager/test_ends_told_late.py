@@ -7,8 +7,8 @@ from typing import Any
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.curriculum import Curriculum
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.order import DataOrder
 
 WORKER = "rollout_worker/0"
 ORDER = DataOrder(2, 0)

@@ -16,7 +16,7 @@ from asyncrl.comm import retry_write
 from asyncrl.manager import event_log
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 
 WORKER = "rollout_worker/0"
 

@@ -25,7 +25,7 @@ from asyncrl.master.books.reports import decide
 from asyncrl.master.data import buffer as buffers
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
 
 ROLLOUTS, WARM_UP = 12_000, 3_000

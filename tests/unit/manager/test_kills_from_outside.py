@@ -20,9 +20,9 @@ from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.reports import decide
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.order import DataOrder
-from asyncrl.runtime.restart_budget import AfterDeath, RestartPolicy
+from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.settings import SystemConfig
+from asyncrl.runtime.trials.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.trainer.messages import RolloutRecord
 
 BATCH, ETA, ROWS, PLACES = 4, 2, 64, 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 
 
 async def test_every_one_of_512_servers_that_are_lost_at_once_is_told() -> None:

@@ -14,7 +14,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.verify.audit.history import read_ledger
 from tests.unit.manager.test_any_schedule import Schedule, Worker

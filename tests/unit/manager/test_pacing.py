@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl.manager import messages as m
 from asyncrl.manager.pacing import LEAST_MARGIN, DeadlinePacing
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 
 WORKER = "rollout_worker/0"
 

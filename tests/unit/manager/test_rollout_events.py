@@ -9,7 +9,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_events import NumberedLog, RolloutEvents
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.staleness_gate import Ticket
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 
 MASTER = "rollout_worker/0"
 

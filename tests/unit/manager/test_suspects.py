@@ -12,7 +12,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_books import Noted, RolloutBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.suspects import Suspects
-from asyncrl.plugins.datasets.order import DataOrder
+from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.settings import SystemConfig
 
 WORKER = "rollout_worker/0"

@@ -14,7 +14,7 @@ from msgspec import structs
 from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.data.buffer import SampleBuffer
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.trainer.messages import RolloutRecord
 
 

@@ -11,7 +11,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.rollout.process import RolloutWorker
-from asyncrl.runtime.worker import WorkerSpec
+from asyncrl.runtime.process.worker import WorkerSpec
 
 LIMIT_S = 60.0
 RANKS = {0: "tcp://rank-0", 1: "tcp://rank-1"}

@@ -40,8 +40,8 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.order import DataOrder, PromptRef
 from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
+from asyncrl.plugins.datasets.queue.order import DataOrder, PromptRef
 from asyncrl.rollout.generation_client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.offload.errors import UserCodeError

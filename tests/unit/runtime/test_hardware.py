@@ -11,8 +11,8 @@ import pytest
 from asyncrl.commands.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.runtime import hardware
-from asyncrl.runtime.hardware import Gpu, count_gpus, interface_of, uncounted_gpus, visible_gpus
+from asyncrl.runtime.process import hardware
+from asyncrl.runtime.process.hardware import Gpu, count_gpus, interface_of, uncounted_gpus, visible_gpus
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from asyncrl.runtime.kinds import KINDS, Run
 
 def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
     program = (
-        "import pkgutil; from asyncrl.runtime.kinds import KINDS; from asyncrl.runtime.worker import Worker; "
+        "import pkgutil; from asyncrl.runtime.kinds import KINDS; from asyncrl.runtime.process.worker import Worker; "
         "assert all(issubclass(pkgutil.resolve_name(kind.path), Worker) for kind in KINDS.values())"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=170)

@@ -21,10 +21,10 @@ from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
-from asyncrl.runtime.remarks import remark
-from asyncrl.runtime.restart_log import TRAINER, WHOLE_RUN, count_restarts
+from asyncrl.runtime.process.remarks import remark
+from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.run_dir import METRICS_FILE, run_dir_of
-from asyncrl.runtime.worker import open_resolver
+from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.runtime import main as entry
-from asyncrl.runtime.worker import WorkerSpec
+from asyncrl.runtime.process.worker import WorkerSpec
 
 
 def test_a_rank_that_another_launcher_left_in_the_environment_is_not_the_workers(

@@ -14,9 +14,9 @@ import yaml
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.checks import check
-from asyncrl.runtime.manifests import manifests
+from asyncrl.runtime.hosts.manifests import manifests
+from asyncrl.runtime.hosts.pod_names import job_name
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.runtime.pod_names import job_name
 from asyncrl.runtime.settings import HostConfig
 
 validate = pytest.importorskip("kubernetes_validate", reason="no kubernetes-validate: pip install -e '.[dev]'").validate

@@ -13,11 +13,11 @@ from asyncrl.comm.name_resolve import NameBackend
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.checks import check
+from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.kinds import GPU_ALLOCATOR, SHARED_CPU_NICENESS
 from asyncrl.runtime.last_step import trains_elsewhere
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.settings import HostConfig, SystemConfig
-from asyncrl.runtime.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.worker_plan import WorkerPlan
 from asyncrl.trainer.settings import RoleRanks
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime import keeper, ray_carrier
+from asyncrl.runtime import keeper
 from asyncrl.runtime.checks import check
+from asyncrl.runtime.hosts import ray_carrier
+from asyncrl.runtime.hosts.ray_requests import HostRequest, Request, address_of, ambiguous_gpus
 from asyncrl.runtime.launchers import local
 from asyncrl.runtime.launchers.ray import Backend
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.runtime.ray_requests import HostRequest, Request, address_of, ambiguous_gpus
 from asyncrl.runtime.run_dir import write_run_config
 from asyncrl.runtime.settings import HostConfig
 

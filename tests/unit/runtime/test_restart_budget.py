@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.runtime.restart_budget import AfterDeath, RestartBudget, RestartPolicy
+from asyncrl.runtime.trials.restart_budget import AfterDeath, RestartBudget, RestartPolicy
 
 DEATHS = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.floats(0.0, 9.0)), max_size=60)
 

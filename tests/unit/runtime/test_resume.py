@@ -14,8 +14,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, settings
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.resume import TrialError, check_finished, continuation
 from asyncrl.runtime.run_dir import CONFIG_FILE, SUMMARY_FILE, run_dir_of, write_run_config
+from asyncrl.runtime.trials.resume import TrialError, check_finished, continuation
 from asyncrl.weights.manifest import Manifest, file_entry, verify, write_manifest
 
 Make = Callable[..., ExperimentConfig]

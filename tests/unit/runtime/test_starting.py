@@ -14,9 +14,8 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.names import GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, WorkerStatus, status_key
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime import starting, worker
-from asyncrl.runtime.run_dir import write_run_config
-from asyncrl.runtime.starting import (
+from asyncrl.runtime.process import starting, worker
+from asyncrl.runtime.process.starting import (
     BEFORE_BEGIN,
     LONGEST_STARTS,
     Effort,
@@ -25,7 +24,8 @@ from asyncrl.runtime.starting import (
     StartWait,
     await_start,
 )
-from asyncrl.runtime.worker import Worker, WorkerSpec
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
+from asyncrl.runtime.run_dir import write_run_config
 
 LIMIT_S = 60.0
 

@@ -7,7 +7,7 @@ import sys
 
 STUCK = """
 import ctypes, logging, os, signal, sys, threading, time
-from asyncrl.runtime.stopping import heard_at_once
+from asyncrl.runtime.process.stopping import heard_at_once
 
 logging.basicConfig(level=logging.INFO)
 libc = ctypes.CDLL(None)

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.run_files import write_books, write_summary
-from asyncrl.runtime.restart_log import WHOLE_RUN, note_restart, note_went_on
-from asyncrl.runtime.summary import summary_lines
+from asyncrl.runtime.trials.restart_log import WHOLE_RUN, note_restart, note_went_on
+from asyncrl.runtime.trials.summary import summary_lines
 
 
 def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from asyncrl.config.setting import ConfigError, Device
-from asyncrl.runtime import torch_device
-from asyncrl.runtime.torch_device import attention_kernel, choose_device, device_line
+from asyncrl.runtime.process import torch_device
+from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 
 CPU = torch.device("cpu")
 

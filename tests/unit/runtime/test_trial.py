@@ -6,8 +6,8 @@ from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.trial import Trial
-from asyncrl.runtime.worker import open_resolver
+from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.trials.trial import Trial
 
 
 def test_who_joined_is_given_up_when_the_whole_run_begins_again(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from asyncrl.runtime.run_dir import NAMES_DIR, write_run_config
 STOPPED_AT_ONCE = """
 import os, signal, sys
 from pathlib import Path
-from asyncrl.runtime.worker import Worker, WorkerSpec
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 class Early(Worker):
     def set_status(self, state, reason=""):
@@ -47,7 +47,7 @@ REFUSES = """
 import sys
 from pathlib import Path
 from asyncrl.config.setting import ConfigError
-from asyncrl.runtime.worker import Worker, WorkerSpec
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 class Refuses(Worker):
     def set_status(self, state, reason=""):
@@ -74,7 +74,7 @@ def test_a_setting_that_a_worker_finds_wrong_is_told_by_its_message_alone(tmp_pa
 WAITS = """
 import sys
 from pathlib import Path
-from asyncrl.runtime.worker import Worker, WorkerSpec
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 class Waits(Worker):
     def run(self):
@@ -126,7 +126,7 @@ def test_what_is_started_late_after_its_successor_ends_before_it_takes_a_name(tm
 ANNOUNCES = """
 import sys
 from pathlib import Path
-from asyncrl.runtime.worker import Worker, WorkerSpec
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 class Announces(Worker):
     def run(self):
@@ -169,7 +169,7 @@ def test_what_was_given_up_and_announces_something_ends_there_and_writes_nothing
 DOES_NOT_STOP = """
 import asyncio, logging, os, signal, sys, time
 from pathlib import Path
-from asyncrl.runtime.worker import AsyncWorker, WorkerSpec
+from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 
 logging.basicConfig(level=logging.INFO)
 

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import uvloop
 
-from asyncrl.runtime.worker_log import MOST, MOST_ALIKE, WINDOW_S, WorkerLogFilter
+from asyncrl.runtime.process.worker_log import MOST, MOST_ALIKE, WINDOW_S, WorkerLogFilter
 
 SITE = Path(aiohttp.__file__).parent.parent
 

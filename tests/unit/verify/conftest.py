@@ -23,8 +23,8 @@ from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import batch_statistics
 from asyncrl.observe.samples import forget_after, rows_of, write_samples
-from asyncrl.plugins.datasets.order import DataOrder
-from asyncrl.plugins.datasets.prompt_queue import PromptQueue, Turn
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.prompt_queue import PromptQueue, Turn
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 

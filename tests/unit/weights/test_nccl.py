@@ -11,7 +11,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.checks import check
-from asyncrl.runtime import hardware
+from asyncrl.runtime.process import hardware
 from asyncrl.weights.transports import nccl
 from asyncrl.weights.transports.nccl import Installed
 

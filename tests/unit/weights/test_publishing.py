@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
-from asyncrl.plugins.datasets.chat import template_source
+from asyncrl.plugins.datasets.templates.chat import template_source
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import versions_in

@@ -32,7 +32,7 @@ from asyncrl.plugins.chat.parsers import Parsed
 from asyncrl.plugins.chat.request import Finish, Limits, Phase
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.datasets.chat import ChatError
+from asyncrl.plugins.datasets.templates.chat import ChatError
 
 from .conftest import TEMPLATES, FakePolicy
 

@@ -14,8 +14,8 @@ from asyncrl.api import GenerationClient, messages_of
 from asyncrl.commands.input_checks import check_prompts
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.order import PromptRef
 from asyncrl.plugins.datasets.prompts import OverlongPrompt
+from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.rollout.user_code import Plugins

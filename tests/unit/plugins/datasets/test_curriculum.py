@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.plugins.datasets.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 
 MEASURED = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.floats(0, 1)), max_size=30)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.plugins.datasets.order import DataOrder, epoch_order, prompt_seed, seed_from
+from asyncrl.plugins.datasets.queue.order import DataOrder, epoch_order, prompt_seed, seed_from
 
 
 @given(st.integers(1, 40), st.integers(0, 2**31), st.integers(1, 3))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.plugins.datasets.order import DataOrder
-from asyncrl.plugins.datasets.prompt_queue import PromptQueue, QueueState, Turn
-from asyncrl.plugins.datasets.used_prompts import UsedPrompts
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.prompt_queue import PromptQueue, QueueState, Turn
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 
 def run_without_lag(

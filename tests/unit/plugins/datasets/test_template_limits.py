@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets import template_process
-from asyncrl.plugins.datasets.chat import ChatError, ChatTemplate
 from asyncrl.plugins.datasets.prompts import load_chat_template
-from asyncrl.plugins.datasets.template_process import RENDERING, TemplateLimit, TemplateProcess
+from asyncrl.plugins.datasets.templates import template_process
+from asyncrl.plugins.datasets.templates.chat import ChatError, ChatTemplate
+from asyncrl.plugins.datasets.templates.template_process import RENDERING, TemplateLimit, TemplateProcess
 from tests.unit.plugins.datasets.test_chat import QWEN
 
 NOW = datetime(2024, 7, 26)

@@ -18,7 +18,7 @@ from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.tools import RunTools
 from asyncrl.runtime.launcher import STOP_LIMIT_S
-from asyncrl.runtime.stopping import CLOSE_LIMIT_S, LEAVE_LIMIT_S
+from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S, LEAVE_LIMIT_S
 
 pytest.importorskip("mcp")
 

@@ -1,0 +1,410 @@
+"""Continuous batching: samples join and leave between any two steps.
+
+A step is: every few steps, or at once where much has changed, fill the holes that finished samples left with waiting
+ones (prefilling each distinct prefix once), close the remaining holes so that rows stay packed, decode one token for
+every slot, draw from it for every sample in it, hand out what finished, part those that went different ways. A sample
+is prefilled up to its last prompt token but one; that last token is decoded with everyone else's, so that there is one
+sampling path and a prompt already in the cache is joined by a copy.
+
+This class runs on one thread and knows neither clocks nor sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.api.generation import FinishReason
+from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
+from asyncrl.inference.embedded.decoding.decode_rows import IDLE_STEPS, RowTable
+from asyncrl.inference.embedded.decoding.prefix_rows import Prefix
+from asyncrl.inference.embedded.decoding.sequence import Sequence
+from asyncrl.inference.embedded.decoding.slots import Slots
+from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.types import Finish, GenerationOutput
+from asyncrl.plugins.chat.stop_strings import Decode, completed_by_last
+
+Detokenize = Decode
+OnFinish = Callable[[Sequence, GenerationOutput], None]
+
+CHANGE_SHARE = 16
+"""A batch is reorganised as soon as one row in so many has left or could join: a join costs a prefill forward, which
+for a small model is most of a decode step, while a hole costs its share of the steps until then."""
+
+
+class DecodeBatch:
+    """The running samples, the queue before them, and the step that moves them on.
+
+    Args:
+        runner: the model with its cache.
+        queue: queue and admission rule.
+        on_finish: called once for every sample, with its output.
+        detokenize: ids to text, needed for stop strings.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, queue: AdmissionQueue, on_finish: OnFinish, detokenize: Detokenize | None
+    ) -> None:
+        self.runner, self.queue = runner, queue
+        self._on_finish, self._detokenize = on_finish, detokenize
+        self._table = RowTable(queue.max_running, runner.vocab_size, runner.device)
+        self.rows: list[Sequence | None] = []
+        self._slots = Slots()
+        self._first_rows = self._slot_of_rows = torch.empty(0, dtype=torch.long, device=runner.device)
+        self._one_to_one = True
+        self._slots_changed = False
+        self.version = ""
+        self.weights_epoch = 0
+        self.steps = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.decoded_rows = 0
+        """Rows that the model has computed; of samples that share one it is fewer than `generated_tokens`."""
+        self._holes = 0
+        self._spent_columns: list[int] = []
+        self._reorganised_at = 0
+        self._lengths_changed = False
+        self._longest_offset = self._offset_sum = 0
+        self._uniform = False
+        self._watched: list[Sequence] = []
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Samples in the batch, by row."""
+        return [sequence for sequence in self.rows if sequence is not None]
+
+    @property
+    def live(self) -> int:
+        """Number of samples in the batch."""
+        return len(self.rows) - self._holes
+
+    @property
+    def used_tokens(self) -> int:
+        """Positions of the KV cache that running samples occupy."""
+        if self._lengths_changed:
+            self._refresh_lengths()
+        return self._offset_sum + self.live * self.steps
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Advance every running sample by one token, after admitting what fits."""
+        if self._reorganisation_due():
+            self._reorganise()
+        if not self.rows:
+            return
+        if self._lengths_changed:
+            self._refresh_lengths()
+        count, slots = len(self.rows), len(self._slots)
+        length = self._longest_offset + self.steps + 1
+        self.runner.cache.reserve(slots, length, slots, length - 1)
+        full_rows = self._uniform and length == self.runner.cache.length
+        logits = self._logits(count, full_rows)
+        finished = self._table.advance(logits, count)
+        self.steps += 1
+        self.generated_tokens += self.live
+        self.decoded_rows += slots
+        leaving = [self.rows[row] for row in finished.nonzero().view(-1).tolist()]
+        if leaving:
+            self._leave([sequence for sequence in leaving if sequence is not None], None)
+        if self._watched:
+            self._watch()
+        if self._slots.shared:
+            self._part()
+
+    def _logits(self, count: int, full_rows: bool) -> Tensor:
+        """Logits `[rows, V]` after one decode step of every slot."""
+        if self._slots_changed:
+            self._refresh_slots()
+        tokens, positions = self._table.inputs(count), self._table.positions(count)
+        if self._one_to_one:
+            return self.runner.decode(tokens, positions, full_rows)
+        tokens, positions = tokens.index_select(0, self._first_rows), positions.index_select(0, self._first_rows)
+        return self.runner.decode(tokens, positions, full_rows).index_select(0, self._slot_of_rows)
+
+    def _refresh_slots(self) -> None:
+        """Rebuild the index tensors between rows (samples) and slots (model inputs). `_first_rows[slot]` is the row
+        whose token is fed to the slot; `_slot_of_rows[row]` is the slot whose output the row samples from. An empty
+        slot is fed from an arbitrary live row; nothing reads its output.
+        """
+        any_row = next(row for row, sequence in enumerate(self.rows) if sequence is not None)
+        first = [members[0].row if members else any_row for members in self._slots.members]
+        slots = [0 if sequence is None else sequence.slot for sequence in self.rows]
+        numbers = list(range(len(slots)))
+        self._one_to_one = first == numbers and slots == numbers
+        self._first_rows, self._slot_of_rows = self._indices(first), self._indices(slots)
+        self._slots_changed = False
+
+    def _part(self) -> None:
+        """Give samples that have drawn another token than the first of their slot a slot of their own."""
+        if self._slots_changed:
+            if not self.live:
+                return
+            self._refresh_slots()
+        tokens = self._table.inputs(len(self.rows))
+        expected = tokens.index_select(0, self._first_rows).index_select(0, self._slot_of_rows)
+        rows = (tokens != expected).nonzero().view(-1)
+        drawn = zip(rows.tolist(), tokens.index_select(0, rows).tolist(), strict=True)
+        differing = [(sequence, token) for row, token in drawn if (sequence := self.rows[row]) is not None]
+        if not differing:
+            return
+        if self._lengths_changed:
+            self._refresh_lengths()
+        cached, before = self._longest_offset + self.steps, len(self._slots)
+        copies = self._slots.part(differing)
+        self._slots_changed = True
+        self.runner.cache.reserve(len(self._slots), cached + 1, before, cached)
+        self._copy(copies, cached)
+
+    def _reorganisation_due(self) -> bool:
+        """True if admitting new samples and closing holes is worth its cost: at least one row in `CHANGE_SHARE` would
+        change, the last reorganisation was long ago, or nothing is running.
+        """
+        live = self.live
+        arrivals = min(len(self.queue.waiting), self.queue.max_running - live) if self.queue.has_admissible() else 0
+        changes = self._holes + arrivals
+        if changes == 0:
+            return False
+        return live == 0 or changes * CHANGE_SHARE >= len(self.rows) or self.steps - self._reorganised_at >= IDLE_STEPS
+
+    def _reorganise(self) -> None:
+        """Admit into the holes and behind the last row; where more left than come, pack first.
+
+        Either way no hole remains when the cache is resized, so its extent is what the admission rule reckoned with.
+        """
+        self._reorganised_at = self.steps
+        self._table.release_columns(self._spent_columns)
+        self._spent_columns = []
+        running = self.running
+        admitted = self._without_empty(self.queue.admit(running))
+        if self._holes > len(admitted):
+            self._pack_rows()
+        if len(self._slots.holes) > len({sequence.context for sequence in admitted}):
+            self._pack_slots()
+        if admitted:
+            self._join(admitted, running)
+        self._holes = 0
+        running = self.running
+        self._table.refresh(running)
+        self._watched = [sequence for sequence in running if sequence.watched]
+        self._refresh_lengths()
+
+    def _without_empty(self, admitted: list[Sequence]) -> list[Sequence]:
+        """Score prompts where asked; samples that want no token are finished here."""
+        for sequence in admitted:
+            request = sequence.request
+            if request.prompt_logprobs_from >= 0 and sequence.prompt_logprobs is None:
+                sequence.prompt_logprobs = self.runner.prompt_logprobs(request.input_ids, request.prompt_logprobs_from)
+            if request.sampling.max_new_tokens == 0:
+                self.prompt_tokens += len(request.input_ids)
+                self._on_finish(sequence, sequence.output([], [], self.version, Finish(FinishReason.length)))
+        return [sequence for sequence in admitted if sequence.request.sampling.max_new_tokens > 0]
+
+    def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
+        holes = [row for row, sequence in enumerate(self.rows) if sequence is None]
+        for sequence in admitted:
+            row = holes.pop() if holes else len(self.rows)
+            if row == len(self.rows):
+                self.rows.append(sequence)
+            else:
+                self.rows[row] = sequence
+            sequence.join(row, self._table.take_column(), self.steps, self.version, self.weights_epoch)
+        alike: dict[tuple[int, ...], list[Sequence]] = {}
+        for sequence in admitted:
+            alike.setdefault(sequence.context, []).append(sequence)
+        live_slots = len(self._slots)
+        for sequences in alike.values():
+            self._slots.enter(sequences)
+        self._slots_changed = True
+        live_length = max((self._cached_positions(sequence) for sequence in running), default=0)
+        longest = max(len(sequence.prefix) for sequence in admitted)
+        self.runner.cache.reserve(len(self._slots), max(live_length, longest) + 1, live_slots, live_length)
+        self._table.join(admitted)
+        self._fill_slots(admitted, running)
+
+    def _cached_positions(self, sequence: Sequence) -> int:
+        return len(sequence.prefix) + self.steps - sequence.joined_at
+
+    def _fill_slots(self, admitted: list[Sequence], running: list[Sequence]) -> None:
+        """Copy the prefix from a running sample that has it, else prefill it; what several share is prefilled once.
+
+        Recurrent states are of a sample's whole length, so that one that has gone on since it joined has none of its
+        prefix to give.
+        """
+        epoch, donating = self.weights_epoch, [] if self.runner.cache.states else running
+        donors = {s.prefix_hash: s for s in donating if s.weights_epoch == epoch}
+        fresh: dict[Prefix, list[Sequence]] = {}
+        copies: dict[int, int] = {}
+        longest = 0
+        for sequence in admitted:
+            self.prompt_tokens += len(sequence.request.input_ids)
+            donor = donors.get(sequence.prefix_hash)
+            if donor is not None and donor.prefix == sequence.prefix != ():
+                copies[sequence.slot] = donor.slot
+                longest = max(longest, len(sequence.prefix))
+                self._count_cached(sequence, len(sequence.prefix))
+            else:
+                fresh.setdefault(sequence.prefix, []).append(sequence)
+        self._copy(copies, longest)
+        if not fresh:
+            return
+        slots_of = {prefix: sorted({sequence.slot for sequence in alike}) for prefix, alike in fresh.items()}
+        for prefix, shared in self.runner.prefill(slots_of).items():
+            first, *others = fresh[prefix]
+            self._count_cached(first, shared)
+            for sequence in others:
+                self._count_cached(sequence, len(prefix))
+
+    def _count_cached(self, sequence: Sequence, tokens: int) -> None:
+        """Note that so many positions of the sample's prefix were not computed for it alone."""
+        sequence.cached_tokens = tokens
+        self.cached_tokens += tokens
+
+    def _copy(self, sources: dict[int, int], length: int) -> None:
+        """Copy the first `length` positions of slots; `sources` has by target the slot to copy."""
+        if sources:
+            self.runner.cache.move(self._indices(list(sources)), self._indices(list(sources.values())), length)
+
+    def _indices(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.runner.device)
+
+    def _pack_rows(self) -> None:
+        """Move the last rows into the holes."""
+        count = len(self.running)
+        moved = [sequence for sequence in self.rows[count:] if sequence is not None]
+        targets = [row for row in range(count) if self.rows[row] is None]
+        if targets:
+            self._table.move(self._indices(targets), self._indices([sequence.row for sequence in moved]))
+            for row, sequence in zip(targets, moved, strict=True):
+                self.rows[row] = sequence
+                sequence.row = row
+        del self.rows[count:]
+        self._slots_changed = True
+
+    def _pack_slots(self) -> None:
+        """Move the last slots into those that nobody reads."""
+        moved = self._slots.pack()
+        self._slots_changed = True
+        self._copy(moved, max((self._cached_positions(sequence) for sequence in self.running), default=0))
+
+    def _refresh_lengths(self) -> None:
+        """Recompute by how much the longest sample is ahead of the step count, and whether all are alike."""
+        offsets = [len(s.prefix) - s.joined_at for s in self.rows if s is not None]
+        self._longest_offset = max(offsets, default=0)
+        self._offset_sum = sum(offsets)
+        self._uniform = self._longest_offset == min(offsets, default=0)
+        self._lengths_changed = False
+
+    def _leave(self, sequences: list[Sequence], finish: Finish | None) -> None:
+        """Take samples out of the batch and hand out their outputs; with no `finish` the last token tells it."""
+        outputs = self._outputs(sequences)
+        self._read_routing(sequences)
+        self._vacate(sequences)
+        for sequence, (tokens, logprobs) in zip(sequences, outputs, strict=True):
+            ending = _natural_end(sequence, tokens) if finish is None else finish
+            self._on_finish(sequence, sequence.output(tokens, logprobs, self.version, ending))
+
+    def _outputs(self, sequences: list[Sequence]) -> list[tuple[list[int], list[float]]]:
+        lengths = [sequence.produced(self.steps) for sequence in sequences]
+        tokens, logprobs = self._table.read([sequence.column for sequence in sequences], max(lengths, default=0))
+        return [(t[:n], p[:n]) for t, p, n in zip(tokens, logprobs, lengths, strict=True)]
+
+    def _read_routing(self, sequences: list[Sequence]) -> None:
+        """Have samples that leave their slots keep the experts chosen for what is in there.
+
+        What was read before a retraction stays: a token's experts are those of the forward that the token after it was
+        drawn from.
+        """
+        if self.runner.routing is None:
+            return
+        for sequence in sequences:
+            if sequence.request.routing_from < 0:
+                continue
+            read = sequence.routing
+            start = sequence.request.routing_from + (0 if read is None else len(read))
+            end = self._cached_positions(sequence)
+            if end > start:
+                fresh = self.runner.routing.read(sequence.slot, start, end)
+                sequence.routing = fresh if read is None else np.concatenate((read, fresh))
+
+    def _vacate(self, sequences: list[Sequence]) -> None:
+        """Make holes of the samples' rows."""
+        if not sequences:
+            return
+        self._table.idle([sequence.row for sequence in sequences])
+        self._spent_columns += [sequence.column for sequence in sequences]
+        for sequence in sequences:
+            self.rows[sequence.row] = None
+            self._slots.leave(sequence)
+            sequence.row = sequence.column = -1
+        self._slots_changed = True
+        self._holes += len(sequences)
+        self._lengths_changed = True
+
+    def _watch(self) -> None:
+        """Publish progress of streamed samples and look for stop strings."""
+        watched = [sequence for sequence in self._watched if sequence.row >= 0]
+        stopped: list[tuple[Sequence, str]] = []
+        for sequence, (tokens, logprobs) in zip(watched, self._outputs(watched), strict=True):
+            strings, decode = sequence.request.sampling.stop, self._detokenize
+            text = None if decode is None else completed_by_last(tokens, strings, decode)
+            if text is not None:
+                stopped.append((sequence, text))
+            elif sequence.job.on_progress is not None:
+                sequence.job.on_progress(sequence.index, sequence.output(tokens, logprobs, self.version, None))
+        for sequence, text in stopped:
+            self._leave([sequence], Finish(FinishReason.stop, matched=text))
+
+    @torch.inference_mode()
+    def abort(self, matches: Callable[[Sequence], bool]) -> int:
+        """End matching samples, running ones with their partial output; returns how many."""
+        running = [sequence for sequence in self.running if matches(sequence)]
+        if running:
+            self._leave(running, Finish(FinishReason.abort))
+        queued = [sequence for sequence in self.queue.waiting if matches(sequence)]
+        for sequence in queued:
+            self.queue.waiting.remove(sequence)
+            partial = bool(sequence.tokens)
+            output = sequence.output(
+                sequence.tokens, sequence.logprobs, self.version, Finish(FinishReason.abort, queued=not partial)
+            )
+            self._on_finish(sequence, output)
+        return len(running) + len(queued)
+
+    @torch.inference_mode()
+    def retract(self) -> int:
+        """Send running samples back to the head of the queue with what they have; returns how many."""
+        running = sorted(self.running, key=lambda sequence: sequence.arrival)
+        outputs = self._outputs(running)
+        self._read_routing(running)
+        self._vacate(running)
+        for sequence, (tokens, logprobs) in zip(running, outputs, strict=True):
+            sequence.tokens, sequence.logprobs = tokens, logprobs
+            sequence.joined_at = self.steps
+            sequence.retractions += 1
+            sequence.set_prefix()
+        self.queue.waiting.extendleft(reversed(running))
+        return len(running)
+
+    def relabel(self, version: str) -> None:
+        """Tokens from here on carry `version`."""
+        self.version = version
+        for sequence in self.running:
+            sequence.relabel(version, self.steps)
+
+    @torch.inference_mode()
+    def weights_changed(self) -> None:
+        """Keys and values cached so far belong to older weights: nobody may copy them any more."""
+        self.weights_epoch += 1
+        self.runner.weights_changed()
+        if not self.running:
+            self.runner.cache.scrub()
+
+
+def _natural_end(sequence: Sequence, tokens: list[int]) -> Finish:
+    if tokens[-1] in sequence.request.sampling.stop_token_ids:
+        return Finish(FinishReason.stop, matched=tokens[-1])
+    return Finish(FinishReason.length)

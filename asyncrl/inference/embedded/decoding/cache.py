@@ -1,0 +1,302 @@
+"""The cache of the running samples: two tensors a layer, `[rows, kv_heads, length, head_dim]`, without gaps; and where
+the model has them, its recurrent states (`states`).
+
+Row r of the decode batch is slot r, so that a step reads the first R slots as a view and never gathers. A sample that
+leaves makes a hole; the engine fills it with a new sample or moves the last row into it (`move`).
+
+Attention always reads the slots' whole length and masks what a row does not have. On a CPU a decode step is bound by
+memory, and streaming a contiguous block is four times as fast as reading a somewhat smaller one with a gap behind every
+head (the prefetcher stops at each gap). So the length is kept tight: it follows the longest running sample up in small
+steps and down again, each time laying the slots out anew in a spare buffer that all layers share and swap with.
+
+Memory: `rows x length <= max_total_tokens` positions (the admission rule sees to it), plus one layer's keys for the
+spare (and its values, where they are of another size). What a buffer held before is left in it: old keys are finite and
+masked, so they weigh nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from asyncrl.inference.embedded.model.states import SlotStates, StateLayer
+from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory
+
+LENGTH_STEP = 16
+"""Least step of the length: what a short sample wastes at most, against one re-layout in so many decode steps."""
+STEP_DIVISOR = 16
+"""Long slots grow by this fraction of their length, so that a re-layout stays a few percent of the decode steps'
+work."""
+BUFFER_GROWTH = 1.25
+
+
+def plan_length(current: int, needed: int, most: int) -> int:
+    """Slot length for samples of up to `needed` positions: the current one while it fits and is not wasteful.
+
+    Args:
+        current: length now, 0 for none.
+        needed: longest sample after the coming step.
+        most: bound by memory; at least `needed`, or ValueError is raised (admission should have prevented it).
+    """
+    if needed > most:
+        raise ValueError(f"samples of {needed} tokens exceed the {most} that max_total_tokens leaves to each row")
+    step = max(LENGTH_STEP, needed // STEP_DIVISOR)
+    if needed <= current <= min(most, needed + 2 * step):
+        return current
+    return min(most, -(-needed // step) * step)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """The next forward is of rows of prefixes (`prefix_rows`): slot `slots_N[i]` takes what row `rows_N[i]` has at the
+    places `paths_NL[i]`. `width`: tokens of a row."""
+
+    slots_N: Tensor
+    rows_N: Tensor
+    paths_NL: Tensor
+    width: int
+
+    @property
+    def length(self) -> int:
+        """Positions that are written to every slot."""
+        return self.paths_NL.shape[1]
+
+    def along_paths(self, states_BU: Tensor) -> Tensor:
+        """Gather from `[B, U, ...]` what the slots take, `[N, L, ...]`."""
+        return states_BU[self.rows_N[:, None], self.paths_NL]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The next forward writes one position a row: row r at `positions[r]`."""
+
+    rows: int
+    positions: Tensor
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer's slots. `update` does what the cache's current plan says."""
+
+    is_sliding = False
+
+    def __init__(self, owner: SlotCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner = owner
+        self._key_buffer = self._value_buffer = torch.empty(0)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the slots once the shape of a key is known."""
+        self._key_buffer = key_states.new_zeros(self._owner.tokens, key_states.shape[1] * key_states.shape[3])
+        self._value_buffer = value_states.new_zeros(self._owner.tokens, value_states.shape[1] * value_states.shape[3])
+        self.keys = self._view(self._key_buffer, key_states.shape[1])
+        self.values = self._view(self._value_buffer, value_states.shape[1])
+        self.is_initialized = True
+
+    def _view(self, buffer: Tensor, heads: int) -> Tensor:
+        """A buffer `[tokens, heads * dim]` as slots `[rows, heads, length, dim]` of the owner's present layout."""
+        length, dim = self._owner.length, buffer.shape[1] // heads
+        rows = self._owner.tokens // length
+        return buffer[: rows * length].view(rows, heads, length, dim)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new keys and values to the slots; return what this forward attends to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        plan = self._owner.plan
+        if isinstance(plan, PrefillPlan):
+            for slots, states in ((self.keys, key_states), (self.values, value_states)):
+                slots[plan.slots_N, :, : plan.length] = plan.along_paths(states.transpose(1, 2)).transpose(1, 2)
+            return key_states, value_states
+        index = self._owner.write_index(self.keys.shape[1])
+        for slots, states in ((self.keys, key_states), (self.values, value_states)):
+            slots.view(-1, slots.shape[3]).index_copy_(0, index, states.reshape(-1, slots.shape[3]))
+        return self.keys[: plan.rows], self.values[: plan.rows]
+
+    def relayout(self, rows: int, length: int) -> None:
+        """Take on the owner's new layout, keeping the first `length` positions of the first `rows` slots."""
+        if not self.is_initialized:
+            return
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys, self._key_buffer = self._moved(self.keys, self._key_buffer, rows, length)
+        self.values, self._value_buffer = self._moved(self.values, self._value_buffer, rows, length)
+
+    def _moved(self, slots: Tensor, buffer: Tensor, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        target = self._owner.swap_spare(buffer)
+        view = self._view(target, slots.shape[1])
+        view[:rows, :, :length] = slots[:rows, :, :length]
+        return view, target
+
+    def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
+        """Copy the first `length` positions of slots `sources` into slots `targets`."""
+        for slots in (self.keys, self.values):
+            if slots is not None:
+                slots[targets, :, :length] = slots[sources, :, :length]
+
+    def scrub(self) -> None:
+        """Zero the slots, so that nothing computed with earlier weights (a NaN, say) lingers."""
+        self._key_buffer.zero_()
+        self._value_buffer.zero_()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys attended to and their offset; the engine passes its own masks, transformers asks for the form only."""
+        return self._owner.length, 0
+
+    def get_seq_length(self) -> int:
+        """Positions before this forward's first query; the engine passes its own position ids."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Longest sequence a slot can hold at present."""
+        return self._owner.length
+
+
+class HybridLayer(StateLayer, SlotLayer):  # type: ignore[no-untyped-call,override]
+    """A layer that has both recurrent states and keys and values."""
+
+    def __init__(self, owner: SlotCache, states: int) -> None:
+        SlotLayer.__init__(self, owner)
+        StateLayer.__init__(self, states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate keys and values if they are given, by place; otherwise states, by name."""
+        (SlotLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
+
+
+class CacheExtension(Protocol):
+    """Data kept for every position beside keys and values, in the same layout."""
+
+    def relayout(self, rows: int, length: int) -> None:
+        """As `SlotLayer.relayout`."""
+
+    def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
+        """As `SlotLayer.move`."""
+
+
+class SlotCache(Cache):
+    """The slots of every layer, their common layout, and the plan of the forward to come.
+
+    Args:
+        memories: what each layer of the model keeps.
+        device: where the model lives.
+        max_total_tokens: bound of rows x length.
+    """
+
+    def __init__(self, memories: Sequence[LayerMemory], device: torch.device, max_total_tokens: int) -> None:
+        layers = [self._layer(memory) for memory in memories]
+        self._slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
+        self.states: list[SlotStates] = [layer for layer in layers if isinstance(layer, SlotStates)]
+        self.companions: list[CacheExtension] = []
+        super().__init__(layers=list(layers))
+        self._device = device
+        self.limit = max_total_tokens
+        """Bound of rows x length."""
+        self.length = 0
+        self.tokens = 0
+        self.plan: PrefillPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
+        """Plan of the writes of the next forward pass."""
+        self._spares: dict[int, Tensor] = {}
+        self._bases: dict[int, Tensor] = {}
+        self._index: tuple[int, Tensor] | None = None
+
+    def _layer(self, memory: LayerMemory) -> SlotLayer | StateLayer:
+        if not memory.states:
+            return SlotLayer(self)
+        return HybridLayer(self, memory.states) if memory.keys else StateLayer(memory.states)
+
+    def reserve(self, rows: int, length: int, live_rows: int, live_length: int) -> None:
+        """Make room for `rows` x `length`, keeping the first `live_length` positions of the first `live_rows` slots."""
+        for states in self.states:
+            states.reserve(rows, live_rows)
+        planned = plan_length(self.length, length, self.limit // rows)
+        if planned == self.length and rows * planned <= self.tokens:
+            return
+        self.length = planned
+        if rows * planned > self.tokens:
+            self.tokens = max(rows * planned, min(self.limit, int(rows * planned * BUFFER_GROWTH)))
+        self._bases.clear()
+        for layer in (*self._slot_layers, *self.companions):
+            layer.relayout(live_rows, min(live_length, planned))
+
+    def swap_spare(self, buffer: Tensor) -> Tensor:
+        """Hand out a buffer like `buffer`, of the present size, and keep `buffer` as the next spare."""
+        spare = self._spares.get(buffer.shape[1])
+        self._spares[buffer.shape[1]] = buffer
+        if spare is None or len(spare) < self.tokens:
+            return buffer.new_zeros(self.tokens, buffer.shape[1])
+        return spare
+
+    def begin_prefill(self, plan: PrefillPlan) -> None:
+        """Set the plan: whole prefixes."""
+        self.plan = plan
+        for states in self.states:
+            states.begin_prefill()
+
+    def begin_decode(self, rows: int, positions: Tensor) -> None:
+        """Set the plan: one token for each of the first `rows` slots, at `positions[R]`."""
+        self.plan = DecodePlan(rows, positions)
+        self._index = None
+        for states in self.states:
+            states.begin_decode(rows)
+
+    def end_forward(self) -> None:
+        """Keep what the planned forward has made of the states; keys and values are in their slots already."""
+        plan = self.plan
+        for states in self.states:
+            if isinstance(plan, PrefillPlan):
+                states.end_prefill(plan.slots_N, plan.rows_N)
+            else:
+                states.end_decode(plan.rows)
+
+    def write_index(self, kv_heads: int) -> Tensor:
+        """Flat index `[R * kv_heads]` of this step's positions in a `[rows * kv_heads * length, head_dim]` view."""
+        if self._index is not None and self._index[0] == kv_heads:
+            return self._index[1]
+        plan = self.plan
+        assert isinstance(plan, DecodePlan)
+        base = self._bases.get(kv_heads)
+        if base is None:
+            count = self.tokens // self.length * kv_heads
+            base = (torch.arange(count, device=self._device) * self.length).view(-1, kv_heads)
+            self._bases[kv_heads] = base
+        index = (base[: plan.rows] + plan.positions[:, None]).view(-1)
+        self._index = (kv_heads, index)
+        return index
+
+    def decode_slots(self) -> list[Tensor] | None:
+        """Keys and values of every layer for the planned decode step; None before the first forward allocated them."""
+        plan = self.plan
+        assert isinstance(plan, DecodePlan)
+        slots: list[Tensor] = []
+        for layer in self._slot_layers:
+            if layer.keys is None or layer.values is None:
+                return None
+            slots += (layer.keys[: plan.rows], layer.values[: plan.rows])
+        return slots
+
+    def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
+        """Copy the first `length` positions of slots `sources`, and their states, into slots `targets`."""
+        for layer in (*self._slot_layers, *self.companions):
+            layer.move(targets, sources, length)
+        for states in self.states:
+            states.copy(targets, sources)
+
+    def clear(self, slots: Tensor) -> None:
+        """Have `slots` begin with no token; keys and values of the former samples there are masked anyway."""
+        for states in self.states:
+            states.clear(slots)
+
+    def scrub(self) -> None:
+        """Zero all slots; only while no sample runs."""
+        for states in self.states:
+            states.zero()
+        for layer in self._slot_layers:
+            layer.scrub()
+        for spare in self._spares.values():
+            spare.zero_()

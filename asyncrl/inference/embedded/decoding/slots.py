@@ -1,0 +1,82 @@
+"""Slots of the KV cache by running sample: samples whose tokens have been the same so far share one.
+
+The samples of a group begin with one prompt, and a policy that is sure of itself goes on alike in many of them. What
+the model computes for a sample depends on its tokens alone, so as long as several have the same, one row of the model
+serves them all; each draws from its distribution with random numbers of its own. Once their tokens differ, those that
+go another way get a slot of their own, with a copy of what the old one holds. So the model decodes distinct sequences
+only, and every sample's tokens are what they would be without it.
+
+Slots are numbered without gaps, so that a decode step reads the first ones as a view; one whose samples have all left
+is a hole until it is taken again or `pack` closes it. Pure; no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asyncrl.inference.embedded.decoding.sequence import Sequence
+
+
+class Slots:
+    """The samples of each slot; a sample knows its slot as `sequence.slot`."""
+
+    def __init__(self) -> None:
+        self.members: list[list[Sequence]] = []
+        self.holes: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def shared(self) -> bool:
+        """True if a slot has several samples."""
+        return any(len(members) > 1 for members in self.members)
+
+    def enter(self, sequences: Iterable[Sequence]) -> int:
+        """Give `sequences`, which have the same tokens, a slot; returns it."""
+        slot = self.holes.pop() if self.holes else len(self.members)
+        if slot == len(self.members):
+            self.members.append([])
+        self.members[slot] = list(sequences)
+        for sequence in self.members[slot]:
+            sequence.slot = slot
+        return slot
+
+    def leave(self, sequence: Sequence) -> None:
+        """The sample is over."""
+        members = self.members[sequence.slot]
+        members.remove(sequence)
+        if not members:
+            self.holes.append(sequence.slot)
+        sequence.slot = -1
+
+    def part(self, differing: Iterable[tuple[Sequence, int]]) -> dict[int, int]:
+        """Samples whose last token is not that of their slot's first sample, with it, get slots of their own.
+
+        Returns:
+            By new slot the one whose content it has to copy.
+        """
+        ways: dict[tuple[int, int], list[Sequence]] = {}
+        for sequence, token in differing:
+            ways.setdefault((sequence.slot, token), []).append(sequence)
+        for (slot, _), sequences in ways.items():
+            for sequence in sequences:
+                self.members[slot].remove(sequence)
+        return {self.enter(sequences): slot for (slot, _), sequences in ways.items()}
+
+    def pack(self) -> dict[int, int]:
+        """Close the holes by moving the last slots into them; returns by slot the one whose content it gets."""
+        moved: dict[int, int] = {}
+        targets = sorted(self.holes, reverse=True)
+        while targets:
+            if not self.members[-1]:
+                targets.remove(len(self.members) - 1)
+                self.members.pop()
+                continue
+            target = targets.pop()
+            moved[target] = len(self.members) - 1
+            self.members[target] = self.members.pop()
+            for sequence in self.members[target]:
+                sequence.slot = target
+        self.holes.clear()
+        return moved

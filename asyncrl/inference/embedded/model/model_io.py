@@ -1,0 +1,247 @@
+"""The three ways the engine calls the model: prefill into slots, one decode step, and plain scoring of a prompt."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from asyncrl.inference.embedded.decoding.cache import PrefillPlan, SlotCache
+from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, RowTensors, batches_of, rows_of
+from asyncrl.inference.embedded.model.cached_attention import (
+    Reach,
+    causal_bias,
+    decode_bias,
+    install_attention,
+    tree_bias,
+)
+from asyncrl.inference.embedded.model.linears import PackedLinears
+from asyncrl.inference.embedded.model.program import AttentionMasks, DecodeInputs, DecodeProgram
+from asyncrl.inference.embedded.model.routing import RoutingSlots
+from asyncrl.inference.embedded.model.states import ModuleStates, Place, states_in_modules
+from asyncrl.models.routers import RoutingShape, routing_shape
+from asyncrl.models.routing import Routers
+from asyncrl.models.transformers_internals import (
+    attention_is_replaceable,
+    layer_memories,
+    layer_types,
+    set_attention,
+    text_settings,
+)
+
+PREFILL_TOKENS, PREFILL_TOKENS_CPU = 8192, 1024
+"""Most prompt tokens (padding included) of one prefill forward: bounds its activations. On a CPU they then stay in its
+caches, and prompts of one forward are of nearly one length: ragged ones take half the time of forwards of 8192."""
+
+
+PAIRS_PER_WIDTH = 6
+"""A layer of width d does about 24 d² operations for a token beside attention, and 4 d for a query and a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPattern:
+    """Keys that the model's layers see.
+
+    Attributes:
+        window: of the sliding or chunked layers.
+        mixed: the model takes masks by the type of a layer.
+    """
+
+    window: Reach | None
+    mixed: bool
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> list[AttentionPattern]:
+        """The patterns that a model of `config` may have, the likeliest first."""
+        settings, kinds = config.get_text_config(), layer_types(config)
+        if "chunked_attention" in kinds:
+            return [cls(Reach(settings.attention_chunk_size, chunked=True), mixed=True)]
+        window, everything = getattr(settings, "sliding_window", None), cls(None, mixed=False)  # some configs rename it
+        if window is None or (kinds and not kinds & {"sliding_attention", "hybrid_sliding"}):
+            return [everything]
+        if kinds:
+            return [cls(Reach(window), mixed=True)]
+        return [cls(Reach(window), mixed=False), everything]  # Moshi's text model names a window that it does not use
+
+
+class ModelRunner:
+    """An unmodified transformers causal LM with the slot cache.
+
+    Args:
+        model: in evaluation mode, on its device and in its dtype; its attention implementation is set here.
+        max_total_tokens: bound of the KV cache, in positions.
+        record_routing: whether the experts that it chooses are recorded; steps are then computed eagerly.
+        lean: whether weights are not copied in a faster layout and steps not recorded, as in a proof.
+
+    Raises:
+        UnsupportedModelError: it has no routers whose choices could be recorded.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, max_total_tokens: int, *, record_routing: bool = False, lean: bool = False
+    ) -> None:
+        self.model = model
+        model.train(False)
+        model.requires_grad_(False)
+        set_attention(model, install_attention())
+        self.device = model.device
+        self.vocab_size = int(text_settings(model.config)["vocab_size"])
+        self._memories = layer_memories(model.config)
+        self._places: list[Place] = []
+        self.cache = self.new_cache(max_total_tokens)
+        takes = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache_params" if "cache_params" in takes else "past_key_values"
+        self.routing: RoutingSlots | None = None
+        """The experts chosen for what the slots hold, where they are recorded."""
+        self._routers: Routers | None = None
+        if record_routing:
+            self._routers = Routers(model, str(text_settings(model.config)["model_type"]))
+            with torch.inference_mode(), self._routers.recording():  # refuses what would not tell
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
+            shape = routing_shape(model.config.to_dict())
+            assert isinstance(shape, RoutingShape), shape
+            self.routing = RoutingSlots(self.cache, shape, self.device)
+        self.patterns = AttentionPattern.of(model.config)
+        """Those that it may have."""
+        self.pattern = 0
+        """Index of the model's pattern; the proof finds it."""
+        self._attends = any(memory.keys for memory in self._memories)
+        self._draws_masks = self._attends and not attention_is_replaceable(model)
+        self._linears = PackedLinears((), ()) if lean else PackedLinears.of(model)
+        self._program = DecodeProgram(model, self._linears.weights, usable=not lean)
+        self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
+        self.pairs_per_token: int | None = None if self.cache.states else PAIRS_PER_WIDTH * _width(model)
+        """Cost of a token in attention pairs, for `PrefixRow.pays`; None if prefixes are not shared."""
+        self.prefilled_tokens = 0
+        """Distinct tokens of prefixes that were computed."""
+        self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
+
+    @property
+    def _pattern(self) -> AttentionPattern:
+        return self.patterns[self.pattern]
+
+    def new_cache(self, max_total_tokens: int) -> SlotCache:
+        """An empty cache for this model, of so many positions."""
+        cache = SlotCache(self._memories, self.device, max_total_tokens)
+        if self._places:
+            cache.states.append(ModuleStates(self._places))
+        return cache
+
+    def find_states(self) -> None:
+        """Look for states that the model keeps outside its cache, by a forward of it; only while no sample runs."""
+        if self.cache.states:
+            self._places = states_in_modules(self.model)
+            self.cache = self.new_cache(self.cache.limit)
+
+    def weights_changed(self) -> None:
+        """Forget what was computed from the weights before."""
+        self._linears.renew()
+
+    def _logits(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        """One eager forward of the model."""
+        with self._linears if self._linears.packed else nullcontext():
+            logits: Tensor = self.model(input_ids=input_ids, **inputs).logits
+        return logits
+
+    def _logits_with_slots(self, input_ids: Tensor, **inputs: Any) -> Tensor:
+        """One eager forward that writes to the slots, and beside them what it chooses."""
+        inputs |= {self._cache_argument: self.cache, "use_cache": True}
+        if self._routers is None or self.routing is None or self.routing.owner is not self.cache:
+            logits = self._logits(input_ids, **inputs)
+        else:
+            with self._routers.recording() as recorded:
+                logits = self._logits(input_ids, **inputs)
+            self.routing.record(recorded)
+        self.cache.end_forward()
+        return logits
+
+    def prefill(self, slots_of: Mapping[Prefix, Sequence[int]]) -> dict[Prefix, int]:
+        """Compute keys, values and states of the prefixes and store each in its slots; an empty prefix has none.
+
+        Returns:
+            How much of each prefix was computed for another one anyway.
+        """
+        if empty := slots_of.get(()):
+            self.cache.clear(torch.tensor(empty, device=self.device))
+        rows = rows_of(filter(None, slots_of), self.pairs_per_token)
+        for batch in batches_of(rows, self.prefill_tokens, ragged=not self.cache.states):
+            self._prefill(RowTensors.of(batch, slots_of, self.device))
+        self.prefilled_tokens += sum(row.size for row in rows)
+        return {prefix: shared for row in rows for prefix, shared in zip(row.prefixes, row.shared, strict=True)}
+
+    def _prefill(self, rows: RowTensors) -> None:
+        width = rows.tokens_BU.shape[1]
+        self.cache.begin_prefill(PrefillPlan(rows.slots_N, rows.rows_N, rows.paths_NL, width))
+        self._logits_with_slots(
+            rows.tokens_BU,
+            attention_mask=self._prefill_mask(width) if rows.ends_BU is None else self._tree_mask(rows),
+            position_ids=rows.depths_BU,
+            logits_to_keep=1,
+        )
+
+    def _tree_mask(self, rows: RowTensors) -> Tensor | dict[str, Tensor | None] | None:
+        """Return the attention mask of rows whose prefixes branch."""
+        assert rows.ends_BU is not None
+        window = self._pattern.window
+        full, windowed = (
+            tree_bias(rows.ends_BU, rows.depths_BU, reach, self._like) if wanted else None
+            for reach, wanted in ((None, window is None or self._pattern.mixed), (window, window is not None))
+        )
+        return AttentionMasks(full, windowed, self._pattern.mixed).argument()
+
+    def decode(self, tokens_R: Tensor, positions_R: Tensor, full_rows: bool) -> Tensor:
+        """Logits `[R, V]` after feeding one token a row; `full_rows` says that every row fills its slot to the end."""
+        length, window = self.cache.length, self._pattern.window
+        self.cache.begin_decode(tokens_R.shape[0], positions_R)
+        sees_all = self._attends and (window is None or self._pattern.mixed)
+        needs_full = sees_all and (self._draws_masks or not full_rows)
+        masks = AttentionMasks(
+            full=decode_bias(positions_R, length, None, self._like) if needs_full else None,
+            windowed=None if window is None else decode_bias(positions_R, length, window, self._like),
+            mixed=self._pattern.mixed,
+        )
+        slots = None if self.cache.states else self.cache.decode_slots()
+        if slots is None or self._routers is not None:
+            return self._decode_eagerly(tokens_R, positions_R, masks)
+        step = DecodeInputs(
+            tokens_R, positions_R, self.cache.write_index(slots[0].shape[1]), masks, self._linears.packed, slots
+        )
+        logits = self._program(step)
+        if logits is None:
+            logits = self._decode_eagerly(tokens_R, positions_R, masks)
+            self._program.check(step, logits)
+        return logits
+
+    def _decode_eagerly(self, tokens_R: Tensor, positions_R: Tensor, masks: AttentionMasks) -> Tensor:
+        return self._logits_with_slots(
+            tokens_R[:, None], attention_mask=masks.argument(), position_ids=positions_R[:, None]
+        )[:, 0]
+
+    def _prefill_mask(self, length: int) -> Tensor | dict[str, Tensor | None] | None:
+        """None lets the attention be plainly causal; sliding layers need their window drawn, and a model with an
+        attention of its own would draw a mask for the whole slots."""
+        window = self._pattern.window
+        if window is None:
+            return causal_bias(length, None, self._like) if self._draws_masks else None
+        return AttentionMasks(None, causal_bias(length, window, self._like), self._pattern.mixed).argument()
+
+    def prompt_logprobs(self, prompt: tuple[int, ...], start: int) -> list[float | None]:
+        """Temperature-1 log-probabilities of `prompt[start:]`; None for the prompt's first token."""
+        ids = torch.tensor([prompt], device=self.device)
+        length = len(prompt)
+        logits = self._logits(ids, attention_mask=self._prefill_mask(length), use_cache=False)[0, :-1].float()
+        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+        return [None, *chosen][start:]
+
+
+def _width(model: PreTrainedModel) -> int:
+    """Return the width of the model's embeddings."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[1]

@@ -1,0 +1,62 @@
+"""The experts that the model chose for what its slots hold: recorded with the keys and values, and moved with them.
+
+A choice belongs to a position of a slot as a key does: it is made by the forward that writes the key, samples that
+share a slot share it, and a copied slot has it too. So it is kept as one more layer of the cache, of `layers x
+per_token` numbers a position, and what a sample is told are the choices behind the very keys that it was decoded with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.inference.embedded.decoding.cache import PrefillPlan, SlotCache
+from asyncrl.models.routers import RoutingShape
+
+
+class RoutingSlots:
+    """The choices of every position of the slots of `owner`: `[rows, length, layers * per_token]`, in the owner's
+    layout.
+    """
+
+    def __init__(self, owner: SlotCache, shape: RoutingShape, device: torch.device) -> None:
+        self.owner, self._shape, self._device = owner, shape, device
+        self._width = shape.layers * shape.per_token
+        self._slots = torch.zeros(0, 0, self._width, dtype=torch.int16, device=device)
+        owner.companions.append(self)
+
+    def record(self, recorded: Mapping[int, Tensor]) -> None:
+        """Write what the forward that the owner planned has chosen: [tokens, per_token] by layer, but dense ones."""
+        plan = self.owner.plan
+        parts = [self._of_layer(recorded.get(layer)) for layer in range(self._shape.layers)]
+        tokens = max(len(part) for part in parts)
+        choices = torch.cat([part.expand(tokens, -1) for part in parts], dim=1)
+        if isinstance(plan, PrefillPlan):
+            self._slots[plan.slots_N, : plan.length] = plan.along_paths(choices.view(-1, plan.width, self._width))
+        else:
+            self._slots[torch.arange(plan.rows, device=self._device), plan.positions] = choices
+
+    def _of_layer(self, chosen: Tensor | None) -> Tensor:
+        if chosen is None:  # a dense layer
+            return torch.zeros(1, self._shape.per_token, dtype=torch.int16, device=self._device)
+        return chosen.to(torch.int16)
+
+    def read(self, slot: int, start: int, end: int) -> NDArray[np.int16]:
+        """A copy of the choices at positions `[start, end)` of a slot, `[end - start, layers, per_token]`."""
+        choices = np.array(self._slots[slot, start:end].cpu().numpy())
+        return choices.reshape(-1, self._shape.layers, self._shape.per_token)
+
+    def relayout(self, rows: int, length: int) -> None:
+        """As `SlotLayer.relayout`."""
+        owner = self.owner
+        slots = self._slots.new_zeros(owner.tokens // owner.length, owner.length, self._width)
+        slots[:rows, :length] = self._slots[:rows, :length]
+        self._slots = slots
+
+    def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
+        """As `SlotLayer.move`."""
+        self._slots[targets, :length] = self._slots[sources, :length]

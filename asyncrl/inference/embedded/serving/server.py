@@ -1,0 +1,249 @@
+"""The embedded engine behind the part of SGLang's native HTTP API that a run uses.
+
+    POST /generate                    token ids or text in; batches, n samples each, stop tokens and strings, streams
+    POST /pause_generation            modes abort, retract, in_place
+    POST /continue_generation
+    POST /abort_request               by prefix of the request id, or all
+    POST /update_weights_from_disk
+    GET  /health, /ready              alive; alive and not paused
+    GET  /model_info, /server_info    what is served; the settings and the load
+    GET  /metrics                     Prometheus text
+
+One aiohttp application over one engine. Where SGLang's behaviour would only hurt its client this server differs: a
+token outside the vocabulary is a 400, weights are never replaced under a 400, health answers at once also while paused,
+and an abort that names nothing is refused instead of ending everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from asyncrl.api import Tokenizer
+from asyncrl.comm.http_server import Handler, HttpServer, Refused, Route, json_response
+from asyncrl.inference.embedded.engine import COMMAND_TIMEOUT_S, GenerationEngine
+from asyncrl.inference.embedded.serving import info
+from asyncrl.inference.embedded.serving.prometheus import build_registry
+from asyncrl.inference.embedded.serving.replies import sample_reply
+from asyncrl.inference.embedded.serving.requests import (
+    GenerateCall,
+    Refusal,
+    decode,
+    handler_error,
+    parse_generate,
+)
+from asyncrl.inference.embedded.types import EngineStoppedError, GenerationOutput, Job, RequestError
+from asyncrl.inference.messages import AbortRequest, ContinueRequest, PauseRequest, UpdateWeightsRequest
+from asyncrl.weights.loading import DamagedWeights, WeightUpdateError
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS_BYTES = 64 << 20
+"""Largest body of `/generate`, in bytes: 256 prompts of 32k tokens fit. Any other body is small."""
+
+
+@dataclass(slots=True)
+class Server:
+    """A running server: its address, and `close`."""
+
+    url: str
+    http: HttpServer
+
+    async def close(self) -> None:
+        """Stop listening and end open connections; the engine is the caller's to close."""
+        await self.http.close()
+
+
+class GenerationApp:
+    """The handlers over one engine.
+
+    Args:
+        engine: started by the caller.
+        token: bearer token asked of every call but health, readiness and metrics; None for none.
+        tls: makes it https.
+        tokenizer: enables `text` in and out.
+    """
+
+    def __init__(
+        self, engine: GenerationEngine, token: str | None, tls: ssl.SSLContext | None, tokenizer: Tokenizer | None
+    ) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._name = engine.model_path or engine.model.config.model_type
+        self._registry, self._latency = build_registry(engine, self._name)
+        routes = {
+            "/generate": Route(_refusing(self._generate), "POST", MAX_PROMPTS_BYTES),
+            "/pause_generation": Route(_refusing(self._pause), "POST"),
+            "/continue_generation": Route(_refusing(self._continue), "POST"),
+            "/abort_request": Route(_refusing(self._abort), "POST"),
+            "/update_weights_from_disk": Route(_refusing(self._update_weights), "POST"),
+            "/health": Route(self._health, "GET", open=True),
+            "/ready": Route(self._ready, "GET", open=True),
+            "/model_info": Route(self._model_info, "GET"),
+            "/server_info": Route(self._server_info, "GET"),
+            "/metrics": Route(self._metrics, "GET", open=True),
+        }
+        self.http = HttpServer(routes, token=token, tls=tls, registry=self._registry)
+
+    async def _generate(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        received = time.monotonic()
+        call = parse_generate(body, self._tokenizer, self._engine.eos_token_ids)
+        if call.stream:
+            return await self._stream(request, call, received)
+        job = Job(call.inputs)
+        future = self._engine.submit(job)
+        try:
+            outputs = await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._engine.abort_job(job)
+            raise
+        replies = [sample_reply(call, index, output, self._tokenizer, received) for index, output in enumerate(outputs)]
+        self._latency.observe(time.monotonic() - received)
+        return json_response(replies if call.as_list else replies[0])
+
+    async def _stream(self, request: web.BaseRequest, call: GenerateCall, received: float) -> web.StreamResponse:
+        """Server-sent events, each the whole output of one sample so far; a slow client gets fewer, not later, ones."""
+        loop = asyncio.get_running_loop()
+        latest: dict[int, GenerationOutput] = {}
+        changed = asyncio.Event()
+
+        def arrive(index: int, output: GenerationOutput) -> None:
+            latest[index] = output
+            changed.set()
+
+        def publish(index: int, output: GenerationOutput) -> None:
+            loop.call_soon_threadsafe(arrive, index, output)
+
+        job = Job(call.inputs, on_progress=publish)
+        future = asyncio.wrap_future(self._engine.submit(job))
+        future.add_done_callback(lambda _: changed.set())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        left = len(call.inputs)
+        try:
+            await response.prepare(request)
+            while left:
+                await changed.wait()
+                changed.clear()
+                failure = future.exception() if future.done() else None
+                if failure is not None:
+                    await response.write(_event({"error": _stream_error(failure)}))
+                    break
+                for index in list(latest):
+                    output = latest.pop(index)
+                    reply = sample_reply(call, index, output, self._tokenizer, received)
+                    if call.as_list:
+                        reply["index"] = index
+                    await response.write(_event(reply))
+                    left -= output.finish is not None
+            await response.write(b"data: [DONE]\n\n")
+            await response.write_eof()
+        except (asyncio.CancelledError, ConnectionError):
+            self._engine.abort_job(job)
+            raise
+        self._latency.observe(time.monotonic() - received)
+        return response
+
+    async def _pause(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        await self._command(self._engine.pause(decode(body, PauseRequest).mode))
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        decode(body, ContinueRequest)
+        await self._command(self._engine.resume())
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _abort(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        order = decode(body, AbortRequest)
+        if not order.rid and not order.abort_all:
+            raise handler_error("rid is empty, which is a prefix of every request; name one, or set abort_all to true")
+        await self._command(self._engine.abort(order.rid or "", order.abort_all))
+        return web.Response()
+
+    async def _update_weights(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        order = decode(body, UpdateWeightsRequest)
+        version = order.weight_version
+        future = await asyncio.to_thread(
+            self._engine.update_weights,
+            order.model_path,
+            version,
+            flush_cache=order.flush_cache,
+            abort_all=order.abort_all_requests,
+        )
+        frozen = await asyncio.wrap_future(future)
+        message = "Succeeded to update model weights."
+        if version is not None:
+            message += f" Weight version updated to {version}."
+        reply = {"success": True, "message": message, "num_paused_requests": frozen}
+        return json_response(reply | {"weight_version": self._engine.weight_version})  # SGLang has to be asked for it
+
+    async def _command(self, future: Any) -> Any:
+        return await asyncio.wait_for(asyncio.wrap_future(future), COMMAND_TIMEOUT_S)
+
+    async def _health(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return web.Response(status=200 if self._engine.healthy else 503)
+
+    async def _ready(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return web.Response(status=200 if self._engine.healthy and not self._engine.paused else 503)
+
+    async def _model_info(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return json_response(info.model_info(self._engine, self._name, self._tokenizer is not None))
+
+    async def _server_info(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return json_response(info.server_info(self._engine, self._name, self._tokenizer is not None))
+
+    async def _metrics(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]) -> Handler:
+    """`handler`, whose refusals are answered with SGLang's error bodies."""
+
+    async def answer(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        try:
+            return await handler(request, body)
+        except Refusal as error:
+            raise Refused(400, error.body, "malformed") from error
+        except RequestError as error:
+            raise Refused(400, handler_error(str(error)).body, "malformed") from error
+        except WeightUpdateError as error:
+            body_of_failure = {"success": False, "message": str(error), "num_paused_requests": 0}
+            if isinstance(error, DamagedWeights):
+                body_of_failure["damaged"] = True  # SGLang's has no such field
+            raise Refused(400, body_of_failure, "weight_update") from error
+        except EngineStoppedError as error:
+            raise Refused(503, {"error": {"message": str(error)}}, "engine_stopped") from error
+
+    return answer
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _stream_error(error: BaseException) -> dict[str, Any]:
+    return {"message": str(error), "type": "invalid_request_error", "code": 500, "retryable": False}
+
+
+async def serve(
+    engine: GenerationEngine,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    tls: ssl.SSLContext | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> Server:
+    """Start serving a started engine on the running event loop; `port` 0 takes a free one (see `Server.url`)."""
+    http = GenerationApp(engine, token, tls, tokenizer).http
+    url = await http.start(host, port)
+    logger.info("serving %s on %s", Path(engine.model_path).name, url)
+    return Server(url, http)

@@ -1,0 +1,161 @@
+"""Chat templates, rendered as transformers renders them, without transformers (which imports torch).
+
+A template is a Jinja program that comes with the tokenizer. It is somebody else's code, so it runs in Jinja's sandbox,
+in a process with limits (`template_process`). Environment, filters and functions are those of
+`transformers.PreTrainedTokenizerBase.apply_chat_template`; the tests compare both, text by text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from asyncrl.plugins.datasets.templates.template_process import RENDERING, TemplateLimit, TemplateRefusal
+from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES_DIR
+
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of chat templates, where a tokenizer has several: for conversations without tools and with tools."""
+
+Message = Mapping[str, Any]
+
+
+class ChatError(ValueError):
+    """Messages that cannot be rendered; the message says why."""
+
+
+class ChatTemplate:
+    """A template with what it is filled with besides the messages.
+
+    Args:
+        source: the template, or several by name: `tool_use` renders conversations that offer tools if there is one,
+            `default` renders the others. The rest is not used.
+        special_tokens: what the template knows as `bos_token`, `eos_token` and so on.
+        args: further variables of the template, as `enable_thinking`; they win over `special_tokens`.
+        system_prompt: text of a system message put before messages that begin with none; empty: no such message.
+
+    Raises:
+        ChatError: `source` is no Jinja template, or has names and none is `default`.
+        TemplateLimit: it takes more than the limits to compile it.
+    """
+
+    def __init__(
+        self,
+        source: str | Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        args: Mapping[str, Any] | None = None,
+        system_prompt: str = "",
+    ) -> None:
+        named = {DEFAULT: source} if isinstance(source, str) else source
+        if DEFAULT not in named:
+            raise ChatError(
+                f"the tokenizer has the chat templates {', '.join(sorted(named))} and none that is called {DEFAULT}; "
+                "set dataset.chat_template to a Jinja file"
+            )
+        self.source_with_tools = named.get(TOOL_USE, named[DEFAULT])
+        """The template of conversations that offer tools."""
+        self.differs_with_tools = self.source_with_tools != named[DEFAULT]
+        """True if conversations that offer tools have a template of their own."""
+        self._source = named[DEFAULT]
+        self._variables = {**special_tokens, **(args or {})}
+        self._system_prompt = system_prompt
+        for name in named.keys() & {DEFAULT, TOOL_USE}:
+            self._filled(name, named[name], None)
+
+    def messages(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
+        """The conversation of a prompt: text is the user's turn; the system prompt comes first."""
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
+        if self._system_prompt and turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": self._system_prompt})
+        return turns
+
+    def render(self, prompt: str | Sequence[Message], tools: Sequence[Message] = ()) -> str:
+        """The text that the model goes on from: the conversation and the beginning of the assistant's turn.
+
+        Raises:
+            ChatError: the template refuses the messages, or fails.
+            TemplateLimit: the template takes more than the limits of `template_process`.
+        """
+        return self.render_turns(self.messages(prompt), tools)
+
+    def render_turns(self, turns: Sequence[Message], tools: Sequence[Message] = (), *, to_answer: bool = True) -> str:
+        """As `render`, without the system prompt; not `to_answer`: without the beginning of an answer.
+
+        Raises:
+            ChatError, TemplateLimit: as of `render`.
+        """
+        filled = {"tools": None, "documents": None, **self._variables}
+        if tools:
+            filled["tools"] = [dict(tool) for tool in tools]
+        filled |= {"messages": [_normalised(turn) for turn in turns], "add_generation_prompt": to_answer}
+        if tools and self.differs_with_tools:
+            return self._filled(TOOL_USE, self.source_with_tools, filled)
+        return self._filled(DEFAULT, self._source, filled)
+
+    def _filled(self, name: str, source: str, variables: Mapping[str, Any] | None) -> str:
+        try:
+            return RENDERING.rendered(source, variables, datetime.now())
+        except TemplateRefusal as error:
+            raise ChatError(f"the chat template {error}") from None
+        except TemplateLimit as error:
+            raise TemplateLimit(f"the chat template {name!r} {error}; set dataset.chat_template to another") from None
+
+
+def _normalised(turn: Message) -> dict[str, Any]:
+    """Without what is None; reasoning under the names that templates read it by, as transformers does; the arguments of
+    calls as objects, where they are given in OpenAI's form, which is JSON in a string.
+    """
+    given = {key: value for key, value in turn.items() if value is not None}
+    if calls := given.get("tool_calls"):
+        given["tool_calls"] = [_with_arguments_read(call) for call in calls]
+    reasoning = next((given[key] for key in ("reasoning_content", "thinking", "reasoning") if key in given), None)
+    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+
+
+def _with_arguments_read(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:  # what the model wrote need not be JSON; templates that can show it as it is
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def wrong_messages(messages: Any) -> str | None:
+    """Why `messages` is no conversation that an answer can follow; None where it is one."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        return "it is no list of messages"
+    for number, turn in enumerate(messages):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+            return f"message {number} is no object with a role"
+        if isinstance(turn.get("content"), list):
+            return f"message {number} has parts under 'content': give its text; images and sounds are not supported"
+        if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
+            return f"message {number} has no text under 'content'"
+    if messages[-1]["role"] in ("system", "assistant"):
+        return f"it ends with the role {messages[-1]['role']!r}: the model answers a user or a tool"
+    return None
+
+
+def template_source(folder: Path) -> str | dict[str, str] | None:
+    """Return the chat template of the tokenizer in `folder`; several by name; None if there is none.
+
+    As in transformers, the files `chat_template.jinja` (the default) and `additional_chat_templates/<name>.jinja` come
+    before what `tokenizer_config.json` holds.
+    """
+    files = {file.name.removesuffix(".jinja"): file for file in sorted((folder / TEMPLATES_DIR).glob("*.jinja"))}
+    if (own := folder / TEMPLATE_FILE).is_file():
+        files = {DEFAULT: own, **files}
+    found: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    config = folder / CONFIG_FILE
+    if not found and config.is_file():
+        found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found}
+    if isinstance(found, dict) and found.keys() == {DEFAULT}:
+        found = found[DEFAULT]
+    return found or None

@@ -1,0 +1,147 @@
+"""A process that renders chat templates, so that the kernel limits what a template takes.
+
+A model's folder brings its template, a program that is not trusted more than data: it may loop for hours, or make a
+text larger than memory. Each process that renders has one such child, started by its first template. Templates and
+conversations go there, text comes back; some 0.06 ms more a rendering than in place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Final
+
+import msgspec
+
+from asyncrl.plugins.datasets.templates.template_inside import HEADER, LENGTH, NO_TEMPLATE, REFUSED, TOO_LARGE, Request
+
+CPU_LIMIT_S: Final = 5.0
+"""CPU limit of one rendering, in s; a usual one takes a ten-thousandth of it."""
+MEMORY_LIMIT_BYTES: Final = 1 << 30
+TEXT_LIMIT_CHARS: Final = 64_000_000
+
+
+class TemplateRefusal(ValueError):
+    """The template refuses the conversation, or is none."""
+
+
+class TemplateLimit(RuntimeError):
+    """A template takes more time or memory than any conversation needs: it is broken or hostile."""
+
+
+class TemplateProcess:
+    """Starts the process when it is first asked, and again where a template ended it. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        os.register_at_fork(after_in_child=self._leave_to_parent)
+
+    def rendered(self, source: str, variables: Mapping[str, Any] | None, now: datetime) -> str:
+        """The text of the template `source`, filled with `variables` at the time `now`; without them it is only tried.
+
+        Raises:
+            TemplateRefusal: the template fails, or is none.
+            TemplateLimit: it takes more than the limits.
+        """
+        try:
+            request = _encoder.encode(Request(source, None if variables is None else dict(variables), now))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise TemplateRefusal(
+                f"gets a value that is not plain data ({error}); messages, tools and dataset.chat_template_args may "
+                "hold text, numbers of 64 bits, true, false, null, lists and maps"
+            ) from None
+        with self._lock:
+            kind, text = self._answer(request)
+        if kind == TOO_LARGE:
+            raise TemplateLimit(
+                f"makes more than {TEXT_LIMIT_CHARS} characters of one conversation, or needs more than "
+                f"{MEMORY_LIMIT_BYTES >> 20} MB for it"
+            )
+        if kind == NO_TEMPLATE:
+            raise TemplateRefusal(f"is no Jinja template ({text})")
+        if kind == REFUSED:
+            raise TemplateRefusal(f"refuses it ({text})")
+        return text
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        with self._lock:
+            if self._process is not None:
+                _ended(self._process)
+                self._process = None
+
+    def _answer(self, request: bytes) -> tuple[bytes, str]:
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = _started()
+        try:
+            _send(_pipe(process.stdin), LENGTH.pack(len(request)))
+            _send(_pipe(process.stdin), request)
+            kind, length = HEADER.unpack(_read(_pipe(process.stdout), HEADER.size))
+            text = _read(_pipe(process.stdout), length)
+        except (BrokenPipeError, EOFError):
+            self._process = None
+            code = _ended(process)
+            if code == -signal.SIGPROF:
+                raise TemplateLimit(f"needs more than {CPU_LIMIT_S:g} s of CPU time for one conversation") from None
+            raise TemplateLimit(f"ended the process that renders it (exit code {code})") from None
+        return kind, text.decode("utf-8", errors="surrogatepass")
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: the process is the parent's, which ends it by closing its input."""
+        self._lock = threading.Lock()
+        process, self._process = self._process, None
+        if process is not None:
+            _pipe(process.stdin).close()
+            _pipe(process.stdout).close()
+            process.returncode = 0  # nothing of this process's to wait for
+
+
+def _started() -> subprocess.Popen[bytes]:
+    inside = Path(__file__).with_name("template_inside.py")
+    limits = [str(limit) for limit in (CPU_LIMIT_S, MEMORY_LIMIT_BYTES, TEXT_LIMIT_CHARS)]
+    command = [sys.executable, "-P", str(inside), *limits]
+    return subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of the process, which its closed pipes cause, and return its exit status."""
+    _pipe(process.stdin).close()
+    _pipe(process.stdout).close()
+    return process.wait()
+
+
+def _send(pipe: IO[bytes], content: bytes) -> None:
+    unsent = memoryview(content)
+    while unsent:
+        unsent = unsent[pipe.write(unsent) :]
+
+
+def _read(pipe: IO[bytes], size: int) -> bytes:
+    """As many bytes; raises EOFError where there are fewer."""
+    chunks = bytearray()
+    while len(chunks) < size:
+        chunk = pipe.read(size - len(chunks))
+        if not chunk:
+            raise EOFError
+        chunks += chunk
+    return bytes(chunks)
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    assert stream is not None, "asked for"
+    return stream
+
+
+_encoder = msgspec.msgpack.Encoder()
+RENDERING: Final = TemplateProcess()
+"""This process's."""
+atexit.register(RENDERING.close)

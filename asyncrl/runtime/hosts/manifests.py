@@ -1,0 +1,120 @@
+"""The Kubernetes objects of a run: one JobSet whose pods are the hosts, and the right to start processes in them.
+
+`system.hosts` become one Job each, of one pod, since hosts differ in what they need; a JobSet holds them together: it
+ends the others once the launcher's Job has ended, and gives up with it. The pod of the launcher runs the same command
+as was asked for; the other pods only wait, and the launcher starts processes in them (`kubectl exec`), for which its
+service account has the right. A pod that is lost is replaced by its Job, and the launcher starts its processes again.
+
+The pods reach each other by their own addresses, which each reads from its environment and publishes in name
+resolution; so there is no service. Secrets are named, not copied: the launcher has them in its environment, and hands
+it on over the connections. Pure, so that `--dry-run` can print all this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED
+from asyncrl.runtime.hosts.pod_names import LAUNCHER, run_name
+from asyncrl.runtime.settings import HostConfig
+from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
+from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
+
+CONTAINER = "asyncrl"
+_REPLACED = 1000
+"""So often a host's pod is replaced."""
+_LAUNCHER_REPLACED = 20
+_GRACE_S = int(SAVE_LIMIT_S) + 60
+"""Longest time, in s, for a launcher to end, its last checkpoint included."""
+
+
+def manifests(config: ExperimentConfig, plans: Sequence[WorkerPlan], command: Sequence[str]) -> list[dict[str, Any]]:
+    """The objects, in the order in which they are made.
+
+    Args:
+        config: the experiment.
+        plans: its processes.
+        command: arguments of `asyncrl.launch` by which the launcher's pod runs it.
+    """
+    name, settings = run_name(config), config.system.kubernetes
+    metadata = {"name": name, "namespace": settings.namespace, "labels": _labels(config)}
+    rules: list[dict[str, Any]] = [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+        {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["create", "get"]},
+    ]
+    rights = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": metadata}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": settings.namespace}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    jobs = [_job(config, host, plans, command) for host in config.system.hosts]
+    job_set = {
+        "replicatedJobs": jobs,
+        "network": {"enableDNSHostnames": False},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": [LAUNCHER]},
+        "failurePolicy": {"maxRestarts": 0},
+    }
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
+        rights | {"kind": "Role", "rules": rules},
+        rights | {"kind": "RoleBinding", "roleRef": role, "subjects": [subject]},
+        {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": job_set},
+    ]
+
+
+def _labels(config: ExperimentConfig) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "asyncrl", "app.kubernetes.io/instance": run_name(config)}
+
+
+def _job(
+    config: ExperimentConfig, host: HostConfig, plans: Sequence[WorkerPlan], command: Sequence[str]
+) -> dict[str, Any]:
+    """An entry of the JobSet's `replicatedJobs`."""
+    spec: dict[str, Any] = {
+        "completionMode": "Indexed",
+        "completions": 1,
+        "parallelism": 1,
+        "backoffLimit": _REPLACED if host.name else _LAUNCHER_REPLACED,
+        "template": {"metadata": {"labels": _labels(config)}, "spec": _pod(config, host, plans, command)},
+    }
+    if not host.name:  # what failed would fail again; what the cluster took away did not fail
+        final = {"containerName": CONTAINER, "operator": "In", "values": [EXIT_FAILED, EXIT_CONFIG]}
+        taken = [{"type": "DisruptionTarget", "status": "True"}]
+        rules = [{"action": "FailJob", "onExitCodes": final}, {"action": "Ignore", "onPodConditions": taken}]
+        spec["podFailurePolicy"] = {"rules": rules}
+    return {"name": host.name or LAUNCHER, "replicas": 1, "template": {"spec": spec}}
+
+
+def _pod(
+    config: ExperimentConfig, host: HostConfig, plans: Sequence[WorkerPlan], command: Sequence[str]
+) -> dict[str, Any]:
+    settings = config.system.kubernetes
+    leads = not host.name
+    threads = sum(plan.resources.threads for plan in plans if plan.host.name == host.name)
+    amounts: dict[str, str | int] = {"memory": host.memory} if host.memory else {}
+    amounts |= {"nvidia.com/gpu": len(host.gpus)} if host.gpus else {}
+    own_address = {"fieldRef": {"fieldPath": "status.podIP"}}
+    container = {
+        "name": CONTAINER,
+        "image": settings.image,
+        "command": [host.python or "python", "-m", "asyncrl.launch", *command] if leads else ["sleep", "infinity"],
+        "env": [{"name": HOST_VARIABLE, "valueFrom": own_address}],
+        "envFrom": [{"secretRef": {"name": secret}} for secret in settings.secrets] if leads else [],
+        "resources": {"requests": {"cpu": host.cpus or max(1, threads)} | amounts, "limits": amounts},
+        "volumeMounts": [
+            {"name": "shm", "mountPath": "/dev/shm"},
+            *({"name": claim, "mountPath": path} for claim, path in settings.claims.items()),
+        ],
+    }
+    container |= {"workingDir": settings.folder} if settings.folder else {}
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    volumes += [{"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in settings.claims]
+    return {
+        "restartPolicy": "Never",
+        "serviceAccountName": run_name(config),
+        "automountServiceAccountToken": leads,  # the others run users' code, and start nothing
+        "terminationGracePeriodSeconds": _GRACE_S if leads else 0,
+        "shareProcessNamespace": True,  # whose first process buries orphans, and leaves signals their effect
+        "containers": [container],
+        "volumes": volumes,
+    }

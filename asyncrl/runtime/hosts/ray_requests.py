@@ -1,0 +1,64 @@
+"""Requests of the launcher to its Ray driver (`asyncrl.runtime.hosts.ray_driver`), as JSON lists."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_ADDRESS = "--address="
+
+
+class HostRequest(NamedTuple):
+    """A host of the run.
+
+    Attributes:
+        name: of `system.hosts`; empty: the launcher's own, whose processes the launcher starts itself.
+        address: of the node; empty: of any.
+        cpus: cores to reserve.
+        gpus: number of GPUs to reserve.
+    """
+
+    name: str
+    address: str
+    cpus: int
+    gpus: int
+
+
+class Task(NamedTuple):
+    """Task of the driver; nodes must be found within `limit_s`."""
+
+    address: str
+    hosts: list[HostRequest]
+    limit_s: float
+
+
+class Request(NamedTuple):
+    """Start a keeper with this interpreter on this host; the process sees these of the host's GPUs, counted from 0."""
+
+    host: str
+    python: str
+    keeper: str
+    gpus: list[int]
+
+
+def address_of(arguments: list[str]) -> str:
+    """The cluster's address in `system.launcher_args`: HOST:PORT, `auto` or `local`.
+
+    Raises:
+        ValueError: there is something else.
+    """
+    if any(not argument.startswith(_ADDRESS) for argument in arguments) or len(arguments) > 1:
+        raise ValueError("ray takes --address=HOST:PORT, --address=auto or --address=local, and nothing else")
+    return arguments[0].removeprefix(_ADDRESS) if arguments else "auto"
+
+
+def ambiguous_gpus(hosts: list[HostRequest], there: int) -> str | None:
+    """Return an error message if the launcher's host uses only some of the GPUs that Ray has `there`; Ray reserves a
+    number of them and tells only its own actors which.
+    """
+    for host in hosts:
+        if not host.name and 0 < host.gpus < there:
+            return (
+                f"system.hosts: the launcher's own host would use {host.gpus} of the {there} GPUs that Ray has there, "
+                "and others might get the same ones; use all, or give the host a name, so that Ray starts its processes"
+            )
+    return None

@@ -1,0 +1,76 @@
+"""The device that a process with torch computes on, and the line that it logs about it at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from asyncrl.config.setting import ConfigError, Device
+from asyncrl.runtime.process.hardware import count_gpus
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_GIB = 1 << 30
+
+
+def choose_device(name: str, setting: Device) -> torch.device:
+    """Return the device that the setting `name` asks for; `auto` is the GPU if there is one.
+
+    Raises:
+        ConfigError: there is a GPU, and torch cannot use it: the run would go on on the CPU, a thousand times slower.
+    """
+    usable = torch.cuda.is_available()
+    if setting != Device.cpu and not usable and count_gpus():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        raise ConfigError(
+            f"{name}={str(setting)!r}: there is a GPU, but torch {torch.__version__} here {built} and cannot use it; "
+            f"install a torch that fits the driver (nvidia-smi shows its CUDA version), or set {name}=cpu"
+        )
+    if setting == Device.cuda or (setting == Device.auto and usable):
+        return torch.device("cuda", 0)
+    return torch.device("cpu")
+
+
+def device_line(device: torch.device, dtype: torch.dtype, attention: str) -> str:
+    """Return what a process computes on, in which type and with which attention, for its log."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        name = f"{torch.cuda.get_device_name(device)} ({device})"
+    else:
+        memory = psutil.virtual_memory()
+        free, total = memory.available, memory.total
+        name = f"the CPU ({_cpu_name()}, {torch.get_num_threads()} threads)"
+    of_type = str(dtype).removeprefix("torch.")
+    return (
+        f"computes on {name} in {of_type}; {free / _GIB:.1f} of {total / _GIB:.1f} GiB are free; attention {attention}"
+    )
+
+
+def attention_kernel(config: Mapping[str, Any], implementation: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name of the kernel that computes causal attention: torch's choice, or transformers' implementation.
+
+    Args:
+        config: content of the model's `config.json`.
+        implementation: `sdpa` for torch's `scaled_dot_product_attention`, else transformers' name.
+    """
+    text = config.get("text_config", config)
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    if implementation != "sdpa" or not heads or not hidden:
+        return implementation
+    size = text.get("head_dim") or hidden // heads
+    query: Tensor = torch.zeros(1, heads, 2, size, dtype=dtype, device=device, requires_grad=True)
+    choice = torch._fused_sdp_choice(query, query, query, is_causal=True)
+    return f"sdpa, kernel {SDPBackend(choice).name.lower()}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        return "of unknown make"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "of unknown make")

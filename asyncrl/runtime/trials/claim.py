@@ -1,0 +1,235 @@
+"""One launch at a time has a trial: its folder, and its names in name resolution, which launches elsewhere may share.
+
+Two things are held for as long as the launcher lives, each taken before anything of an earlier launch is touched:
+
+- the lock on `<run_dir>/lock`, an advisory one that the kernel gives back when its holder dies. The file says who has
+  it, and after a death who had it;
+- where name resolution is shared (an etcd server, or `system.name_resolve_root`), the entry `run` of the trial, under a
+  lease. The same trial name under another `fileroot` has other locks but the same names.
+
+Who finds the entry taken is refused, with who has it. If that one is dead, the claim is free once its lease has run
+out, or at once where it can be seen from here: a claim names its holder's process by id and start time, and the boot of
+the machine and the pid namespace in which these mean something. Only that very claim is removed, and only one of
+several that do so gets the next: the removal compares, and `add` has one winner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from asyncrl.comm import names
+from asyncrl.comm.file_lock import take_lock
+from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
+from asyncrl.comm.private_files import NotPrivate, check_owned, check_tree, make_private_folder, open_private_file
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.keeper import GONE_LIMIT_S, identity_of
+from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.run_dir import LOCK_FILE, run_dir_of
+from asyncrl.runtime.trials.resume import TrialError
+
+LEASE_S = 60.0
+"""Lease of the claim in name resolution, in s: a launcher may be paused that long without losing it."""
+SAVE_LIMIT_S = 120.0
+"""Longest time, in s, for the leading process to finish its step, save and end after it was asked to."""
+SAVING_LIMIT_S = SAVE_LIMIT_S + GONE_LIMIT_S + 5.0
+"""Longest time, in s, that a launch that was killed may keep its lock."""
+_ATTEMPTS = 3
+
+
+class TrialClaim:
+    """A launcher's claim on its trial; made by `take`."""
+
+    def __init__(self, holder: names.TrialHolder, lock: int, former: names.TrialHolder | None) -> None:
+        self.holder = holder
+        self.former = former
+        """The last launch in this folder; None if there was none or it did not say."""
+        self.lock = lock
+        """Descriptor of the lock; it is held for as long as any process has it open."""
+        self._resolver: NameResolver | None = None
+
+    @classmethod
+    def take(
+        cls, config: ExperimentConfig, note: Callable[[str], None] = lambda text: None, *, detached: bool = False
+    ) -> Self:
+        """Have the trial for this process; `detached`: others may attach to it. `note` tells a person of waits.
+
+        Where its launcher was killed, the leading process is still saving: its end is waited for.
+
+        Raises:
+            TrialError: another launch has it; its folder is another user's, or others can write there; or name
+                resolution cannot be reached.
+        """
+        run_dir = run_dir_of(config)
+        try:
+            make_private_folder(run_dir)
+            check_tree(run_dir)
+            lock = open_private_file(run_dir / LOCK_FILE)
+        except (NotPrivate, OSError) as error:
+            raise TrialError(f"fileroot={config.fileroot!r}: {error}") from error
+        if not _locked(lock, run_dir, note):
+            os.close(lock)
+            raise TrialError(
+                f"trial_name={config.trial_name!r}: another run is using {run_dir}{_who(read_holder(run_dir))}; choose "
+                "another trial_name"
+            )
+        claim = cls(_this_launch(run_dir, detached), lock, read_holder(run_dir))
+        try:
+            if shares_names(config):
+                claim._take_names(config, run_dir)
+        except BaseException:
+            claim.release()
+            raise
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, claim.holder.encode().encode(), 0)
+        return claim
+
+    def _take_names(self, config: ExperimentConfig, run_dir: Path) -> None:
+        where = f"system.name_resolve={str(config.system.name_resolve)!r}"
+        try:
+            self._resolver = open_resolver(config, run_dir)
+            for _ in range(_ATTEMPTS):
+                with contextlib.suppress(NameEntryExists):
+                    self._resolver.add(names.TRIAL_KEY, self.holder.encode(), lease_s=LEASE_S)
+                    return
+                other = self._holder_of_names(self._resolver)
+                if other is not None and not _is_dead(other):
+                    break
+        except NameResolveError as error:
+            raise TrialError(f"{where}: {error}") from error
+        raise TrialError(
+            f"trial_name={config.trial_name!r}: another run of {config.experiment_name}/{config.trial_name} uses these "
+            f"names in {where} (system.name_resolve_root={config.system.name_resolve_root!r}){_who(other)}; choose "
+            f"another trial_name. If that one is dead, its claim is free within {LEASE_S:g} s"
+        )
+
+    def _holder_of_names(self, resolver: NameResolver) -> names.TrialHolder | None:
+        """Return the launch that owns the names. The claim of a launch that is known to be dead is removed."""
+        try:
+            value = resolver.get(names.TRIAL_KEY)
+            holder = names.TrialHolder.decode(value)
+        except NameEntryNotFound:
+            return None
+        except ValueError as error:
+            raise TrialError(f"the claim in name resolution is damaged: {error}; delete it") from error
+        if _is_dead(holder):
+            resolver.delete_value(names.TRIAL_KEY, value)
+        return holder
+
+    def announce(self, resolver: NameResolver) -> None:
+        """Say in name resolution that the trial's names are those of this launch. From now on the claim is put back
+        where it was deleted, and lost for good once another launch has announced itself.
+        """
+        resolver.add(names.LAUNCH_KEY, self.holder.launch, replace=True)
+        if self._resolver is not None:
+            self._resolver.fences = {names.LAUNCH_KEY: self.holder.launch}
+
+    def is_lost(self) -> bool:
+        """True if another launch has the names, or had them, because this one was silent for longer than `LEASE_S`.
+
+        Raises:
+            NameResolveError: it cannot be told now.
+        """
+        if self._resolver is None:
+            return False
+        if self._resolver.is_fenced():
+            return True
+        try:
+            return self._resolver.get(names.TRIAL_KEY) != self.holder.encode()
+        except NameEntryNotFound:  # nobody has them; the next renewal takes them back
+            return False
+
+    def release(self) -> None:
+        """Let others have the trial."""
+        if self._resolver is not None:
+            with contextlib.suppress(NameResolveError):  # its lease runs out
+                self._resolver.close()
+        os.close(self.lock)
+
+
+def _locked(lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
+    """Try to take the lock; return True if this process has it. A killed launch on this machine is waited for."""
+    if take_lock(lock):
+        return True
+    holder = read_holder(run_dir)
+    if holder is None or not _is_dead(holder):
+        return False
+    note(f"an earlier launch, pid {holder.pid}, was killed, and is saving; waiting for up to {SAVING_LIMIT_S:g} s")
+    return take_lock(lock, SAVING_LIMIT_S)
+
+
+def shares_names(config: ExperimentConfig) -> bool:
+    """True if launches in other folders find the trial's names too."""
+    return config.system.name_resolve == NameBackend.etcd3 or bool(config.system.name_resolve_root)
+
+
+def read_holder(run_dir: Path) -> names.TrialHolder | None:
+    """The launch that has, or last had, the folder; None if there was none or it did not say."""
+    try:
+        check_owned(run_dir / LOCK_FILE)
+        return names.TrialHolder.decode((run_dir / LOCK_FILE).read_text())
+    except (OSError, ValueError, NotPrivate):
+        return None
+
+
+def detached_holder(run_dir: Path) -> names.TrialHolder | None:
+    """The launch on this machine that goes on in `run_dir` without a terminal; None if there is none."""
+    holder = read_holder(run_dir)
+    runs = holder is not None and holder.detached and is_here(holder) and not _is_dead(holder)
+    return holder if runs else None
+
+
+def _this_launch(run_dir: Path, detached: bool) -> names.TrialHolder:
+    identity = identity_of(os.getpid())
+    return names.TrialHolder(
+        launch=secrets.token_hex(16),
+        host=socket.gethostname(),
+        machine=_machine(),
+        pid=os.getpid(),
+        started=-1 if identity is None else identity.started,
+        since=datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        run_dir=str(run_dir),
+        detached=detached,
+        folder=os.getcwd(),
+    )
+
+
+def _machine() -> str:
+    """Within which process ids mean the same: this boot of this machine, and this pid namespace. Empty: not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def is_here(holder: names.TrialHolder) -> bool:
+    """True if the holder runs, or ran, where this process can see it."""
+    return bool(holder.machine) and holder.machine == _machine()
+
+
+def _is_dead(holder: names.TrialHolder) -> bool:
+    """True if the holder is known to have ended."""
+    if not is_here(holder):
+        return False
+    identity = identity_of(holder.pid)
+    if identity is None or identity.started != holder.started:
+        return True
+    try:
+        return bool(psutil.Process(holder.pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _who(holder: names.TrialHolder | None) -> str:
+    if holder is None:
+        return ""
+    return f": pid {holder.pid} on {holder.host}, since {holder.since}, in {holder.run_dir}"

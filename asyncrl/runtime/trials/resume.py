@@ -1,0 +1,158 @@
+"""A trial that was used before: what a launch of it continues from, and which settings have changed since.
+
+The settings of the earlier launch are in `<run_dir>/config.yaml`, as text: a setting that one of the two launches does
+not know, because asyncrl is another version by now, is not compared. Those that decide what a checkpoint means are
+marked `fixed` where they are defined (`asyncrl.config.setting`):
+
+- `seed` and `dataset.*`: which row a prompt's id names, and the order in which rows come;
+- `model.path`, `algorithm.critic.path`: what the optimizer's vectors are the weights of, and the tokenizer;
+- `algorithm.graph`, `algorithm.reference.mode`: which roles the checkpoint holds.
+
+Any other takes effect from the next step on. So does `train_batch_size`: the gate counts B for each version, whatever
+B was when it was trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from omegaconf import OmegaConf
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import settings
+from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE, CHECKPOINTS_DIR, CONFIG_FILE, versions_in
+from asyncrl.runtime.trials.summary import is_complete
+
+_OF_THE_LAUNCH = ("resume", "logging.display")
+"""Settings of a launch rather than of the trial."""
+_ABSENT = object()
+ADVICE = "choose another trial_name, or start this one over with resume=restart"
+"""Advice if a trial cannot be continued."""
+
+
+class TrialError(RuntimeError):
+    """The trial's folder cannot be used as asked; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that differs from the earlier launch's; `fixed` if a checkpoint of that one cannot be continued so."""
+
+    setting: str
+    before: Any
+    now: Any
+    fixed: bool
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {json.dumps(self.before)} -> {json.dumps(self.now)}"
+
+
+def changed_settings(run_dir: Path, config: ExperimentConfig) -> list[Change]:
+    """Return the differences between `config` and the settings of the last launch in `run_dir`; nothing if there was
+    none.
+    """
+    file = run_dir / CONFIG_FILE
+    if not file.is_file():
+        return []
+    before, now = OmegaConf.load(file), OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    changes = []
+    for path, _, info in settings(ExperimentConfig):
+        old, new = (_plain(OmegaConf.select(tree, path, default=_ABSENT)) for tree in (before, now))
+        if path in _OF_THE_LAUNCH or old is _ABSENT:
+            continue
+        if old != new and not _same_file(old, new):
+            changes.append(Change(path, old, new, info.fixed))
+    return changes
+
+
+CheckFolder: TypeAlias = Callable[[Path], object]
+"""Reads all files of a checkpoint; raises ValueError if one is missing or damaged."""
+
+
+def newest_progress(
+    run_dir: Path, check: CheckFolder | None = None, passed_over: Callable[[str], None] = lambda why: None
+) -> tuple[int, int] | None:
+    """Return version and used prompts of the newest checkpoint in `run_dir`; None if there is none.
+
+    Args:
+        check: is called with each checkpoint that is considered; None: no tensor is read.
+        passed_over: is told of each newer checkpoint that cannot be used, as the training ranks pass over it too.
+    """
+    root = run_dir / CHECKPOINTS_DIR
+    for version in reversed(versions_in(root)):
+        folder = root / f"v{version}"
+        try:
+            if check is not None:
+                check(folder)
+            state = json.loads((folder / CHECKPOINT_STATE_FILE).read_bytes())
+            return version, int(state["master_state"]["buffer"]["used_prompts"]["count"])
+        except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            cause = str(error).replace(f"{folder}/", "").partition(f": {folder} ")[0]
+            passed_over(f"checkpoint v{version} is damaged and passed over: {cause}")
+    return None
+
+
+def check_finished(run_dir: Path, config: ExperimentConfig) -> bool:
+    """True if the trial is complete, so that there is nothing to run.
+
+    Raises:
+        TrialError: it is, but with other settings.
+    """
+    if not is_complete(run_dir, config.total_train_steps):
+        return False
+    if changes := changed_settings(run_dir, config):
+        raise TrialError(
+            f"trial_name={config.trial_name!r}: this trial is complete, with other settings; nothing was run. Changed "
+            f"since (before -> now):{_listed(changes)}\nto train with these, {ADVICE}; more steps come with a larger "
+            "total_train_steps"
+        )
+    return True
+
+
+def continuation(run_dir: Path, config: ExperimentConfig, check: CheckFolder | None = None) -> list[str]:
+    """Return what a launch of a used trial continues from, and the changed settings that it takes: lines for a person.
+
+    Raises:
+        TrialError: no checkpoint can be used, or a setting has changed without which it means something else.
+    """
+    damaged: list[str] = []
+    progress, changes = newest_progress(run_dir, check, damaged.append), changed_settings(run_dir, config)
+    if progress is None and damaged:
+        told = "\n  ".join(damaged)
+        raise TrialError(f"trial_name={config.trial_name!r}: none of its checkpoints can be used:\n  {told}\n{ADVICE}")
+    if progress is None:
+        return []
+    version, prompts_used = progress
+    if refused := [change for change in changes if change.fixed]:
+        raise TrialError(
+            f"trial_name={config.trial_name!r}: its checkpoint (version {version}) cannot be continued with "
+            f"other values of these settings (before -> now):{_listed(refused)}\ngive the earlier values, {ADVICE}"
+        )
+    lines = [
+        *damaged,
+        f"continuing from checkpoint v{version}: step {version} of {config.total_train_steps}, "
+        f"{prompts_used} prompts used",
+    ]
+    if changes:
+        lines.append(f"settings changed since (before -> now):{_listed(changes)}")
+    return lines
+
+
+def _listed(changes: list[Change]) -> str:
+    return "".join(f"\n  {change}" for change in changes)
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _same_file(one: Any, other: Any) -> bool:
+    """True if both are paths of the same file or folder."""
+    if not (isinstance(one, str) and isinstance(other, str) and one and other):
+        return False
+    paths = [Path(path).expanduser() for path in (one, other)]
+    return all(path.exists() for path in paths) and paths[0].samefile(paths[1])

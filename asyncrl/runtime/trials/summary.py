@@ -1,0 +1,117 @@
+"""The end of a run in a few lines: how far it came, the books, and where things lie."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.comm.drop_reasons import failure, lost_episodes
+from asyncrl.observe.learning import FlatSteps
+from asyncrl.observe.tail import JsonlTail
+from asyncrl.runtime.run_dir import BOOKS_FILE, LOGS_DIR, METRICS_FILE, SUMMARY_FILE, WEIGHTS_DIR
+from asyncrl.runtime.trials.restart_log import count_restarts, restart_seconds
+
+SUMMARY_INDENT = 11
+"""Columns of what a line of the summary begins with."""
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The summary that the MasterWorker left at its end; None if it did not come so far."""
+    file = run_dir / SUMMARY_FILE
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def is_complete(run_dir: Path, total_train_steps: int) -> bool:
+    """True if the trial has trained all its steps."""
+    summary = read_summary(run_dir)
+    return summary is not None and summary["steps"] >= total_train_steps
+
+
+def summary_lines(run_dir: Path) -> list[str]:
+    """The summary for a person; without one, the books as of the last step, and where to look."""
+    summary = read_summary(run_dir)
+    lines = []
+    if summary is None:
+        lines += ["the run ended before it could write a summary", *_last_known_books(run_dir)]
+    else:
+        lines.append(f"steps      {summary['steps']}")
+        lines += [f"evaluated  {evaluated_line(name, figures)}" for name, figures in sorted(summary["eval"].items())]
+        lines += [
+            f"FAILED     evaluation of version {failed['version']} on {failed['set']}: {failed['reason']}"
+            for failed in summary["evaluations_failed"]
+        ]
+        lines += _books_lines(summary["books"])
+    lines += _lost_episodes(run_dir / METRICS_FILE)
+    lines += _flat_steps(run_dir / METRICS_FILE)
+    if restarts := count_restarts(run_dir):
+        counts = ", ".join(f"{what} {count}" for what, count in sorted(restarts.items()))
+        lines.append(f"restarts   {counts}; {restart_seconds(run_dir):.1f} s until they went on")
+    return [
+        *lines,
+        f"metrics    {run_dir / METRICS_FILE}",
+        f"weights    {run_dir / WEIGHTS_DIR}",
+        f"logs       {run_dir / LOGS_DIR}",
+    ]
+
+
+def _lost_episodes(metrics: Path) -> list[str]:
+    """By what failed, the episodes that groups which were trained went without."""
+    lost: Counter[str] = Counter()
+    for row in JsonlTail(metrics).read():
+        lost += lost_episodes(row)
+    return [
+        f"LOST       {count} episodes, as {name}; the logs of the rollout_workers say more"
+        for name, count in sorted(lost.items())
+    ]
+
+
+def _flat_steps(metrics: Path) -> list[str]:
+    """The steps from which nothing could be learnt."""
+    flat = FlatSteps()
+    for row in JsonlTail(metrics).read():
+        flat.take(row)
+    told = flat.summary()
+    return [] if told is None else [f"NO SIGNAL  {told}"]
+
+
+def _last_known_books(run_dir: Path) -> list[str]:
+    file = run_dir / BOOKS_FILE
+    if not file.is_file():
+        return ["books      nothing was submitted"]
+    known = json.loads(file.read_text())
+    return _books_lines(known["books"], f", as of step {known['step']}")
+
+
+def _books_lines(books: dict[str, Any], when: str = "") -> list[str]:
+    """The balance, and the rollouts that somebody has to look into."""
+    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(books["dropped"].items())) or "none"
+    under_way = books["running"] + books["finished_untrained"]
+    total = books["trained"] + sum(books["dropped"].values()) + books["abandoned"] + under_way
+    line = (
+        f"books      submitted {books['submitted']} {'=' if books['submitted'] == total else '≠'} "
+        f"trained {books['trained']} + dropped {sum(books['dropped'].values())} ({dropped}) "
+        f"+ abandoned {books['abandoned']}"
+    )
+    if under_way:
+        line += f" + under way {under_way}"
+    failed = [
+        f"FAILED     {count} rollouts {what} ({reason}); the logs of the rollout_workers say why"
+        for reason, count in sorted(books["dropped"].items())
+        if count and (what := failure(reason)) is not None
+    ]
+    return [line + when, *failed]
+
+
+def evaluated_line(name: str, figures: Mapping[str, float]) -> str:
+    """The newest evaluation of the set `name` in a line: accuracy and pass@k where there is a verdict, the rest always.
+
+    Example: `held_out: accuracy 0.953, pass@4 0.984, reward 0.953, 33 tokens, 0 % cut off (256 prompts, version 60)`.
+    """
+    parts = [f"{key} {value:.3f}" for key, value in figures.items() if key == "accuracy" or key.startswith("pass@")]
+    parts.append(f"reward {figures['reward_mean']:.3f}")
+    parts.append(f"{figures['len_mean']:.0f} tokens")
+    parts.append(f"{100 * figures['truncated']:.0f} % cut off")
+    return f"{name}: {', '.join(parts)} ({figures['prompts']:.0f} prompts, version {figures['version']:.0f})"

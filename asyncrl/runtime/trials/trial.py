@@ -1,0 +1,203 @@
+"""The folder of a trial and its names, as a launch finds, holds and leaves them.
+
+`prepare` claims the trial (`asyncrl.runtime.trials.claim`), ends what a killed launch left running, applies `resume`,
+says what is continued, clears what an earlier launch left in name resolution, and writes the secret and the resolved
+config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameResolveError
+from asyncrl.comm.name_resolve.base import HURRY_S
+from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.comm.names import INCARNATIONS, LAUNCH_KEY, TRIAL_KEY
+from asyncrl.comm.security import RunSecret
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.kinds import KINDS
+from asyncrl.runtime.last_step import LastStep, keeps_last_step, trains_elsewhere
+from asyncrl.runtime.process.process_tree import end_launch
+from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.run_dir import (
+    BOOKS_FILE,
+    EXIT_FILE,
+    LAUNCHER_LOG,
+    LOCK_FILE,
+    MANAGER_LOG_FILE,
+    MEETING_PREFIX,
+    REMARKS_FILE,
+    SECRET_FILE,
+    SUMMARY_FILE,
+    run_dir_of,
+    write_run_config,
+)
+from asyncrl.runtime.settings import Resume
+from asyncrl.runtime.trials.claim import TrialClaim, is_here
+from asyncrl.runtime.trials.resume import CheckFolder, TrialError, continuation
+
+
+class Trial:
+    """See the module's docstring.
+
+    Args:
+        note: tells a person.
+        detached: this launch has no terminal, and others may attach to it.
+        check_checkpoint: finds out whether a checkpoint is whole, before it is said that the run continues from it.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        note: Callable[[str], None],
+        *,
+        detached: bool = False,
+        check_checkpoint: CheckFolder | None = None,
+    ) -> None:
+        self._detached, self._check_checkpoint = detached, check_checkpoint
+        self.config, self._note = config, note
+        self.run_dir = run_dir_of(config)
+        self._claim: TrialClaim | None = None
+        self._last_step = LastStep(self.run_dir)
+
+    def prepare(self) -> None:
+        """Make the trial's folder ready for this launch.
+
+        Raises:
+            TrialError: another run holds the trial, it was used before and `resume` or the changed settings forbid to
+                go on, or name resolution cannot be reached.
+        """
+        self._claim = TrialClaim.take(self.config, self._note, detached=self._detached)
+        try:
+            self._end_leftovers(self._claim)
+            kept = (LOCK_FILE, LAUNCHER_LOG, f"{LAUNCHER_LOG}.1")
+            self._apply_resume([item for item in self.run_dir.iterdir() if item.name not in kept])
+            self._forget_processes()
+            (self.run_dir / SECRET_FILE).unlink(missing_ok=True)
+            RunSecret.create(self.run_dir / SECRET_FILE)
+            write_run_config(self.config, self.run_dir)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Give the trial back; nothing where it is not held."""
+        if self._claim is not None:
+            self._last_step.remove()
+            self._remove_meetings()
+            self._claim.release()
+            self._claim = None
+
+    def _remove_meetings(self) -> None:
+        """Remove the files in which training ranks met that were killed."""
+        for meeting in self.run_dir.glob(f"{MEETING_PREFIX}*"):
+            meeting.unlink(missing_ok=True)
+
+    def _end_leftovers(self, claim: TrialClaim) -> None:
+        """End what a launch that was killed with all its processes' keepers left running: it holds ports and memory."""
+        if claim.former is not None and is_here(claim.former) and (pids := end_launch(claim.former.launch)):
+            self._note(f"ended what an earlier launch left running: {', '.join(f'pid {pid}' for pid in pids)}")
+
+    def _apply_resume(self, used: Sequence[Path]) -> None:
+        """Continue, refuse or wipe what earlier launches left."""
+        if used and self.config.resume == Resume.never:
+            raise TrialError(
+                f"resume='never': {self.run_dir} holds an earlier run; choose another trial_name, resume=auto to "
+                "continue it, or resume=restart to wipe it"
+            )
+        if self.config.resume == Resume.restart:
+            for item in used:
+                shutil.rmtree(item) if item.is_dir() else item.unlink()
+        self._say_continuation()
+
+    def _say_continuation(self) -> None:
+        for line in continuation(self.run_dir, self.config, self._check_checkpoint):
+            self._note(line)
+
+    def _forget_processes(self, *, again: bool = False) -> None:
+        """Forget what earlier processes announced and how they ended: their model version and data state are not those
+        of the ones to come. What still runs of them, on a host that was cut off, does not put it back; `again`: they
+        were of this launch. Those that joined are given up with them; whoever added them starts their successors.
+        """
+        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE, EXIT_FILE, REMARKS_FILE):
+            (self.run_dir / ending).unlink(missing_ok=True)
+        try:
+            self._last_step.begin()
+        except OSError as error:
+            raise TrialError(f"checkpoint.keep_last_step=true: {error}") from error
+        try:
+            with open_resolver(self.config, self.run_dir, patience_s=HURRY_S) as resolver:  # somebody waits for this
+                given_up = resolver.get_subtree(INCARNATIONS) if again else {}
+                for key, incarnation in given_up.items():
+                    kind, index = key.split("/")[-2:]
+                    if int(index) >= KINDS[kind].count(self.config):  # who joined is no child of the launcher
+                        resolver.add(key, str(int(incarnation) + 1), replace=True)
+                if self._claim is not None:
+                    self._claim.announce(resolver)
+                resolver.clear_subtree(keep=(TRIAL_KEY, LAUNCH_KEY, *given_up))
+        except NameResolveError as error:
+            raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error
+
+    def begin_again(self) -> None:
+        """Make ready for the whole run to be started again by this launch.
+
+        Raises:
+            TrialError: name resolution cannot be reached, or the last step has no room.
+        """
+        self._forget_processes(again=True)
+        self._say_continuation()
+
+    @property
+    def lock(self) -> int | None:
+        """Descriptor of the trial's lock; None where it is not held."""
+        return None if self._claim is None else self._claim.lock
+
+    def is_lost(self) -> bool:
+        """True if another launch has taken the trial.
+
+        Raises:
+            NameResolveError: it cannot be told now.
+        """
+        return self._claim is not None and self._claim.is_lost()
+
+    def last_step_is_there(self) -> bool:
+        """True if the trainer's side can continue from its last step."""
+        try:
+            with open_resolver(self.config, self.run_dir) as resolver:
+                announced = names.PublishedVersion.decode(resolver.get(names.model_version_key(names.ACTOR))).version
+        except NameEntryNotFound:
+            announced = 0
+        except NameResolveError as error:
+            self._note(f"name resolution does not tell which version the servers have: {error}")
+            return False
+        if not keeps_last_step(self.config):
+            return False
+        if trains_elsewhere(self.config):  # the ranks tell the MasterWorker
+            return not self._last_step.torn
+        return self._last_step.can_go_on(announced)
+
+    def give_up(
+        self, workers: Mapping[tuple[str, int], int], killed: Collection[tuple[str, int]] = frozenset()
+    ) -> None:
+        """From now on the names of these workers, by kind and index, are for the incarnations to come; those before,
+        if any still run on a host that was cut off, do not put theirs back. Tell which were `killed` from outside.
+        """
+        with open_resolver(self.config, self.run_dir) as resolver:
+            for (kind, index), incarnation in workers.items():
+                if (kind, index) in killed:
+                    resolver.add(names.killed_key(kind, index), str(incarnation), replace=True)
+                resolver.add(names.incarnation_key(kind, index), str(incarnation), replace=True)
+
+    def forget_trainer(self) -> None:
+        """Take the addresses of the trainer's side out of name resolution: their successors would wait for the dead."""
+        self._remove_meetings()
+        with open_resolver(self.config, self.run_dir) as resolver:
+            trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS)
+            keys = [key for tree in trees for key in resolver.get_subtree(tree)]
+            for key in [*keys, names.TRAINING_WORLD_KEY]:
+                with contextlib.suppress(NameEntryNotFound):
+                    resolver.delete(key)
