@@ -88,7 +88,7 @@ def make_records(rollouts: int, ranks: int, group_size: int = 8) -> list[Rollout
 
 
 def fullest(plan: Sequence[Assignment], records: Sequence[RolloutRecord], minibatches: int, ranks: int) -> float:
-    """What the rank with the most computes, in parts of the mean; of all minibatches the worst."""
+    """Return the work of the busiest rank in parts of the mean, for the worst of all minibatches."""
     sums = np.zeros((minibatches, ranks))
     places = [entry.minibatch for entry in plan], [entry.dst for entry in plan]
     np.add.at(sums, places, [record.computed_tokens for record in records])

@@ -1,4 +1,4 @@
-"""What making the demo's base model costs and gives, and what Muon saves over AdamW.
+"""Cost and quality of the demo's base model, and the savings of Muon over AdamW.
 
     python benchmarks/base_model.py [--quick] [--seeds 1 2] [--threads 2] [--json PATH]
 

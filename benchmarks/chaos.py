@@ -62,7 +62,7 @@ def run(number: int, kills: int, steps: int, seed: int, root: Path, overrides: S
 
 @dataclass(frozen=True)
 class Kind:
-    """What became of the kills of one kind; times in seconds."""
+    """Results of the kills of one kind; times in seconds."""
 
     kind: str
     kills: int

@@ -275,7 +275,7 @@ async def contenders(stack: AsyncExitStack, shape: Shape, rows: int) -> dict[str
 
 @dataclass(frozen=True)
 class Row:
-    """What one contender did with one load, as medians over the rounds; None where it is not installed."""
+    """Results of one contender under one load, as medians over the rounds; None if it is not installed."""
 
     model: str
     load: str

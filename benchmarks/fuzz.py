@@ -31,7 +31,7 @@ INPUTS_AT_A_TIME = 1_000
 
 @dataclass
 class Tally:
-    """What was tried of one kind, and the commands that find what failed."""
+    """Trials of one kind, and the commands that reproduce failures."""
 
     name: str
     tried: int = 0

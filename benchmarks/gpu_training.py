@@ -115,7 +115,9 @@ def matmul_peak(device: torch.device, size: int) -> float:
 
 
 def model_flops(config: Qwen2Config, lengths: list[int]) -> float:
-    """Of a train step on sequences of these lengths; see the module's docstring."""
+    """Return the floating-point operations of a train step on sequences of these lengths; see the module's
+    docstring.
+    """
     hidden, heads = config.hidden_size, config.num_attention_heads
     head = hidden // heads
     attention = hidden * head * (2 * heads + 2 * config.num_key_value_heads)

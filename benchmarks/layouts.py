@@ -38,7 +38,7 @@ LIMIT_S = 1800.0
 
 
 def accuracies(settings: tuple[str, ...], steps: int, root: Path, model: Path) -> list[float]:
-    """Of the evaluations of one run, in order of the versions that they looked at."""
+    """Return the accuracies of one run's evaluations, in order of the versions that they evaluated."""
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", f"fileroot={root}", f"model.path={model}"]
     command += [f"total_train_steps={steps}", f"eval.interval={steps}", "trial_name=layout", *settings]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)

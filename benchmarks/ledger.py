@@ -1,4 +1,4 @@
-"""What the ledger costs a train step: writing and syncing its lines, beside the step of the demo with η = 4.
+"""Cost of the ledger in a train step: writing and syncing its lines, beside the step of the demo with η = 4.
 
     python benchmarks/ledger.py [--steps 200] [--step-s S] [--folder DIR] [--json PATH]
 

@@ -9,7 +9,7 @@ long as a log-normal number says, `--mean` seconds on average; each worker calls
 second, tells which ended, and asks for as many new ones. The second process is this script.
 
 The table has a line for each tenth of the time. At the end: `no growth` where the manager's resident memory is at most
-5 % above what it was once its memory of rollouts that ended was full (a bound of its own: `Remembered`), and `no
+5 % above what it was once its memory of rollouts that ended was full (a bound of its own: `RecentIds`), and `no
 stall` where no `STALL_S` seconds passed without an admission and no call took so long.
 """
 
@@ -32,7 +32,7 @@ import psutil
 import uvloop
 
 from asyncrl.comm.http import JsonHttp
-from asyncrl.comm.remembered import GENERATIONS, ids_remembered
+from asyncrl.comm.recent_ids import GENERATIONS, ids_remembered
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions

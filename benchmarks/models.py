@@ -258,7 +258,7 @@ def branching_batch() -> StepBatch:
 
 
 def trained(folder: str, plain: PreTrainedModel, *, share_prefixes: bool = True) -> Found:
-    """How the training engine lays the model out, and by how much it differs."""
+    """Return the layout that the training engine chooses for the model, and the size of its differences."""
     config = ExperimentConfig()
     config.trainer.parallel, config.trainer.tokens_per_micro_batch = "d1", 400
     config.trainer.share_prefixes = share_prefixes
@@ -333,7 +333,7 @@ def decode_difference(model: PreTrainedModel, prompt: Sequence[int], answer: Seq
 
 
 def outcome(attempt: Callable[[], Found]) -> Found:
-    """What was found, or why not."""
+    """Return the findings of the attempt, or the reason for its failure."""
     try:
         return attempt()
     except (UnsupportedModelError, FolderFormatError) as error:
@@ -396,7 +396,7 @@ def cell(found: Found, right: str) -> str:
 
 
 def reason(found: Found) -> str:
-    """Of a refusal or a failure the first sentence, without what every one of its kind says."""
+    """Return the first sentence of a refusal or a failure, without the part that is common to its kind."""
     text = str(found.get("refused") or found.get("fails") or "")
     text = re.sub(r"^.*?(embedded engine: |on padded rows \(sdpa\): )", "", text, flags=re.DOTALL)
     text = re.sub(r"\d+ sequences computed together differ.*", "it differs from transformers' own forward", text)

@@ -1,4 +1,4 @@
-"""What idle processes ask of name resolution: requests a second at etcd, and files opened in a folder.
+"""Load of idle processes on name resolution: requests per second at etcd, and files opened in a folder.
 
     python benchmarks/names.py [--processes 4 16 64] [--seconds S] [--json PATH]
 
@@ -89,7 +89,7 @@ class Opened:
 def measure(
     make: Callable[[], NameResolver], count: Callable[[], int], processes: int, follow: bool, s: float
 ) -> float:
-    """What `count` counts, per second, with so many idle processes."""
+    """Return the rate of `count` per second with this many idle processes."""
     stop = threading.Event()
     resolvers = [make() for _ in range(processes)]
     threads = []

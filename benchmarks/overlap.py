@@ -98,7 +98,7 @@ def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str], *, ba
         eta=eta,
         mode=mode,
         step=median["time/step_s"],
-        wait_data=median["time/wait_data_s"],
+        wait_data=median["time/wait_for_batch_s"],
         train=median["time/train_s"],
         publish=median["time/publish_s"],
         tokens_per_s=tokens / sum(row["time/step_s"] for row in rows),
@@ -166,7 +166,7 @@ def table(rounds: list[Round]) -> str:
 
 
 def figures(sync: Measured, overlapped: Measured) -> dict[str, float]:
-    """What the targets are about, of one run with overlap against the one without."""
+    """Return the figures of the targets, of one run with overlap against the one without."""
     return {
         "speed-up": sync.step / overlapped.step,
         "efficiency": max(sync.wait_data, sync.train + sync.publish) / overlapped.step,

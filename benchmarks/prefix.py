@@ -173,7 +173,7 @@ def compare(name: str, folder: str, groups: Sequence[Sequence[Sample]], rounds: 
 
 
 class Sharing(Enum):
-    """What samples have in common in the engine."""
+    """Prefixes that samples share in the engine."""
 
     nothing = auto()
     """But a prompt that several ask for at once, which is prefilled once all the same."""

@@ -1,4 +1,4 @@
-"""What the death of one training rank costs: all ranks begin again, against the others rebuilding their process group.
+"""Cost of the death of one training rank: all ranks restart, against the others rebuilding their process group.
 
     python benchmarks/rank_death.py [--ranks 2 4] [--engines flat sharded] [--rounds 3] [--json FILE]
 
@@ -26,7 +26,7 @@ from typing import Any
 MODES = ("restart", "rebuild")
 LIMIT_S = 300.0
 LENGTH = 64
-"""Of a sample, in tokens."""
+"""Length of a sample in tokens."""
 
 
 def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: str) -> None:

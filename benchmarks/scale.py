@@ -43,7 +43,7 @@ ASKED = 8
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """What is measured: `better` says which way is better, `wanted` the goal in `unit`."""
+    """Kind of a measurement: `better` is the direction that is better, `wanted` the goal in `unit`."""
 
     name: str
     what: str
@@ -65,7 +65,7 @@ def _service(**more: Any) -> Any:
 
 
 def _asked(names: list[str], first_order: int) -> Any:
-    """What a worker that has room for so many rollouts asks for."""
+    """Build the request of a worker that has room for these rollouts."""
     from asyncrl.manager import messages as m
 
     if not hasattr(m, "WantedRollout"):
@@ -270,7 +270,7 @@ def _step() -> tuple[Any, Any]:
 
 
 def _requests(cuts: Any, placed: Any) -> list[Any]:
-    """What each rank is told."""
+    """Build the request for each rank."""
     try:
         from asyncrl.master.data.step_plan import plan_step
     except ImportError:
@@ -338,7 +338,7 @@ def step_of_rank(quick: bool) -> float:
 
 
 def ended_known(quick: bool) -> float:
-    """Of `LIVE` rollouts that are dropped at once, those that the gate still knows as ended."""
+    """Return how many of `LIVE` rollouts, all dropped at the same moment, the gate still knows as ended."""
     from asyncrl.manager.staleness_gate import StalenessGate, Ticket
 
     gate = StalenessGate(BATCH, ETA)
@@ -351,7 +351,7 @@ def ended_known(quick: bool) -> float:
 
 
 def homes_known(quick: bool) -> float:
-    """Of `LIVE` conversations those that come back to the server that has their cache."""
+    """Return how many of `LIVE` conversations come back to the server with their cache."""
     from asyncrl.manager import messages as m
 
     service, servers = _service(batch_size=BATCH, max_staleness=ETA, routing="prefix_affine"), 16
@@ -384,7 +384,7 @@ async def _losses(quick: bool) -> float:
 
 
 def losses_known(quick: bool) -> float:
-    """Of `SERVERS` servers that are lost while a worker does not ask, those that it is told of."""
+    """Return how many of `SERVERS` lost servers a worker learns of if it did not ask meanwhile."""
     return asyncio.run(_losses(quick))
 
 
@@ -399,10 +399,10 @@ def inbox(quick: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
         bounded: dict[str, Any] = {}
         with contextlib.suppress(ImportError):  # a checkout with a bound in rollouts alone
-            from asyncrl.trainer.trajectories.kept_inbox import KeptInbox
+            from asyncrl.trainer.trajectories.kept_inbox import InboxStore
 
             if "memory_bytes" in inspect.signature(Inbox).parameters:
-                bounded = {"memory_bytes": limit, "spilled": KeptInbox(Path(folder) / "spilled")}
+                bounded = {"memory_bytes": limit, "spilled": InboxStore(Path(folder) / "spilled")}
         held = Inbox(0, 4096, **bounded)
 
         def trajectory(number: int) -> Trajectory:
@@ -433,7 +433,9 @@ def inbox(quick: bool) -> float:
 
 
 def update(quick: bool) -> float:
-    """Of `SERVERS` servers the most that are out of service at a time in an update, where a tenth may be."""
+    """Return the largest number of `SERVERS` servers that are out of service at a time in an update, with a tenth
+    allowed.
+    """
     from asyncrl.manager.fleet.decisions import BeginUpdate, FleetDecisions, ServerState, Target
     from asyncrl.manager.settings import UpdateMode
 
@@ -481,7 +483,7 @@ async def _manager_reads() -> float:
 
 
 def manager_reads(quick: bool) -> float:
-    """What the manager reads of a version before an update of embedded servers begins, in parts of the version."""
+    """Return the part of a version that the manager reads before an update of embedded servers begins."""
     return asyncio.run(_manager_reads())
 
 

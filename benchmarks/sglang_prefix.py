@@ -1,4 +1,4 @@
-"""What a group shares sent to SGLang before it, or all in one call: seconds, and tokens that the server prefills.
+"""Shared prefix of a group sent to SGLang before it, or all in one call: seconds, and tokens that the server prefills.
 
     python benchmarks/sglang_prefix.py SGLANG_PYTHON            an interpreter that has SGLang, see launchers/
     python benchmarks/sglang_prefix.py SGLANG_PYTHON --rounds 1

@@ -1,4 +1,4 @@
-"""What asynchronous training gains on hundreds of devices: the control plane's real code in virtual time.
+"""Gain of asynchronous training on hundreds of devices: the control plane's real code in virtual time.
 
     python benchmarks/simulate.py [--tables splits512 eta64 ...] [--quick] [--json PATH] [--docs DIR]
     python benchmarks/simulate.py --fit [--measured FILE] [--rounds 1] [--steps 32] [--record PATH]

@@ -1,4 +1,4 @@
-"""What layouts need of memory: the tables of docs/sizing.md, and the model of memory against real runs on this CPU.
+"""Memory needs of layouts: the tables of docs/sizing.md, and the model of memory against real runs on this CPU.
 
     python benchmarks/sizing.py              rewrite docs/sizing.md
     python benchmarks/sizing.py --measure    run the small models first and note their peaks in docs/sizing.json
@@ -131,7 +131,7 @@ CASES = (
 
 
 def needs(model: SizedModel, layout: Layout, work: Workload) -> list[Need]:
-    """Of each rank, by worker."""
+    """Return the needs of each rank, by worker."""
     grid = WorkerGrid.of(layout)
     return [need(model, layout, grid.coordinates(worker), work, trained=True) for worker in grid.members]
 

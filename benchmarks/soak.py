@@ -134,7 +134,7 @@ def growth(points: Sequence[tuple[float, float]]) -> tuple[float, float, bool]:
 
 
 def grows(quantity: str, points: Sequence[tuple[float, float]]) -> bool:
-    """Whether the series does not level off."""
+    """True if the series does not level off."""
     level, gained, trend = growth(points)
     return trend and gained > max(SHARE * level, LEAST[quantity])
 

@@ -1,4 +1,4 @@
-"""What staleness costs: the demo with η from 0 to 8, by objective, by pacing, and made training-bound.
+"""Cost of staleness: the demo with η from 0 to 8, by objective, by pacing, and made training-bound.
 
     python benchmarks/staleness.py [--out DIR] [--steps 40] [--seeds 1 2] [--ways NAME ...] [--etas 0 1 2 4 8] [--quick]
                                    [setting=value ...]
@@ -73,7 +73,7 @@ CELL_LIMIT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Which run a cell is; `model` is the name of the base model's folder."""
+    """Key of a cell's run; `model` is the name of the base model's folder."""
 
     model: str
     way: str
@@ -131,7 +131,7 @@ def measure(key: Key, model: Path, out: Path) -> Cell:
     cell = Cell(
         curve=kept_policies.curve(run_dir, model, KEPT_EVERY),
         seconds=rows[-1]["time/elapsed_s"],
-        waited=sum(row["time/wait_data_s"] for row in later) / sum(row["time/step_s"] for row in later),
+        waited=sum(row["time/wait_for_batch_s"] for row in later) / sum(row["time/step_s"] for row in later),
         age=statistics.fmean(row["staleness/mean"] for row in later),
         dropped=sum(row["rollout/dropped_stale"] for row in rows),
     )
@@ -199,7 +199,7 @@ def table(grid: Grid) -> str:
 
 
 def findings(grid: Grid) -> str:
-    """What may be said, and how large chance is."""
+    """Return the findings, and the size of chance."""
     lines = []
     for way in dict.fromkeys(way for way, _ in grid):
         etas = [eta for name, eta in grid if name == way and eta]

@@ -174,7 +174,7 @@ def plain_sender(case: Case, endpoint: str, results: Connection) -> None:
 
 
 class AsyncioLink:
-    """What `PeerLink` is to the pusher, by zmq.asyncio; without the replacement of a lost connection."""
+    """Counterpart of `PeerLink` for the pusher, by zmq.asyncio; it does not replace a lost connection."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ def _ratios(name: str, ways: list[Reading], others: list[Reading]) -> dict[str, 
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Whether the row meets the target, if it has one."""
+    """Return the verdict on the row's target, if it has one."""
     if row["curve"] == "on":
         return ""
     return "met" if row["ratio"] >= TARGET_RATIO else "MISSED"

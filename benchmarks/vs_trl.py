@@ -57,7 +57,7 @@ class Outcome:
 
     @property
     def accuracy(self) -> float:
-        """Of the last policy."""
+        """Accuracy of the last policy."""
         return self.curve[-1][2]
 
 
@@ -167,7 +167,7 @@ def median(values: Sequence[float | None]) -> float | None:
 
 
 def ratio(peer: float | None, ours: float | None) -> str:
-    """How many times as long the peer takes."""
+    """Return the peer's time as a multiple of ours."""
     return "-" if peer is None or ours is None else f"{peer / ours:.2f} x"
 
 

@@ -205,7 +205,7 @@ async def measure(size: str, dtype: str, folder: Path, rounds: int) -> Row:
 
 
 def fits(size: str, dtype: str) -> bool:
-    """Whether this machine has the memory for it now."""
+    """True if this machine has the memory for it now."""
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in Qwen2ForCausalLM(config_of(size)).parameters())
     needed = COPIES_IN_MEMORY[dtype] * count * DTYPES[dtype].itemsize + HELD_BYTES

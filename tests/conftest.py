@@ -74,7 +74,7 @@ REQUIRED_METRICS = {
     "tokens/trained",
     "time/step_s",
     "time/train_s",
-    "time/wait_data_s",
+    "time/wait_for_batch_s",
     "throughput/gen_tokens_per_s",
     "throughput/train_tokens_per_s",
     "ppo/clip_fraction",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from asyncrl.comm.name_resolve import NameResolveError, NameResolver, NameResolveTimeout, keeper
+from asyncrl.comm.name_resolve import NameResolveError, NameResolver, NameResolveTimeout, lease_renewal
 
 LONG_S = 60.0
 PATIENCE_S = 60.0
@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 
 def renew_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases of `LONG_S` are renewed three times a second, as short ones are."""
-    monkeypatch.setattr(keeper, "RENEWALS_PER_LEASE", 3 * LONG_S)
+    monkeypatch.setattr(lease_renewal, "RENEWALS_PER_LEASE", 3 * LONG_S)
     with contextlib.suppress(ImportError, NameResolveError):  # where etcd3 is installed
         from asyncrl.comm.name_resolve import etcd
 

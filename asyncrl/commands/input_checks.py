@@ -21,7 +21,7 @@ from asyncrl.plugins.datasets import Placed
 from asyncrl.plugins.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
 from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.plugins.datasets.settings import Overlong
-from asyncrl.plugins.datasets.survey import Survey, survey
+from asyncrl.plugins.datasets.survey import PromptStats, survey
 from asyncrl.rollout import named_inputs
 from asyncrl.rollout.scoring import load_rewards
 from asyncrl.rollout.tools import check_format
@@ -71,7 +71,7 @@ that are too long are refused.
 """
 
 
-def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False) -> dict[str, Survey]:
+def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False) -> dict[str, PromptStats]:
     """Make the prompts of the training set and of the evaluation's, with the tokenizer in `model.path`.
 
     Args:

@@ -20,7 +20,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe.display import make_display, wrapped
-from asyncrl.plugins.datasets.survey import Survey, shown
+from asyncrl.plugins.datasets.survey import PromptStats, shown
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
@@ -113,7 +113,7 @@ def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
 
 
 def _show_prompts(
-    config: ExperimentConfig, surveys: Mapping[str, Survey], run_dir: Path, note: Callable[[str], None]
+    config: ExperimentConfig, surveys: Mapping[str, PromptStats], run_dir: Path, note: Callable[[str], None]
 ) -> None:
     """Say what the prompts are, above the display and in `logs/prompts.log`."""
     lines = [

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from asyncrl.comm.patient_writing import patiently
+from asyncrl.comm.retry_write import retry_write
 from asyncrl.manager.rollout_books import Noted, Remembered
 
 GROWTH_BYTES = 32 << 20
@@ -136,7 +136,7 @@ class EventLog:
             while left:
                 left = left[os.write(self._descriptor, left) :]
 
-        await patiently(write, f"the manager's inputs, to {file}", _log)
+        await retry_write(write, f"the manager's inputs, to {file}", _log)
         self._size += len(data)
 
     def _begin_anew(self, file: Path) -> None:

@@ -124,7 +124,7 @@ class _ManagerCollector(Collector):
             differences = {str(server): difference for server, difference in canary.differences.items()}
             documentation = "Greatest difference to the trainer's log-probabilities at the last check, nats."
             yield Gauge, "canary_difference", documentation, "server", differences
-            yield Gauge, "canary_tolerance", "Greatest difference allowed, nats.", "", canary.tolerance
+            yield Gauge, "logprob_check_tolerance", "Greatest difference allowed, nats.", "", canary.tolerance
             yield Counter, "canary_alarms", "Checks above the tolerance.", "", canary.alarms
 
 

@@ -16,13 +16,13 @@ import asyncio
 from pathlib import Path
 
 from asyncrl.comm import names
-from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
+from asyncrl.comm.running_time import RunningClock
 from asyncrl.comm.sealed_json import unseal
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.manager.fleet.canary_check import CanaryCheck, canary_tolerance
+from asyncrl.manager.fleet.canary_check import CanaryCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target
 from asyncrl.manager.fleet.fan_out import ORIGIN
 from asyncrl.manager.fleet.runner import FleetRunner
@@ -61,7 +61,7 @@ class GserverManager(AsyncWorker):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         config = self.config
-        self._clock = AwakeClock()
+        self._clock = RunningClock()
         updates = config.manager
         self._decisions = FleetDecisions(
             updates.update_mode, updates.update_timeout_s, updates.update_fraction, staged=not config.system.shared
@@ -79,7 +79,7 @@ class GserverManager(AsyncWorker):
             log_file=self.run_dir / MANAGER_LOG_FILE,
             versions_in_use=self._decisions.versions_in_use,
         )
-        tolerance = canary_tolerance(config)
+        tolerance = logprob_check_tolerance(config)
         self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
         self._workers: set[str] = set()

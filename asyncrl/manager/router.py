@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from asyncrl.comm.remembered import Remembered
+from asyncrl.comm.recent_ids import RecentIds
 from asyncrl.manager.messages import RouteRequest
 
 SHARE = 1.25
@@ -166,7 +166,7 @@ class PrefixAffine(Policy):
 
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
         self._servers = servers
-        self._home: Remembered[int] = Remembered(conversations)
+        self._home: RecentIds[int] = RecentIds(conversations)
         self._new = LeastTokens(servers, conversations)
 
     def changed(self, view: ServerView) -> None:

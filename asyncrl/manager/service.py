@@ -30,7 +30,7 @@ from typing import Any
 
 from msgspec import structs
 
-from asyncrl.comm.remembered import ids_remembered
+from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.manager import messages as m
 from asyncrl.manager.admission import Admission
 from asyncrl.manager.event_log import EventLog

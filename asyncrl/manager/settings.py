@@ -63,7 +63,7 @@ class ManagerConfig:
     update_timeout_s: float = setting(60.0, "a server later than this is quarantined", unit="s", minimum=0.1)
     health_interval_s: float = setting(1.0, "time between two health checks of a server", unit="s", minimum=0.05)
     rollout_lease_s: float = setting(30.0, "rollouts of a worker silent for so long are dropped", unit="s", minimum=1.0)
-    canary_tolerance: Optional[float] = setting(
+    logprob_check_tolerance: Optional[float] = setting(
         None,
         "after an update a server must score fixed prompts as the trainer does, each token to within this, or it is "
         "quarantined and updated again; null: 1e-3 where both compute in float32, else 0.5; 0: not checked",

@@ -78,7 +78,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from msgspec import Struct
 
 from asyncrl.comm.drop_reasons import DropReason
-from asyncrl.comm.remembered import Remembered, ids_remembered
+from asyncrl.comm.recent_ids import RecentIds, ids_remembered
 from asyncrl.manager.messages import Books
 
 TRAINED, ABANDONED = "trained", "abandoned"
@@ -160,7 +160,7 @@ class StalenessGate:
         self._live_of_owner: dict[str, dict[str, _Live]] = {}
         self._running_at: Counter[int] = Counter()  # by the version of admission
         self._finished_at: Counter[int] = Counter()
-        self._retired: Remembered[_Retired] = Remembered(
+        self._retired: RecentIds[_Retired] = RecentIds(
             ids_remembered(batch_size, max_staleness) if retired_kept is None else retired_kept
         )
         self._submitted = 0

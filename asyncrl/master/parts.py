@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.ledger import Ledger
@@ -66,7 +66,7 @@ class Parts:
     run_dir: Path
     peers: Peers
     stop: asyncio.Event
-    clock: AwakeClock
+    clock: RunningClock
     ranks: Ranks
     executor: Executor
     buffer: SampleBuffer
@@ -139,7 +139,7 @@ def assemble(
     graph: Graph,
     peers: Peers,
     stop: asyncio.Event,
-    clock: AwakeClock | None = None,
+    clock: RunningClock | None = None,
     last_step: LastStep | None = None,
     incarnation: int = 0,
 ) -> Parts:
@@ -149,7 +149,7 @@ def assemble(
         last_step: where the state of each step is kept, and looked for at the beginning; None: nowhere.
         incarnation: how many MasterWorkers before this one died.
     """
-    clock = clock or AwakeClock()
+    clock = clock or RunningClock()
     limit_s = config.system.stall_timeout_s
     load_s = max(limit_s, LONGEST_STARTS * config.system.start_timeout_s)
     ranks = Ranks(peers.workers, worker_grid(config).publisher, limit_s, incarnation, load_s)

@@ -26,7 +26,7 @@ from asyncrl.master.train_loop import TrainLoop
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker
-from asyncrl.trainer.messages import LookIntoStep
+from asyncrl.trainer.messages import IsStepRunning
 from asyncrl.trainer.placement import placement
 
 
@@ -51,7 +51,7 @@ class MasterWorker(AsyncWorker):
                 self.config, self.run_dir, self._graph, peers, self.stop, last_step=last_step, incarnation=incarnation
             )
             await unless_silent(
-                TrainLoop(parts, self.ready).run(), peers.workers, self.stop, self.config.system.stop_patience_s
+                TrainLoop(parts, self.ready).run(), peers.workers, self.stop, self.config.system.stop_timeout_s
             )
 
     async def _replaying(self, closing: AsyncExitStack) -> Peers:
@@ -121,7 +121,7 @@ async def unless_silent(
             return
         silent = ", ".join(f"model_worker/{index}" for index in asking.result())
         raise RanksSilent(
-            f"no answer from {silent} for {limit_s:g} s (system.stop_patience_s) after the request to stop: the step "
+            f"no answer from {silent} for {limit_s:g} s (system.stop_timeout_s) after the request to stop: the step "
             "in hand cannot be finished, nor a checkpoint be written. The same command goes on from the newest one"
         )
     finally:
@@ -133,7 +133,7 @@ async def _silence(workers: Sequence[RequestClient], stop: asyncio.Event, limit_
     await stop.wait()
     lost: set[int] = set()
     while True:
-        asked = (worker.call(LookIntoStep(), timeout_s=limit_s) for worker in workers)
+        asked = (worker.call(IsStepRunning(), timeout_s=limit_s) for worker in workers)
         answers = await asyncio.gather(*asked, return_exceptions=True)
         silent = {index for index, answer in enumerate(answers) if isinstance(answer, RequestTimeout)}
         lost_before, lost = lost, {index for index, answer in enumerate(answers) if isinstance(answer, PeerGone)}

@@ -35,7 +35,7 @@ from asyncrl.master.recovery.beginning import Beginning
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
-from asyncrl.runtime.process.worker import RestartTogether
+from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import EndStep
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class TrainLoop:
             Stalled: no step for `system.stall_timeout_s`.
             BooksError: a rollout is unaccounted for.
             ExecutionError: a model function call failed.
-            RestartTogether: the ranks are not between two steps, so no MasterWorker can continue with them.
+            RestartTrainer: the ranks are not between two steps, so no MasterWorker can continue with them.
             Exception: another process failed. Complete steps are saved first, if that is possible.
         """
         beside = asyncio.create_task(self.parts.clock.keep()), asyncio.create_task(self._watch_filters())
@@ -72,7 +72,7 @@ class TrainLoop:
             except StopRequested:
                 _log.info("asked to stop: ending at version %d", self.parts.version)
             await self._finish()
-        except RestartTogether:
+        except RestartTrainer:
             raise
         except Exception:
             await self._save_what_is_complete()
@@ -117,7 +117,7 @@ class TrainLoop:
         parts.buffer.mark_trained(batch)
         parts.version += 1
         self._model_in_step = False
-        times = {"time/wait_data_s": waited_s, "time/train_s": perf_counter() - began}
+        times = {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
         if parts.config.buffer.order.path:
             times["rollout/order_failed"] = float(parts.batches.order_failures)
         return CompleteStep(parts.version, batch, stats | times)

@@ -248,7 +248,7 @@ class LiveDisplay:
             "tokens/s",
             f"generated {self._generated_per_s():,.0f}, trained {row['throughput/train_tokens_per_s']:,.0f}",
         )
-        waits = f"trainer for data {self._share('time/wait_data_s')}"
+        waits = f"trainer for data {self._share('time/wait_for_batch_s')}"
         if "time/generation_idle_s" in row:
             waits += f", generation for training {self._share('time/generation_idle_s')}"
         grid.add_row("waiting", waits)

@@ -17,7 +17,7 @@ _ZERO = 1e-6
 
 def is_flat(row: Mapping[str, Any]) -> bool:
     """True if nothing can be learnt from the rewards of the step with this row of metrics."""
-    if row.get("reward/groups_without_variance") != 1.0:
+    if row.get("reward/frac_zero_std") != 1.0:
         return False
     return is_constant(row) or abs(row.get("advantage/abs_mean", 0.0)) < _ZERO
 

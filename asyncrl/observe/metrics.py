@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from asyncrl.comm.patient_writing import patiently_blocking
+from asyncrl.comm.retry_write import retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.sample_tables import COLUMNS, Table, as_markdown
 from asyncrl.observe.tail import JsonlTail
@@ -57,7 +57,7 @@ class JsonlSink(Sink):
 
     def write(self, step: int, row: Row) -> None:
         self._file.write(json.dumps({"step": step, **row}) + "\n")
-        patiently_blocking(self._file.flush, f"{self._file.name}", _log)  # what it cannot write it still has
+        retry_write_blocking(self._file.flush, f"{self._file.name}", _log)  # what it cannot write it still has
         self.last_step = step
 
     def samples(self, step: int, table: Table) -> None:

@@ -37,7 +37,7 @@ from asyncrl.plugins.tools.toolbox import Toolbox
 from asyncrl.rollout.offload.adapters import AgentProcess, OffloadedEnvironment, adapted_agent, is_built_in
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity
-from asyncrl.rollout.offload.offloader import Code, Offloader, Seats, is_async
+from asyncrl.rollout.offload.offloader import Code, EpisodeProcesses, Offloader, is_async
 from asyncrl.rollout.offload.places import GroupPlaces, Places
 from asyncrl.rollout.offload.process_environment import ProcessEnvironment
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
@@ -74,7 +74,7 @@ class Plugins:
         """By name, the sets that are evaluated."""
         self.offloader = Offloader(
             config.rollout.user_code,
-            *(Seats(each.processes, each.process_max_episodes) for each in (config.env, config.agent)),
+            *(EpisodeProcesses(each.processes, each.process_max_episodes) for each in (config.env, config.agent)),
         )
         """Runs the user's code; to be entered in the worker's event loop."""
         served = config.rollout.endpoint

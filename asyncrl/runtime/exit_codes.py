@@ -6,8 +6,8 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 """A setting is wrong; nothing was started."""
-EXIT_TOGETHER = 75
-"""The whole trainer's side must restart, since this process cannot continue alone (`RestartTogether`)."""
+EXIT_RESTART_TRAINER = 75
+"""The whole trainer's side must restart, since this process cannot continue alone (`RestartTrainer`)."""
 EXIT_LOST = 255
 """Nobody can tell how a process on another host ended: the connection to it did, or never was. ssh's own choice."""
 EXIT_INTERRUPTED = 130

@@ -62,7 +62,7 @@ class Restart(StrEnum):
     """All of the trainer's side begin again together, from the last step, which outlives them (`last_step`)."""
     alone_or_together = auto()
     """A new one looks where the others of the trainer's side stand; it goes on with them as they are, or says that it
-    takes all of them (`EXIT_TOGETHER`).
+    takes all of them (`EXIT_RESTART_TRAINER`).
     """
 
 

@@ -35,7 +35,7 @@ from asyncrl.comm.name_resolve import NameResolveError, Subtree
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Display
 from asyncrl.observe.tail import JsonlTail
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TOGETHER
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.last_step import keeps_last_step
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
@@ -178,7 +178,7 @@ class Launcher:
         """True if the leading process ended normally: with exit code 0, or by a stop request that came before it was
         ready.
         """
-        if self._interrupts and leader.exit_code in (-signal.SIGTERM, EXIT_TOGETHER):
+        if self._interrupts and leader.exit_code in (-signal.SIGTERM, EXIT_RESTART_TRAINER):
             self._display.note(
                 f"{leader.plan.name} had just begun, so no checkpoint was written; the same command goes on from the "
                 "newest one"
@@ -262,7 +262,7 @@ class Launcher:
         replaceable = kind.restart != Restart.nothing and not self._interrupts and not await self._has_lost_claim()
         if replaceable and ended.exit_code not in (EXIT_OK, GAVE_UP):
             lost = together and not await asyncio.to_thread(self._trial.last_step_is_there)
-            counted = TRAINER if ended.exit_code == EXIT_TOGETHER else name  # its own death was counted before
+            counted = TRAINER if ended.exit_code == EXIT_RESTART_TRAINER else name  # its own death was counted before
             after = self._policy.died(counted, time.monotonic(), lost=lost)
         replaced = after is AfterDeath.alone
         if kind.essential and not replaced:
@@ -293,7 +293,7 @@ class Launcher:
         them for their state, which they have only if steps are kept.
         """
         leads = KINDS[ended.plan.kind].restart is Restart.alone_or_together
-        return not leads or (keeps_last_step(self.config) and ended.exit_code != EXIT_TOGETHER)
+        return not leads or (keeps_last_step(self.config) and ended.exit_code != EXIT_RESTART_TRAINER)
 
     async def _restart(self, workers: Sequence[WorkerHandle], what: str, reason: str) -> None:
         """End `workers`, whatever still runs of them, and start each again."""

@@ -111,7 +111,7 @@ class SystemConfig:
         "separated by spaces",
     )
     etcd: EtcdConfig = field(default_factory=EtcdConfig)
-    name_resolve_patience_s: float = setting(
+    name_resolve_timeout_s: float = setting(
         60.0,
         "name resolution may be away for so long (etcd elects a leader, a file handle is stale, the disk is full): "
         "what fails is tried again, then the process ends",
@@ -140,7 +140,7 @@ class SystemConfig:
         unit="s",
         minimum=5.0,
     )
-    stop_patience_s: float = setting(
+    stop_timeout_s: float = setting(
         30.0,
         "how long a training rank that does not answer is waited for once a stop is asked for (Ctrl-C): without it no "
         "checkpoint can be written, and the run ends with exit code 1",

@@ -105,13 +105,13 @@ class SendWeights(Request[Done], frozen=True):
     timeout_s: float
 
 
-class InStep(Reply, frozen=True):
+class StepRunning(Reply, frozen=True):
     """Reply on `in_step`: True if a step has begun on the rank whose end is not in its in-memory checkpoint."""
 
     in_step: bool
 
 
-class LookIntoStep(Request[InStep], frozen=True):
+class IsStepRunning(Request[StepRunning], frozen=True):
     """Is a step under way? Answered at once, whatever computes."""
 
 

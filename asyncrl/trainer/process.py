@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
-from asyncrl.comm.remembered import ids_remembered
+from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.routers import routing_shape_of
@@ -55,11 +55,10 @@ from asyncrl.trainer.messages import (
     EndStep,
     FinishShare,
     GridShare,
-    InStep,
+    IsStepRunning,
     LoadCheckpoint,
     LoadedCheckpoint,
     LoadLastStep,
-    LookIntoStep,
     MoveColumns,
     PollBuffer,
     Publish,
@@ -68,6 +67,7 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
     SendWeights,
     Standing,
+    StepRunning,
     TakeUp,
     WrittenShare,
 )
@@ -192,7 +192,7 @@ class ModelWorker(Worker):
             system.host,
             self.security,
             immediate={
-                LookIntoStep: self._look_into_step,
+                IsStepRunning: self._is_step_running,
                 PollBuffer: self._intake.poll,
                 Discard: self._discard,
                 SendWeights: self._send_weights,
@@ -258,8 +258,8 @@ class ModelWorker(Worker):
 
     # The request server's loop.
 
-    async def _look_into_step(self, request: LookIntoStep) -> InStep:
-        return InStep(self._standing.in_step)
+    async def _is_step_running(self, request: IsStepRunning) -> StepRunning:
+        return StepRunning(self._standing.in_step)
 
     async def _discard(self, request: Discard) -> Done:
         self._intake.discard(request.rollout_ids)

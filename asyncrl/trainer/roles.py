@@ -19,7 +19,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.calls import TrainState
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
-from asyncrl.trainer.engines.base_of import BaseOf
+from asyncrl.trainer.engines.base_of import LoraReference
 from asyncrl.trainer.host_folders import HostFolders
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.place import World
@@ -145,7 +145,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     for role in filter(world.hosts, roles):
         actor = engines.get(ACTOR)
         if role == REFERENCE and isinstance(actor, PolicyEngine) and _is_base_of_actor(config, world.placement):
-            engines[role] = BaseOf(actor)
+            engines[role] = LoraReference(actor)
         else:
             engines[role] = _load(role, config, graph, loaders[world.placement.grid(role)])
         if config.trainer.offload:

@@ -94,6 +94,6 @@ class Versions:
         model_config = policy.model_config
         context = context_length(self._config, model_config.to_dict())
         tokens = canary_tokens(model_config.get_text_config().vocab_size, context)
-        if not tokens or self._config.manager.canary_tolerance == 0:
+        if not tokens or self._config.manager.logprob_check_tolerance == 0:
             return None
         return Canary.of(tokens, policy.score_sequences(tokens))

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.comm.patient_writing import patiently_blocking
+from asyncrl.comm.retry_write import retry_write_blocking
 
 _log = logging.getLogger(__name__)
 WRITING_SUFFIX = ".writing"
@@ -35,7 +35,7 @@ def begin(final: Path) -> Path:
     directory = aside(final)
     if directory.exists():
         shutil.rmtree(directory)
-    patiently_blocking(lambda: directory.mkdir(parents=True, exist_ok=True), f"{directory}", _log)
+    retry_write_blocking(lambda: directory.mkdir(parents=True, exist_ok=True), f"{directory}", _log)
     return directory
 
 
@@ -44,7 +44,7 @@ def commit(final: Path) -> None:
     directory = aside(final)
     sync_directory(directory)
     former = _set_aside(final)
-    patiently_blocking(lambda: directory.rename(final), f"{final}", _log)
+    retry_write_blocking(lambda: directory.rename(final), f"{final}", _log)
     sync_directory(final.parent)
     if former.exists():
         shutil.rmtree(former)
@@ -76,7 +76,7 @@ def write_file(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
 
-    patiently_blocking(write, f"{path}", _log)
+    retry_write_blocking(write, f"{path}", _log)
 
 
 def sync_file(path: Path) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from asyncrl.comm.patient_writing import at_once, patiently_blocking
+from asyncrl.comm.retry_write import no_retry, retry_write_blocking
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE, versions_in
 from asyncrl.weights import atomic_dir
@@ -131,7 +131,7 @@ class CheckpointWriter:
 
         def prepare() -> None:
             if self._ranks.leads if self._hosts is None else self._hosts.leads:
-                with at_once(not self._patient):
+                with no_retry(not self._patient):
                     self._make_room(path)
             for role, part in self._parts.items():
                 with part.resident():  # one after the other: there may not be room for all
@@ -182,14 +182,14 @@ class CheckpointWriter:
             RuntimeError: `path` was not begun last.
         """
         writing = self._begun(path)
-        with self._committing, at_once(not self._patient):
+        with self._committing, no_retry(not self._patient):
             if self._committed == path:
                 return
             self._commit(path, files, writing)
             self._committed = path
             if self._hosts is not None:
                 return
-            patiently_blocking(
+            retry_write_blocking(
                 lambda: prune(path.parent, keep, protected), f"which checkpoints {path.parent} has", _log
             )
 
@@ -212,7 +212,7 @@ class CheckpointWriter:
         return self._writing
 
     def _write(self, directory: Path, parts: dict[Part, Tensor]) -> dict[str, FileEntry]:
-        with at_once(not self._patient):
+        with no_retry(not self._patient):
             file = write_shard(directory, parts, self._ranks)
         with atomic_dir.syncing([file.path]):
             return {file.path.name: file.entry()}

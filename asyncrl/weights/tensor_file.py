@@ -29,7 +29,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from asyncrl.comm.patient_writing import patiently_blocking
+from asyncrl.comm.retry_write import retry_write_blocking
 from asyncrl.weights.manifest import FileEntry, file_entry
 from asyncrl.weights.published import TensorSpec
 
@@ -83,7 +83,7 @@ class TensorFile:
         self._size = len(start) + end
         self._missing = {spec.name: (spec, len(start) + places[spec.name]) for spec in specs}
         self._digest, self._summed = xxhash.xxh3_64(), 0
-        self._file = patiently_blocking(partial(FileIO, path, "x"), f"{path}", _log)
+        self._file = retry_write_blocking(partial(FileIO, path, "x"), f"{path}", _log)
         self._put(memoryview(start), 0)
 
     def __enter__(self) -> TensorFile:
@@ -127,7 +127,7 @@ class TensorFile:
     def _write(self, data: memoryview, place: int) -> None:
         """Write all of `data` at `place`; wait for room where the disk is full."""
         while data:
-            count = patiently_blocking(partial(os.pwrite, self._file.fileno(), data, place), f"{self.path}", _log)
+            count = retry_write_blocking(partial(os.pwrite, self._file.fileno(), data, place), f"{self.path}", _log)
             data, place = data[count:], place + count
 
 

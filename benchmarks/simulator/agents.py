@@ -1,4 +1,4 @@
-"""What RolloutWorkers roll out in a simulation, in place of a user's data set, agent and environment.
+"""Rollouts of a simulation, in place of a user's data set, agent and environment.
 
 The agent of single answers is asyncrl's own. Tokens mean nothing: a prompt's first one is its number, by which lengths
 of its answers are alike, and an answer's all are one that stands for its seed.
@@ -99,7 +99,7 @@ class _Client:
 
 
 class SimulatedCode:
-    """What `RolloutLoop` takes of `Plugins`.
+    """The part of `Plugins` that `RolloutLoop` uses.
 
     Args:
         turns: episodes of several turns; None: single answers.

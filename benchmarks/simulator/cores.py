@@ -17,7 +17,7 @@ FIRST, LATER = 1024.0, 110.0
 
 
 class Computing(Protocol):
-    """What computes on the cores."""
+    """A computation on the cores."""
 
     def advance(self) -> None:
         """Compute up to now at the speed that there was: it changes."""

@@ -15,20 +15,20 @@ from simulator.engine_model import EngineModel
 from simulator.trainer import TrainerModel
 
 READ_SHARE = 0.8
-"""Of the memory's bandwidth that a decode step attains for weights, and `KV_READ_SHARE` for keys and values."""
+"""Share of the memory's bandwidth that a decode step attains for weights, and `KV_READ_SHARE` for keys and values."""
 KV_READ_SHARE = 0.6
 PREFILL_SHARE = 0.5
-"""Of the device's peak that prefill and a batch's decoding attain."""
+"""Share of the device's peak that prefill and a batch's decoding attain."""
 TRAIN_SHARE = 0.4
-"""Of the device's peak that training attains (model FLOPs utilisation)."""
+"""Share of the device's peak that training attains (model FLOPs utilisation)."""
 TRAIN_OPERATIONS = 8
 """For a token and parameter: 2 forward, 4 backward, 2 for the proximal log-probabilities."""
 LAUNCH_S = 0.001
-"""Of a decode step, what the host adds: scheduling, sampling, launches."""
+"""Seconds that the host adds to a decode step: scheduling, sampling, launches."""
 MEMORY_SHARE = 0.88
-"""Of the device's memory that weights, keys and values may take."""
+"""Share of the device's memory that weights, keys and values may take."""
 STEP_OVERHEAD_S = 2.0
-"""Of a train step: packing, optimizer, pipeline's ends, metrics."""
+"""Seconds that a train step takes beside its computation: packing, optimizer, pipeline's ends, metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> float:
-        """Of a token."""
+        """Bytes of keys and values of a token."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
 

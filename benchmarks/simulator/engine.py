@@ -347,7 +347,7 @@ class Engine:
         )
 
     def _may_change(self) -> bool:
-        """Whether what queues may start, and the rows of what ended be left out: not while something is prefilled."""
+        """True if queued requests may start, and rows of ended ones be left out: not during a prefill."""
         model = self.model
         if not model.change_share or not self._alive + len(self._queue):
             return True
@@ -444,5 +444,5 @@ class Engine:
 
 
 def _runs(entry: tuple[float, int, Running]) -> bool:
-    """Whether the entry of the heap is of the sequence's present run."""
+    """True if the entry of the heap belongs to the sequence's present run."""
     return entry[2].running and entry[2].place == entry[1]

@@ -1,4 +1,4 @@
-"""How fast a generation server is, and what is known of each answer under way in it (`simulator.engine`)."""
+"""Speed of a generation server, and the state of each running answer in it (`simulator.engine`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """How fast a server is; see the module's docstring. `update_s`: from its pause to its new weights.
+    """Speed of a server; see the module's docstring. `update_s`: from its pause to its new weights.
 
     `kv_tokens`: what its memory holds of context, in tokens.
     """
@@ -93,7 +93,7 @@ class Running:
 
     @property
     def generated(self) -> list[int]:
-        """What it has generated: first what is its group's, then its own."""
+        """Return the generated tokens: first the group's shared ones, then its own."""
         shared = min(self.units, int(self.own_from))
         return [GROUPS_TOKEN] * shared + [self.token] * (self.units - shared)
 
@@ -111,7 +111,7 @@ class EngineCounts:
     prefilled: float = 0.0
     cached: float = 0.0
     interrupted: float = 0.0
-    """Of answers that a weight update ended: what has to be prefilled again."""
+    """Tokens of answers that a weight update ended, which have to be prefilled again."""
     retracted: int = 0
     updates: int = 0
 

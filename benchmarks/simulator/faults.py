@@ -22,7 +22,7 @@ from simulator.wire import Network
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What happens to the servers; times in seconds, None: never.
+    """Faults of the servers; times in seconds, None: never.
 
     Attributes:
         slow_share, slow_factor: so many of the servers take so many times as long for everything.
@@ -43,7 +43,7 @@ class Faults:
 
     @property
     def any(self) -> bool:
-        """Whether servers leave service at all."""
+        """True if servers leave service at all."""
         return bool(self.death_every_s or self.silence_every_s or self.preempted_share)
 
 
@@ -102,7 +102,7 @@ class Fleet:
                 tasks.create_task(self._preemption(random.Random(seeds[-1])))
 
     def counts(self) -> EngineCounts:
-        """Of all servers, up to now."""
+        """Return the counts of all servers up to now."""
         total = EngineCounts()
         total.add(self._past)
         for engine in self.engines.values():

@@ -85,8 +85,8 @@ def _undisturbed(run: Run, model_path: Path, steps: int, root: Path) -> RealRun:
 def computed_tokens(row: dict[str, float]) -> float:
     """What a step of a real run computed: the tokens of samples of groups whose rewards differ, each distinct prefix
     once."""
-    prompts = (1.0 - row["reward/groups_without_variance"]) * (row["tokens/batch"] - row["tokens/trained"])
-    return row["tokens/stream_ratio"] * (row["tokens/loss"] + prompts)
+    prompts = (1.0 - row["reward/frac_zero_std"]) * (row["tokens/batch"] - row["tokens/trained"])
+    return row["tokens/computed_ratio"] * (row["tokens/loss"] + prompts)
 
 
 def fit_trainer(real: RealRun) -> TrainerModel:
@@ -95,7 +95,7 @@ def fit_trainer(real: RealRun) -> TrainerModel:
     rows = real.rows[SETTLED:]
     tokens = [[1.0, computed_tokens(row)] for row in rows]
     fixed, token = map(float, least_squares(tokens, [row["time/train_s"] for row in rows]))
-    rest = [row["time/step_s"] - row["time/train_s"] - row["time/wait_data_s"] for row in rows]
+    rest = [row["time/step_s"] - row["time/train_s"] - row["time/wait_for_batch_s"] for row in rows]
     of_master = (real.cpu["master_worker"] + real.cpu["master_worker+"]) / 2
     return TrainerModel(
         token_s=token, fixed_s=max(0.0, fixed - of_master), publish_s=max(0.0, statistics.median(rest) - of_master)
@@ -139,13 +139,13 @@ def fit_engine(speed: Speed, trainer: TrainerModel, host: Host, run: Run, real: 
 
 
 def prompt_tokens(real: RealRun, group: int) -> int:
-    """Of its prompts, on average."""
+    """Return the mean number of tokens of the run's prompts."""
     samples = statistics.fmean(row["tokens/batch"] - row["tokens/trained"] for row in real.rows)
     return max(1, round(samples / (B * group)))
 
 
 def predict(engine: EngineModel, trainer: TrainerModel, host: Host, run: Run, real: RealRun) -> Outcome:
-    """What the simulator says of that run, given the groups that it generated and nothing else of it."""
+    """Predict the run from the groups that it generated and nothing else of it."""
     setup = Setup(
         name=f"demo, {run.name}",
         servers=1,

@@ -1,4 +1,4 @@
-"""What computes on one host beside engines and trainer, and when its manager hears of a version."""
+"""Computations on one host beside engines and trainer, and the delay until its manager learns of a version."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Processes:
         self._running: set[asyncio.Task[None]] = set()
 
     def worker(self) -> Process:
-        """Of another RolloutWorker."""
+        """Build another RolloutWorker's process."""
         return Process(self._cores)
 
     async def receive(self) -> None:

@@ -1,4 +1,4 @@
-"""How many tokens an answer has: a function of its seed, so that an interrupted answer goes on to the same end.
+"""Lengths of answers in tokens: a function of the seed, so that an interrupted answer continues to the same end.
 
 Log-normal: reasoning models' lengths have a median of some thousand tokens and a tail that only the length limit ends.
 Answers to one prompt are alike: of the variance of the logarithm the share `alike` is the prompt's.
@@ -59,7 +59,7 @@ class LogNormal:
     alike: float = 0.5
 
     def tokens(self, prompt: int, seed: int) -> int:
-        """Of the answer."""
+        """Return the number of tokens of the answer."""
         z = math.sqrt(self.alike) * _normal(prompt) + math.sqrt(1 - self.alike) * _normal(seed)
         return max(1, min(self.limit, round(self.median * math.exp(self.sigma * z))))
 
@@ -105,7 +105,7 @@ class Recorded:
         return replace(self, times=self.times / grain)
 
     def is_trained(self, order: int) -> bool:
-        """Whether the rewards of the group at that place differ."""
+        """True if the rewards of the group at that place differ."""
         return len({reward for _, _, reward in self._at(order)}) > 1
 
     def _at(self, order: int) -> tuple[tuple[int, int, float], ...]:
@@ -122,7 +122,8 @@ class Recorded:
 
     @staticmethod
     def of_run(run_dir: Path, after: int = 0) -> Recorded:
-        """Of the samples that a run kept (`samples.every=1`), without those of its first `after` steps.
+        """Read the lengths of the samples that a run kept (`samples.every=1`), without those of its first `after`
+        steps.
 
         Raises:
             ValueError: it kept none.

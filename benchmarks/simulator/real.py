@@ -31,7 +31,7 @@ B, GROUP, IN_FLIGHT, MAX_NEW_TOKENS = 32, 8, 24, 112
 """As the demo's settings."""
 SETTINGS = ("eval.interval=0", "checkpoint.interval=0", "logging.tensorboard=false", "resume=restart")
 RECORDED = Path(__file__).parents[1] / "peers" / "recorded"
-KEPT = re.compile(r"^(step|time/\w+|tokens/\w+|reward/groups_without_variance)$")
+KEPT = re.compile(r"^(step|time/\w+|tokens/\w+|reward/frac_zero_std)$")
 TITLE = re.compile(r"^asyncrl (\w+)/")
 
 
@@ -67,7 +67,7 @@ RUNS = (
 
 @dataclass(frozen=True)
 class RealRun:
-    """What one run did.
+    """Results of one run.
 
     Attributes:
         rows: of its metrics, from the first step on.
@@ -84,7 +84,7 @@ class RealRun:
     rollouts: list[tuple[float, int]]
 
     def mean(self, name: str) -> float:
-        """Of `time/<name>_s` over the steps that count."""
+        """Return the mean of `time/<name>_s` over the steps that count."""
         rows = self.rows[WARM_UP:]
         return sum(row[f"time/{name}_s"] for row in rows) / len(rows)
 

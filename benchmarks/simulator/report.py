@@ -33,7 +33,7 @@ class Kept:
         return setup if seed is None else replace(setup, seed=seed)
 
     def has(self, setup: Setup) -> bool:
-        """Whether it is finished."""
+        """True if the cell is finished."""
         return _key(setup) in self._rows
 
     def add(self, setup: Setup, outcome: Outcome) -> None:

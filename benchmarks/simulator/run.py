@@ -105,7 +105,7 @@ class _Rollouts(RolloutClient):
 
 @dataclass(slots=True)
 class _Mark:
-    """Where the run stood at a time."""
+    """State of the run at a time."""
 
     at: float
     counts: EngineCounts
@@ -227,7 +227,7 @@ class Simulation:
         return RequestSize(*size, setup.group)
 
     def _checks(self) -> tuple[UpdateCheck, ...]:
-        """What a server passes after an update, where that takes time."""
+        """Return the checks that a server passes after an update, if they take time."""
 
         async def check(*_: Any) -> None:
             await self.on.canary.work(self.on.host.check_s)

@@ -113,7 +113,7 @@ def asynchronous(
 
 
 def in_flight(batches: int, devices: int) -> dict[str, Any]:
-    """What the recommended setup has besides its split: so many batches of rollouts at a time, updates in place."""
+    """Return the recommended setup beside its split: this many batches of rollouts in flight, updates in place."""
     return {"in_flight": batches * devices, "update_mode": UpdateMode.in_place}
 
 
@@ -162,7 +162,7 @@ def _etas(devices: int, quick: bool) -> list[Cell]:
 
 
 def _beyond(devices: int, quick: bool) -> list[Cell]:
-    """What becomes of answers that take longer than η steps."""
+    """Return the cells on answers that take longer than η steps."""
     table = f"{devices} devices: beyond η"
     cells = _baselines(table, devices, (8,), quick=quick)
     for eta in (1, 2, 4, 8):

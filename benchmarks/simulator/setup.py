@@ -1,4 +1,4 @@
-"""What is simulated, and what comes out."""
+"""Setup and outcome of a simulation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is simulated. Lengths are in tokens, times in seconds; settings are named as in an experiment.
+    """Setup of a simulation. Lengths are in tokens, times in seconds; settings are named as in an experiment.
 
     Attributes:
         servers, engine: generation servers and the speed of each.
@@ -94,21 +94,21 @@ class Setup:
     encode: bool = False
     host: Host | None = None
     shares_prefixes: bool = False
-    """Whether the trainer computes what samples of a group begin with alike once."""
+    """True if the trainer computes the common prefix of a group's samples once."""
     in_order: bool = False
-    """Whether `lengths` are `Recorded` groups in the data order, each of which is had in its place."""
+    """True if `lengths` are `Recorded` groups in the data order, each of which keeps its place."""
 
 
 @dataclass
 class Outcome:
-    """What came out. Shares are of the measured time; `staleness` by version of age, in tokens."""
+    """Outcome of a simulation. Shares are of the measured time; `staleness` by version of age, in tokens."""
 
     step_s: float
     wait_s: float
     generation_idle: float
     training_idle: float
     idle: float
-    """Of all devices."""
+    """Idle share of all devices."""
     running: float
     """Sequences at a server, on average."""
     tokens_per_s: float
@@ -129,7 +129,7 @@ class Outcome:
     calls: int
     steps: list[float]
     faults: list[str]
-    """What the audit found."""
+    """Findings of the audit."""
 
     @property
     def staleness_mean(self) -> float:

@@ -1,4 +1,4 @@
-"""How fast the embedded engine and its server are on this machine, by measurements that know no run.
+"""Speed of the embedded engine and its server on this machine, by measurements that know no run.
 
 The engine in process: CPU-seconds of each decode step, with the sequences, rows and context that it had, of prefills,
 and of an update; least squares give the `EngineModel`. Then its server in a process of its own: what both sides compute

@@ -26,7 +26,7 @@ class TrainerModel:
     switch_s: float = 0.0
 
     def step_s(self, tokens: float) -> float:
-        """Of a batch of `tokens`, without publishing."""
+        """Return the seconds of a step on a batch of `tokens`, without publishing."""
         return self.fixed_s + self.token_s * tokens + self.switch_s
 
     def coarse(self, grain: int) -> TrainerModel:

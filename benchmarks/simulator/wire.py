@@ -18,7 +18,7 @@ from asyncrl.manager.messages import BadRequest, Empty, Verb
 
 
 class Host(Protocol):
-    """What answers under a URL."""
+    """A host that answers under a URL."""
 
     async def answer(self, path: str, body: Any) -> Any:
         """The reply to a call.
@@ -31,7 +31,7 @@ class Host(Protocol):
 
 
 class Network:
-    """Which host is at which URL. `latency_s`: of one way."""
+    """Hosts by URL. `latency_s`: of one way."""
 
     def __init__(self, latency_s: float = 0.0002, *, encode: bool = False) -> None:
         self.hosts: dict[str, Host] = {}

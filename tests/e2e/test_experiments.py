@@ -77,7 +77,7 @@ def test_async_grpo_measures_its_distance_from_the_frozen_base(start_run: Any) -
 def test_async_dapo_trains_no_group_whose_rewards_agree(start_run: Any, tmp_path: Path) -> None:
     (tmp_path / "coin.py").write_text("def even(data, completion):\n    return float(completion[:1] in '02468')\n")
     run = finished(start_run, "async_dapo", reward__path=f"{tmp_path / 'coin.py'}:even")
-    assert {row["reward/groups_without_variance"] for row in run.rows()} == {0.0}
+    assert {row["reward/frac_zero_std"] for row in run.rows()} == {0.0}
     dropped = run.summary()["books"]["dropped"]["zero_variance"]
     assert 0 < sum(row["filter/dropped_groups"] for row in run.rows()) <= dropped, "the rest after the last step"
 
@@ -324,7 +324,7 @@ def test_a_zero_sum_game_of_any_number_of_samples_per_episode_trains_with_bounde
     run = finished(start_run, "async_grpo", agent__path=f"{tmp_path / 'mine.py'}:run", trainer__ppo_minibatches=2)
     rows = run.rows()
     assert {row["reward/mean"] for row in rows} == {0.0}
-    assert all(row["reward/groups_without_variance"] < 1.0 for row in rows)
+    assert all(row["reward/frac_zero_std"] < 1.0 for row in rows)
     assert all(0.0 < row["advantage/abs_mean"] < 2.0 for row in rows), "not 1e6, as a deviation of episode means gives"
     assert all(1.0 < row["rollout/samples_per_episode"] <= 2.0 for row in rows)
     assert any(not row["rollout/samples_per_episode"].is_integer() for row in rows), "one and two in one step"

@@ -25,11 +25,11 @@ from asyncrl.comm.name_resolve import (
     FileResolver,
     NameEntryExists,
     NameEntryNotFound,
-    NameOwnerGivenUp,
     NameResolveError,
     NameResolver,
     NameResolveTimeout,
     NameResolveUnavailable,
+    OwnerFenced,
     Subtree,
     make_resolver,
 )
@@ -71,7 +71,7 @@ class MemoryResolver(NameResolver):
         fenced = self._fenced()
         with self._store.lock:
             if fenced:
-                raise NameOwnerGivenUp(name, self.root)
+                raise OwnerFenced(name, self.root)
             if not replace and self._living(name) is not None:
                 raise NameEntryExists(name, self.root)
             self._store.entries[self._prefix + name] = _Entry(value, self, lease_s, self._expiry(lease_s))
@@ -349,7 +349,7 @@ def test_an_owner_with_fences_has_its_name_again_once_it_is_free_unless_it_was_g
     renew_often(monkeypatch)
     owner, other, lost, given_up = make(), make(), queue.Queue[str](), threading.Event()
     owner.fences = {"incarnations/0": "1"}
-    owner.on_lost, owner.on_given_up = lost.put, given_up.set
+    owner.on_lost, owner.on_fenced = lost.put, given_up.set
     owner.add("pullers/0", "mine", lease_s=LONG_S)
     other.delete("pullers/0")
     assert other.wait("pullers/0", PATIENCE_S) == "mine"
@@ -398,9 +398,9 @@ def test_what_was_given_up_adds_no_entry_in_place_of_its_successors(
         return
     successor.add("server/0", "new", lease_s=60.0)
     told: list[bool] = []
-    away.on_given_up = lambda: told.append(True)
+    away.on_fenced = lambda: told.append(True)
     for name in ("server/0", "server/1"):
-        with pytest.raises(NameOwnerGivenUp, match=name):
+        with pytest.raises(OwnerFenced, match=name):
             away.add(name, "old", lease_s=lease_s, replace=True)
     assert len(told) == 2
     assert launcher.get_subtree("server") == {"server/0": "new"}

@@ -80,6 +80,6 @@ def test_name_resolution_that_cannot_be_reached_ends_the_launch_with_its_setting
     pytest.importorskip("asyncrl.comm.name_resolve.etcd", reason="the extra 'etcd' is not installed")
     config = config_of(tmp_path)
     config.system.name_resolve, config.system.name_resolve_root = "etcd3", "127.0.0.1:1"
-    config.system.name_resolve_patience_s = 1.0
+    config.system.name_resolve_timeout_s = 1.0
     with pytest.raises(TrialError, match=r"system\.name_resolve='etcd3'.*127\.0\.0\.1:1"):
         prepare(config)

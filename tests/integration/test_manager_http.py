@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.http import HttpRefused
+from asyncrl.comm.running_time import RunningClock
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.fleet.decisions import FleetDecisions
@@ -187,7 +187,7 @@ async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manag
 
 
 async def test_a_pause_of_the_manager_is_not_its_workers_silence(manager: Manager) -> None:
-    clock = AwakeClock(manager.clock)
+    clock = RunningClock(manager.clock)
     service = ManagerService(
         batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, order=ORDER, clock=clock
     )

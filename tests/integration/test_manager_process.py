@@ -560,7 +560,7 @@ async def test_a_server_that_does_not_answer_the_canary_is_quarantined(run: Run,
 
 
 async def test_no_canary_is_asked_for_where_the_tolerance_is_0(tmp_path: Path, start_fake_server: Any) -> None:
-    run = Run(tmp_path, config_of(canary_tolerance=0.0))
+    run = Run(tmp_path, config_of(logprob_check_tolerance=0.0))
     await run.client()
     server = await start_fake_server()
     run.register(0, server)

@@ -36,16 +36,16 @@ from asyncrl.trainer.messages import (
     Discard,
     EndStep,
     FinishShare,
-    InStep,
+    IsStepRunning,
     LoadCheckpoint,
     LoadedCheckpoint,
-    LookIntoStep,
     PollBuffer,
     Publish,
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
     Standing,
+    StepRunning,
     TakeUp,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
@@ -313,7 +313,7 @@ async def test_a_rank_that_waits_for_a_peer_in_a_collective_ends_when_it_is_aske
         dealt = [Assignment("at the peer", src=1, dst=0, minibatch=0)]
         step, _ = plan_step([dealt], placed, version=0, min_version=0, minibatches=1, master=0)
         beginning = asyncio.create_task(workers.clients[0].call(step, timeout_s=LIMIT_S))
-        while not (await workers.clients[0].call(LookIntoStep(), timeout_s=LIMIT_S)).in_step:
+        while not (await workers.clients[0].call(IsStepRunning(), timeout_s=LIMIT_S)).in_step:
             pass
         waiting.terminate()
         assert await asyncio.to_thread(waiting.wait, LIMIT_S) == 0
@@ -333,7 +333,7 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes
         fresh = Standing(in_step=False, master_state=None)
         assert await workers.all(TakeUp(0)) == [fresh]
         await workers.train(0)
-        assert await workers.all(LookIntoStep()) == [InStep(True)]
+        assert await workers.all(IsStepRunning()) == [StepRunning(True)]
         assert await workers.all(TakeUp(1)) == [Standing(in_step=True, master_state=None)]
         workers.master = 1
         path, state = workers.run_dir / "state" / "v1", {"version": 1, "of": "the master"}
@@ -344,7 +344,7 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes
         cursor = (await workers.all(PollBuffer(0, LIMIT_S)))[0].cursor
         await workers.all(PollBuffer(cursor, 0.0))
 
-        assert await workers.all(LookIntoStep()) == [InStep(False)]
+        assert await workers.all(IsStepRunning()) == [StepRunning(False)]
         assert await workers.all(TakeUp(2)) == [Standing(in_step=False, master_state=state)]
         with pytest.raises(RemoteError, match="master 1 asks for a step, which master 2 has followed"):
             await workers.begin([], 1, 1)

@@ -19,7 +19,7 @@ from asyncrl.comm.name_resolve import (
     NameResolver,
     NameResolveUnavailable,
     Subtree,
-    keeper,
+    lease_renewal,
     make_resolver,
     subtree,
 )
@@ -298,7 +298,7 @@ def test_entries_of_a_process_are_renewed_together_and_idle_followers_ask_for_no
     finally:
         for resolver in resolvers:
             resolver.close()
-    renewals = (lasted * keeper.RENEWALS_PER_LEASE / LONG_S + 1) * len(resolvers)
+    renewals = (lasted * lease_renewal.RENEWALS_PER_LEASE / LONG_S + 1) * len(resolvers)
     others = asked.total() - asked["LeaseKeepAlive"] - asked["LeaseTimeToLive"]
     assert asked["LeaseKeepAlive"] < 1.5 * renewals, asked
     assert asked["LeaseTimeToLive"] < 1.5 * renewals, asked

@@ -71,7 +71,7 @@ from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.offload import messages as offload
 from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.trainer.trajectories.kept_inbox import KeptInbox, KeptTrajectoryDamaged
+from asyncrl.trainer.trajectories.kept_inbox import InboxStore, KeptTrajectoryDamaged
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 from asyncrl.weights.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
@@ -484,7 +484,7 @@ def read_sealed_anew(folder: Path) -> Any:
 
 
 def kept_inbox(folder: Path) -> Any:
-    return list(KeptInbox(folder).read())
+    return list(InboxStore(folder).read())
 
 
 def cases() -> Iterator[Case]:
@@ -528,7 +528,7 @@ def cases() -> Iterator[Case]:
     record = js(DataRecord(3, "AAAA"))
     yield Case("data record", in_file("r", lambda folder: DataRecord.read(folder / "r")), [record], (ValueError,))
     with tempfile.TemporaryDirectory() as inbox:
-        KeptInbox(Path(inbox)).write(trajectory())
+        InboxStore(Path(inbox)).write(trajectory())
         kept = (Path(inbox) / "1").read_bytes()
     yield Case("kept trajectory", in_file("1", kept_inbox), [kept], (KeptTrajectoryDamaged,))
     rows = b'{"prompt": "2+2", "answer": "4"}\n{"messages": [{"role": "user", "content": "x"}]}\n'

@@ -8,10 +8,10 @@ from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver
 from asyncrl.comm.name_resolve.errors import (
     NameEntryExists,
     NameEntryNotFound,
-    NameOwnerGivenUp,
     NameResolveError,
     NameResolveTimeout,
     NameResolveUnavailable,
+    OwnerFenced,
 )
 from asyncrl.comm.name_resolve.etcd_access import EtcdAccess, EtcdAccessError
 from asyncrl.comm.name_resolve.file import FileResolver
@@ -24,11 +24,11 @@ __all__ = [
     "NameBackend",
     "NameEntryExists",
     "NameEntryNotFound",
-    "NameOwnerGivenUp",
     "NameResolveError",
     "NameResolveTimeout",
     "NameResolveUnavailable",
     "NameResolver",
+    "OwnerFenced",
     "Subtree",
     "make_resolver",
 ]

@@ -40,12 +40,12 @@ from typing import ParamSpec, Self, TypeVar
 from asyncrl.comm.name_resolve.errors import (
     NameEntryExists,
     NameEntryNotFound,
-    NameOwnerGivenUp,
     NameResolveError,
     NameResolveTimeout,
     NameResolveUnavailable,
+    OwnerFenced,
 )
-from asyncrl.comm.name_resolve.keeper import STOP_LIMIT_S, LeaseKeeper
+from asyncrl.comm.name_resolve.lease_renewal import STOP_LIMIT_S, LeaseRenewer
 from asyncrl.comm.name_resolve.patience import BACKOFF, Patience
 from asyncrl.comm.name_resolve.subtree import Subtree
 
@@ -94,11 +94,11 @@ class NameResolver(ABC):
     def __init__(self, root: str, patience_s: float = PATIENCE_S) -> None:
         self.root = root
         self._patience = Patience(root, patience_s)
-        self._keeper = LeaseKeeper(self._keep, self._patience, self._lost)
+        self._keeper = LeaseRenewer(self._keep, self._patience, self._lost)
         self._leased: dict[str, tuple[str, float]] = {}  # what was added with a lease: value and seconds
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called once, in a thread of the resolver, with an entry with a lease that is no longer this owner's."""
-        self.on_given_up: Callable[[], None] = lambda: None
+        self.on_fenced: Callable[[], None] = lambda: None
         """Called where adding an entry, or putting one back, finds that this owner was given up; in that thread."""
         self.fences: dict[str, str] = {}
         """Entries are added, and put back once their lease has run out, only while each of these names has this value,
@@ -113,7 +113,7 @@ class NameResolver(ABC):
 
         Raises:
             NameEntryExists: the name is taken by a living entry and `replace` is False.
-            NameOwnerGivenUp: this owner was given up, as its `fences` say.
+            OwnerFenced: this owner was given up, as its `fences` say.
             NameResolveUnavailable: the back end is away for too long; every method below may raise it too.
             ValueError: the name or the lease is not valid.
         """
@@ -123,8 +123,8 @@ class NameResolver(ABC):
         self._check_open()
         try:
             self._patiently("add", self._create, name, value, lease_s, replace)
-        except NameOwnerGivenUp:
-            self.on_given_up()
+        except OwnerFenced:
+            self.on_fenced()
             raise
         if lease_s is None:
             self._keeper.forget(name)
@@ -323,7 +323,7 @@ class NameResolver(ABC):
         if it was deleted and there are no fences to tell whether it may return.
 
         Raises:
-            NameOwnerGivenUp: this owner was given up.
+            OwnerFenced: this owner was given up.
         """
         if self._renew(name):
             return True
@@ -334,8 +334,8 @@ class NameResolver(ABC):
             self._create(name, value, lease_s, replace=False)
         except NameEntryExists:
             return False
-        except NameOwnerGivenUp:
-            self.on_given_up()
+        except OwnerFenced:
+            self.on_fenced()
             raise
         if name not in self._keeper.names():  # deleted by its owner meanwhile
             self._remove_value(name, value)
@@ -380,7 +380,7 @@ class NameResolver(ABC):
 
     @abstractmethod
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
-        """Store the entry as this resolver's own unless it is `_fenced`; raises NameEntryExists, NameOwnerGivenUp."""
+        """Store the entry as this resolver's own unless it is `_fenced`; raises NameEntryExists, OwnerFenced."""
 
     @abstractmethod
     def _read(self, name: str) -> str | None:

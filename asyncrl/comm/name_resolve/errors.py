@@ -18,7 +18,7 @@ class NameEntryExists(NameResolveError):
         super().__init__(f"name {name!r} under {root!r} is taken: delete it or add with replace=True")
 
 
-class NameOwnerGivenUp(NameResolveError):
+class OwnerFenced(NameResolveError):
     """An entry was to be added by an owner that was given up, as its `fences` say."""
 
     def __init__(self, name: str, root: str) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.comm.name_resolve.base import PATIENCE_S, NameResolver, is_below
-from asyncrl.comm.name_resolve.errors import NameEntryExists, NameOwnerGivenUp, NameResolveUnavailable
+from asyncrl.comm.name_resolve.errors import NameEntryExists, NameResolveUnavailable, OwnerFenced
 from asyncrl.comm.name_resolve.etcd_access import EtcdAccess
 from asyncrl.comm.name_resolve.etcd_link import EtcdLink, LeaseGone, Stubs, etcdrpc, grpc
 from asyncrl.comm.name_resolve.subtree import Subtree
@@ -34,7 +34,7 @@ CHECK_S = 60.0
 _WAIT_S = 1.0  # a watch for one name lasts this long; so a closed resolver ends its waits within it
 _LOOKS_PER_LEASE = 6  # twice as many as renewals: a look does for all entries that are renewed at about the same time
 _STOOD_STILL = 2 / 3
-"""Share of a lease after which, without a renewal, it may lapse (`asyncrl.comm.name_resolve.keeper`)."""
+"""Share of a lease after which, without a renewal, it may lapse (`asyncrl.comm.name_resolve.lease_renewal`)."""
 _NEEDS_LEADER = (("hasleader", "true"),)
 
 
@@ -105,7 +105,7 @@ class EtcdResolver(NameResolver):
 
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
         if (unfenced := self._unfenced()) is None:
-            raise NameOwnerGivenUp(name, self.root)
+            raise OwnerFenced(name, self.root)
         lease = None if lease_s is None else self._lease(max(MIN_TTL_S, math.ceil(lease_s)))
         try:
             self._put(name, value, lease, replace, unfenced)

@@ -36,9 +36,9 @@ from asyncrl.comm.file_lock import take_lock
 from asyncrl.comm.name_resolve.base import FOLLOW_POLL_S, PATIENCE_S, NameResolver, is_below
 from asyncrl.comm.name_resolve.errors import (
     NameEntryExists,
-    NameOwnerGivenUp,
     NameResolveError,
     NameResolveUnavailable,
+    OwnerFenced,
 )
 from asyncrl.comm.name_resolve.subtree import Subtree
 from asyncrl.comm.private_files import NotPrivate, make_private_folder, open_private_file
@@ -81,7 +81,7 @@ class FileResolver(NameResolver):
     def _create(self, name: str, value: str, lease_s: float | None, replace: bool) -> None:
         with self._translated(), self._locked():  # who changes a fence has the lock too
             if self._fenced():
-                raise NameOwnerGivenUp(name, self.root)
+                raise OwnerFenced(name, self.root)
             if not replace and self._read(name) is not None:
                 raise NameEntryExists(name, self.root)
             aside = self._dir / f".{name.replace('/', '+')}.{self._owner[:8]}"

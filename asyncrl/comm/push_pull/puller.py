@@ -15,7 +15,7 @@ from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.codec import CodecError
 from asyncrl.comm.push_pull import messages
-from asyncrl.comm.remembered import AT_LEAST, Remembered
+from asyncrl.comm.recent_ids import AT_LEAST, RecentIds
 from asyncrl.comm.security import SocketSecurity
 from asyncrl.comm.sockets import Context, bind, peer_address, receive, send
 from asyncrl.comm.trajectory_codec import decode_each
@@ -80,7 +80,7 @@ class TrajectoryPuller:
         self._sender = b""  # of the message in hand
         self._unacknowledged: list[int] = []  # what of it is accepted
         self._counters = PullerCounters()
-        self._seen: Remembered[bool] = Remembered(remembered)
+        self._seen: RecentIds[bool] = RecentIds(remembered)
         self._log = SourceLog("trajectory")
         self._closing = threading.Event()
         self._waker, self._wakened = os_socket.socketpair()

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import Any, cast
 
-from asyncrl.comm import awake
+from asyncrl.comm import running_time
 from asyncrl.comm.authentication import SourceLog
 from asyncrl.comm.request_reply import messages
 from asyncrl.comm.request_reply.messages import Failure, MessageError, R, Reply, Request
@@ -141,11 +141,11 @@ class RequestClient:
             answer.set_result(reply)
 
     def _set_timer(self, call: int, left_s: float, timeout_s: float) -> None:
-        """In slices, so that a pause of this process is not taken for the server's silence (`asyncrl.comm.awake`)."""
+        """Arm the timer in slices, so that a pause of this process does not look like silence of the server."""
         if left_s <= 0:
             self._time_out(call, timeout_s)
             return
-        slice_s = min(left_s, awake.SLICE_S)
+        slice_s = min(left_s, running_time.SLICE_S)
         self._timers[call] = self._loop.call_later(slice_s, self._set_timer, call, left_s - slice_s, timeout_s)
 
     def _time_out(self, call: int, timeout_s: float) -> None:

@@ -31,10 +31,10 @@ class CanaryDiffers(HttpError):
     """The server scores the canary otherwise than the trainer did."""
 
 
-def canary_tolerance(config: ExperimentConfig) -> float:
-    """`manager.canary_tolerance` in nats, chosen by the types that trainer and servers compute in where it is null."""
-    if config.manager.canary_tolerance is not None:
-        return config.manager.canary_tolerance
+def logprob_check_tolerance(config: ExperimentConfig) -> float:
+    """`manager.logprob_check_tolerance` in nats, or a default for the data types if it is null."""
+    if config.manager.logprob_check_tolerance is not None:
+        return config.manager.logprob_check_tolerance
     exact = config.model.dtype == config.generation.dtype == Dtype.float32
     return FLOAT32_TOLERANCE if exact else COARSE_TOLERANCE
 
@@ -116,7 +116,8 @@ class CanaryCheck:
         message = (
             f"generation server {server} does not serve the trainer's v{version}: it gives token {worst.place} of "
             f"the canary's sequence {worst.sequence} the log-probability {worst.served:.6g}, the trainer "
-            f"{worst.trained:.6g}; the difference {difference:.3g} is above manager.canary_tolerance={self.tolerance:g}"
+            f"{worst.trained:.6g}; the difference {difference:.3g} is above "
+            f"manager.logprob_check_tolerance={self.tolerance:g}"
         )
         self._log.error("%s; the server is updated again. Raise the tolerance if this is rounding", message)
         raise CanaryDiffers(message)

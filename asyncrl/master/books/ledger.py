@@ -6,7 +6,7 @@ while the next one begins; a checkpoint waits for that, so the disk never has on
 followed by the next one once it has `FILE_BYTES`, always after a seal. A line that a kill cut off is cut away when the
 next launch begins; whole lines stay, also those of steps that no checkpoint remembers: `begin` says so.
 
-A disk that takes nothing for a while is waited for (`asyncrl.comm.patient_writing`). What it took and could not sync is
+A disk that takes nothing for a while is waited for (`asyncrl.comm.retry_write`). What it took and could not sync is
 written again at its place: after a failed sync the kernel may have forgotten it, and would call the next one a success.
 """
 
@@ -40,7 +40,7 @@ from asyncrl.comm.ledger_lines import (
     Step,
     Trained,
 )
-from asyncrl.comm.patient_writing import patiently_blocking
+from asyncrl.comm.retry_write import retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.data.buffer import TrainBatch
@@ -67,7 +67,7 @@ class _File:
 
     @classmethod
     def open(cls, path: Path) -> _File:
-        descriptor = patiently_blocking(lambda: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), f"{path}", _log)
+        descriptor = retry_write_blocking(lambda: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), f"{path}", _log)
         return cls(path, descriptor, os.fstat(descriptor).st_size)
 
     def append(self, data: bytes) -> None:
@@ -86,7 +86,7 @@ class _File:
             failed = True
             os.fdatasync(self.descriptor)
 
-        patiently_blocking(sync, f"{self.path}", _log)
+        retry_write_blocking(sync, f"{self.path}", _log)
 
     def _put(self, data: bytes, place: int) -> None:
         left = memoryview(data)
@@ -96,7 +96,7 @@ class _File:
             while left:
                 left = left[os.pwrite(self.descriptor, left, place + len(data) - len(left)) :]
 
-        patiently_blocking(write, f"{self.path}", _log)
+        retry_write_blocking(write, f"{self.path}", _log)
 
 
 class ToldSince(NamedTuple):
@@ -154,7 +154,7 @@ class Ledger:
 
         `books`: what the gate begins with.
         """
-        patiently_blocking(lambda: self._folder.mkdir(parents=True, exist_ok=True), f"{self._folder}", _log)
+        retry_write_blocking(lambda: self._folder.mkdir(parents=True, exist_ok=True), f"{self._folder}", _log)
         known = self._take_up(0 if state is None else state["line"]) and state is not None
         if not known:
             self.recorded = Recorded()
@@ -308,7 +308,7 @@ class Ledger:
                         step |= line.startswith(b'{"kind":"step"')
                         rollouts += line.startswith(_OF_A_ROLLOUT)
             if whole != size:
-                patiently_blocking(partial(os.truncate, file, whole), f"{file}", _log)
+                retry_write_blocking(partial(os.truncate, file, whole), f"{file}", _log)
         return ToldSince(rollouts, step)
 
     def _take_up(self, to: int | None = None) -> bool:
@@ -386,7 +386,7 @@ def _cut_torn_line(file: Path) -> None:
     whole = data.rfind(b"\n") + 1
     if whole != len(data):
         _log.warning("%s ends within a line: the last %d bytes are cut away", file, len(data) - whole)
-        patiently_blocking(partial(os.truncate, file, whole), f"{file}", _log)
+        retry_write_blocking(partial(os.truncate, file, whole), f"{file}", _log)
 
 
 def _plain(books: GateBooks) -> LedgerBooks:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.patient_writing import patiently_blocking
+from asyncrl.comm.retry_write import retry_write_blocking
 from asyncrl.comm.sealed_json import seal
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
@@ -106,7 +106,7 @@ def _write(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
         os.replace(temporary, path)
 
-    patiently_blocking(write, f"{path}", _log)
+    retry_write_blocking(write, f"{path}", _log)
 
 
 class DataState:

@@ -36,7 +36,7 @@ from math import inf
 from typing import Any
 
 from asyncrl.comm.drop_reasons import DropReason
-from asyncrl.comm.remembered import Remembered, ids_remembered
+from asyncrl.comm.recent_ids import RecentIds, ids_remembered
 from asyncrl.manager.messages import DroppedRollout
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
@@ -95,7 +95,7 @@ class SampleBuffer:
         self._live_by_age: dict[int, dict[str, RolloutRecord]] = {}  # by the version that decides when they expire
         self._taken: dict[str, RolloutRecord] = {}
         self._prompts: dict[str, str] = {}  # of live and taken records, with their rollouts
-        self._finished: Remembered[bool] = Remembered(
+        self._finished: RecentIds[bool] = RecentIds(
             ids_remembered(batch_size, eta) if remembered is None else remembered
         )
         self._drops: list[Drop] = []

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncrl.comm.awake import AwakeClock, awake_wait
+from asyncrl.comm.running_time import RunningClock, running_wait
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
@@ -41,7 +41,7 @@ class StallWatch:
     def __init__(
         self,
         limit_s: float,
-        clock: AwakeClock,
+        clock: RunningClock,
         stop: asyncio.Event,
         free_since: Callable[[], float],
         manager: ManagerClient | OfflineGate,
@@ -68,7 +68,7 @@ class StallWatch:
         task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(self._stop.wait())
         try:
             while (left_s := self._stalls_at() - self._clock()) > 0:
-                await awake_wait(task, stopping, limit_s=min(left_s, LOOK_S))
+                await running_wait(task, stopping, limit_s=min(left_s, LOOK_S))
                 if self._starting():
                     self.progressed()
                 if task.done():

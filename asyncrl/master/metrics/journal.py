@@ -145,7 +145,7 @@ class Journal:
             "throughput/gen_tokens_per_s": (after.tokens - before.tokens) / step_s,
             "throughput/train_tokens_per_s": row["tokens/batch"] / max(row["time/train_s"], 1e-9),
             "rollout/dropped_stale": after.stale - before.stale,
-            "rollout/in_buffer": len(self._buffer),
+            "buffer/size": len(self._buffer),
             "restarts": self._count_restarts(),
             "time/restarts_s": self._restart_s,
         }
@@ -155,7 +155,7 @@ class Journal:
             if failure(reason) is not None
         }
         if after.samples > before.samples:
-            row["rollout/admitted_len_mean"] = (after.tokens - before.tokens) / (after.samples - before.samples)
+            row["rollout/received_len_mean"] = (after.tokens - before.tokens) / (after.samples - before.samples)
         filtered_in_graph = [count for name, count in measured.items() if name.endswith(DROPPED_GROUPS)]
         if filtered_in_graph or self._config.rollout.filters:
             row["filter" + DROPPED_GROUPS] = after.filtered - before.filtered + sum(filtered_in_graph)

@@ -46,7 +46,7 @@ def batch_statistics(batch: TrainBatch) -> Row:
         | {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
-            "reward/groups_without_variance": flat / len(batch.records),
+            "reward/frac_zero_std": flat / len(batch.records),
             "rollout/samples_per_episode": len(generated) / len(rewards),
             "rollout/len_mean": float(generated.mean()),
             "rollout/len_max": float(generated.max()),

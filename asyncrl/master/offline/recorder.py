@@ -14,8 +14,8 @@ from pathlib import Path
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
-from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.push_pull import TrajectoryPuller
+from asyncrl.comm.running_time import RunningClock
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.run_files import write_books, write_data_state
 from asyncrl.master.peers.connections import NameBoard
@@ -70,7 +70,7 @@ class Recorder(AsyncWorker):
 
     async def _record(self, manager: ManagerClient, board: NameBoard) -> None:
         wanted = self.config.total_train_steps * self.config.train_batch_size
-        clock = AwakeClock()
+        clock = RunningClock()
         ticking = asyncio.create_task(clock.keep())
         progress_at = clock()
         try:

@@ -32,8 +32,8 @@ from asyncrl.master.parts import Parts
 from asyncrl.master.peers.ranks import Ranks, Stalled
 from asyncrl.master.recovery.kept_step import KeptStep, KeptSteps, Known
 from asyncrl.runtime.process.waiting import or_stop
-from asyncrl.runtime.process.worker import RestartTogether
-from asyncrl.trainer.messages import LoadCheckpoint, LookIntoStep, TakeUp
+from asyncrl.runtime.process.worker import RestartTrainer
+from asyncrl.trainer.messages import IsStepRunning, LoadCheckpoint, TakeUp
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ async def find(ranks: Ranks, steps: KeptSteps, checkpoints: Path, announced: int
         fresh: the state of a loop at the run's beginning.
 
     Raises:
-        RestartTogether: nothing can continue with the ranks as they are, or the last step is lost.
+        RestartTrainer: nothing can continue with the ranks as they are, or the last step is lost.
     """
     if (state := await _of_ranks(ranks)) is not None:
         _log.info("the ranks stand between two steps, and keep what they have")
@@ -99,19 +99,19 @@ async def _of_ranks(ranks: Ranks) -> dict[str, Any] | None:
     """Return the state that a MasterWorker before this one left with every rank; None if all of them begin too.
 
     Raises:
-        RestartTogether: they are in a step, are after different ones, or one does not answer.
+        RestartTrainer: they are in a step, are after different ones, or one does not answer.
     """
     try:
         async with asyncio.timeout(TAKE_UP_LIMIT_S):
-            if any(rank.in_step for rank in await ranks.all(LookIntoStep())):
-                raise RestartTogether("the ranks are in a step that has not ended")
+            if any(rank.in_step for rank in await ranks.all(IsStepRunning())):
+                raise RestartTrainer("the ranks are in a step that has not ended")
             standing = await ranks.all(TakeUp(ranks.master))
     except (TimeoutError, Stalled, PeerGone) as error:
-        raise RestartTogether(f"a rank does not say where it stands: {error!r}") from error
+        raise RestartTrainer(f"a rank does not say where it stands: {error!r}") from error
     states = [rank.master_state for rank in standing]
     versions = {None if state is None else state["version"] for state in states}
     if len(versions) > 1 or any(rank.in_step for rank in standing):
-        raise RestartTogether(f"the ranks are in a step, or not after the same one: {versions}")
+        raise RestartTrainer(f"the ranks are in a step, or not after the same one: {versions}")
     return states[0]
 
 

@@ -17,7 +17,7 @@ from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.ranks import Ranks
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.process.worker import RestartTogether
+from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import (
     KEPT_STEP_LOST,
     CommitCheckpoint,
@@ -114,7 +114,7 @@ class KeptSteps:
             announced: the version that others know.
 
         Raises:
-            RestartTogether: the state of a step that others have seen is gone, so only a checkpoint is left.
+            RestartTrainer: the state of a step that others have seen is gone, so only a checkpoint is left.
         """
         if self._last_step is None:
             return None
@@ -129,7 +129,7 @@ class KeptSteps:
                 raise
             lost = error.message
         self._last_step.tear()
-        raise RestartTogether(f"the last step is lost, only a checkpoint is left to go on from: {lost}")
+        raise RestartTrainer(f"the last step is lost, only a checkpoint is left to go on from: {lost}")
 
     async def _complete(self, version: int) -> bool:
         if self._last_step is None:

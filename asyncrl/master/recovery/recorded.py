@@ -24,7 +24,7 @@ from asyncrl.comm.ledger_lines import (
     PromptGoes,
     Trained,
 )
-from asyncrl.comm.remembered import Remembered, ids_remembered
+from asyncrl.comm.recent_ids import RecentIds, ids_remembered
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 TRAINED, ABANDONED = "trained", "abandoned"
@@ -65,7 +65,7 @@ class Recorded:
     def __init__(self) -> None:
         self.open: dict[str, Admitted] = {}
         self.finished: set[str] = set()
-        self.ended: Remembered[Ended] = Remembered(0)
+        self.ended: RecentIds[Ended] = RecentIds(0)
         self.used = UsedPrompts()
         self.dropped: Counter[str] = Counter()
         self.retries: dict[str, Retry] = {}
@@ -100,7 +100,7 @@ class Recorded:
         """All processes are new: open rollouts are played again, and nothing more is reported about them."""
         settings = line.settings
         self.open, self.finished = {}, set()
-        self.ended = Remembered(ids_remembered(settings.train_batch_size, settings.max_head_offpolicyness))
+        self.ended = RecentIds(ids_remembered(settings.train_batch_size, settings.max_head_offpolicyness))
         self._abandoned = 0
         self._trained = line.version * settings.train_batch_size  # as the gate counts, whatever B was before
         if line.carried is not None:

@@ -13,7 +13,7 @@ SHOWN_CHARACTERS = 2000
 
 
 @dataclass(frozen=True)
-class Survey:
+class PromptStats:
     """Findings in the `looked_at` rows of a dataset's `rows`.
 
     `longest` is in tokens, of the prompts as they are before any is shortened and that make one. `bad` counts rows that
@@ -50,7 +50,7 @@ class Survey:
         return found
 
 
-def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = None) -> Survey:
+def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = None) -> PromptStats:
     """Look at the first `limit` rows of `dataset` (None: all)."""
     rows = len(dataset)
     looked_at = rows if limit is None else min(rows, limit)
@@ -80,7 +80,7 @@ def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = No
         if too_long:
             overlong += 1
             first_overlong = first_overlong or f"row {number} has a prompt of {length} tokens"
-    return Survey(
+    return PromptStats(
         rows, looked_at, longest, overlong, bad, first_overlong, first_bad, first, prompt_format.tool_tokens()
     )
 

@@ -11,7 +11,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError
 from asyncrl.plugins.rewards.settings import RewardConfig
 
-_ROW_METRICS = ("mean", "std", "groups_without_variance")
+_ROW_METRICS = ("mean", "std", "frac_zero_std")
 """Names of `reward/...` metrics that are not a reward's."""
 _FORMS_ELSEWHERE = {"TRL's": {"completions"}, "verl's": {"solution_str", "data_source"}}
 """Parameters by which a reward that was written for another system is known."""

@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Any, TextIO
 
 from asyncrl.api import Tool, ToolResult, ToolSchema
-from asyncrl.comm.awake import AwakeTimeout
+from asyncrl.comm.running_time import RunningTimeout
 from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -88,7 +88,7 @@ class McpServer:
         client = await self._open(self.config.timeout_s)
         broken = self._broken
         try:
-            async with AwakeTimeout(self.config.timeout_s):
+            async with RunningTimeout(self.config.timeout_s):
                 result = await client.call_tool(name, dict(arguments))
         except TimeoutError:
             raise McpError(f"it did not answer within {self.config.timeout_s:g} s") from None

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from asyncrl.api.reward import RunIn
-from asyncrl.comm.awake import AwakeTimeout
+from asyncrl.comm.running_time import RunningTimeout
 from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, timed
@@ -47,7 +47,7 @@ class OffloadSettings(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class EpisodeProcesses:
     """Number of processes for episodes, and number of episodes after which each is replaced."""
 
     processes: int = 1
@@ -85,7 +85,9 @@ class Offloader:
         agents: likewise for agents.
     """
 
-    def __init__(self, settings: OffloadSettings, envs: Seats | None = None, agents: Seats | None = None) -> None:
+    def __init__(
+        self, settings: OffloadSettings, envs: EpisodeProcesses | None = None, agents: EpisodeProcesses | None = None
+    ) -> None:
         memory_bytes = settings.process_memory_mb << 20
         limits = Limits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
         self._users = UserLoop()
@@ -94,7 +96,10 @@ class Offloader:
         self._pool = ProcessPool(settings.processes, limits)
         self._leased = {
             activity: ProcessPool(seats.processes, replace(limits, max_calls=seats.episodes))
-            for activity, seats in ((Activity.env_wait, envs or Seats()), (Activity.agent_wait, agents or Seats()))
+            for activity, seats in (
+                (Activity.env_wait, envs or EpisodeProcesses()),
+                (Activity.agent_wait, agents or EpisodeProcesses()),
+            )
         }
         self._slow = SlowCalls(settings.slow_call_s)
         self._abandoned: dict[str, int] = {}
@@ -197,7 +202,7 @@ class Offloader:
             with self.told(code):
                 running = self._threads.run(partial(_checked, code, function))
                 try:
-                    async with AwakeTimeout(code.timeout_s) as limit:
+                    async with RunningTimeout(code.timeout_s) as limit:
                         return await asyncio.wrap_future(running)
                 except TimeoutError as error:
                     if not limit.expired():
@@ -226,7 +231,7 @@ class Offloader:
 
         with self.told(code):
             try:
-                async with AwakeTimeout(code.timeout_s) as limit:
+                async with RunningTimeout(code.timeout_s) as limit:
                     return await run(work())
             except TimeoutError as error:
                 if not limit.expired():

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.comm.awake import AwakeTimeout
+from asyncrl.comm.running_time import RunningTimeout
 from asyncrl.rollout.offload import child
 from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, decode_reply, packed
@@ -233,7 +233,7 @@ class ProcessPool:
         self.started += 1
         process.printing = asyncio.create_task(process.drain_prints(2))
         try:
-            async with AwakeTimeout(START_LIMIT_S):
+            async with RunningTimeout(START_LIMIT_S):
                 await process.ask(b"")
         except BaseException as error:
             await asyncio.shield(self._end(process))
@@ -262,7 +262,7 @@ class ProcessPool:
             UserCodeError: it did, or `answer` raised it.
         """
         asking = asyncio.create_task(process.ask(call, answer))
-        limit = AwakeTimeout(timeout_s)
+        limit = RunningTimeout(timeout_s)
         try:
             async with limit:
                 wait_s = WATCH_FROM_S

@@ -22,8 +22,8 @@ from typing import NamedTuple, TypeVar
 import psutil
 
 from asyncrl.comm import names
-from asyncrl.comm.awake import SLICE_S
 from asyncrl.comm.name_resolve import NameResolver
+from asyncrl.comm.running_time import SLICE_S
 
 _T = TypeVar("_T")
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from asyncrl.comm.awake import awake_wait
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameResolveTimeout
+from asyncrl.comm.running_time import running_wait
 
 _NAME_WAIT_S = 0.5  # longest wait for a name that a stop request cannot interrupt
 _T = TypeVar("_T")
@@ -23,11 +23,11 @@ async def or_stop(waiting: Awaitable[_T], stop: asyncio.Event, limit_s: float) -
 
     Raises:
         StopRequested: `stop` was set first.
-        TimeoutError: neither came within `limit_s` seconds in which this process ran (`asyncrl.comm.awake`).
+        TimeoutError: neither came within `limit_s` seconds in which this process ran (`asyncrl.comm.running_time`).
     """
     task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(stop.wait())
     try:
-        await awake_wait(task, stopping, limit_s=limit_s)
+        await running_wait(task, stopping, limit_s=limit_s)
         if task.done():
             return task.result()
         raise StopRequested if stopping.done() else TimeoutError

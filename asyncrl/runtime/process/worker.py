@@ -41,7 +41,7 @@ from asyncrl.comm.name_resolve import NameBackend, NameResolveError, NameResolve
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_TOGETHER
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE
 from asyncrl.runtime.process.starting import Effort, StartLimit, StartWait
@@ -54,7 +54,7 @@ _LOOKS_PER_LEASE = 3
 """Checks for progress per lease while a process starts: as often as the lease is renewed."""
 
 
-class RestartTogether(Exception):  # it asks for something; nothing went wrong here
+class RestartTrainer(Exception):  # it asks for something; nothing went wrong here
     """This process cannot go on with the others as they stand; all of its side can, from the last step."""
 
 
@@ -83,7 +83,7 @@ class WorkerSpec:
 def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float | None = None) -> NameResolver:
     """Name resolution of the run in `run_dir`, as `config.system` says; with `patience_s` less patient."""
     system, trial = config.system, f"{config.experiment_name}/{config.trial_name}"
-    patience_s = system.name_resolve_patience_s if patience_s is None else patience_s
+    patience_s = system.name_resolve_timeout_s if patience_s is None else patience_s
     root, etcd = str(run_dir / NAMES_DIR), None
     if system.name_resolve == NameBackend.etcd3:
         root, etcd = f"/asyncrl/{trial}", etcd_access(system)
@@ -117,7 +117,7 @@ class Worker(ABC):
         self.resolver.fences = {names.incarnation_key(self.kind, self.index): str(spec.incarnation)}
         if launch := os.environ.get(LAUNCH_VARIABLE):
             self.resolver.fences[names.LAUNCH_KEY] = launch
-        self.resolver.on_lost, self.resolver.on_given_up = self._name_lost, self._given_up
+        self.resolver.on_lost, self.resolver.on_fenced = self._name_lost, self._given_up
         secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
         self.http_security = None if secret is None else secret.http(self.config.generation.sglang.urls)
         """Token and certificate of the run's HTTP interfaces; None where the run has no secret."""
@@ -154,9 +154,9 @@ class Worker(ABC):
                     self._interrupts = False
             self._tell_end("done")
             return EXIT_OK
-        except RestartTogether as error:
+        except RestartTrainer as error:
             self.log.warning("%s cannot go on alone: %s", self.name, error)
-            return EXIT_TOGETHER
+            return EXIT_RESTART_TRAINER
         except BaseException as error:
             told = isinstance(error, ConfigError)  # which says what to do; where it was found does not help
             self.log.error("%s failed: %s", self.name, error, exc_info=not told)
@@ -221,7 +221,7 @@ class Worker(ABC):
         self.set_status("ready")
         self.log.info("%s is ready (pid %d)", self.name, os.getpid())
 
-    def end_if_given_up(self) -> None:
+    def exit_if_fenced(self) -> None:
         """End at once where another process is in this one's place, or is about to be."""
         if self.resolver.is_fenced():
             self._given_up()

@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Sequence
 
-from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_TOGETHER
+from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import TOLD_OUT_OF_MEMORY
 from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.launchers import WorkerHandle
@@ -49,7 +49,7 @@ def how(ended: WorkerHandle) -> str:
     if code is not None and code < 0:
         return f"was killed by signal {_signal_name(-code)}"
     told = {
-        EXIT_TOGETHER: "found the ranks in a step",
+        EXIT_RESTART_TRAINER: "found the ranks in a step",
         EXIT_LOST: "was lost with the connection to its host",
         TOLD_OUT_OF_MEMORY: "was killed while the kernel of its host killed processes to free memory",
     }

@@ -15,7 +15,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, StepOutcome, TensorSpec
 
 
-class BaseOf(PolicyEngine):
+class LoraReference(PolicyEngine):
     """`actor` with its adapters off. What is not documented here is in `asyncrl.trainer.engines.base`."""
 
     def __init__(self, actor: PolicyEngine) -> None:

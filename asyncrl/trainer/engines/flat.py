@@ -48,7 +48,7 @@ from asyncrl.trainer.model.lora import (
     plain_name,
 )
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.model.proof import refuse_longer_than_independent, settle_attention
+from asyncrl.trainer.model.proof import refuse_longer_than_independent, select_attention
 from asyncrl.trainer.model.scoring import EntropyMode, logits_function, token_logprobs
 from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
@@ -358,7 +358,7 @@ class FlatLoader(EngineLoader):
         network = engine.network
         longest = context_length(self._config, network.config.to_dict())
         refuse_longer_than_independent(network, longest)
-        settle_attention(
+        select_attention(
             engine,
             self._attention,
             longest=longest,

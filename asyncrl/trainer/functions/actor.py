@@ -21,7 +21,7 @@ from asyncrl.trainer.model.scoring import EntropyMode
 from asyncrl.trainer.settings import ReferenceMode
 
 PROX, REF, KEEP = "prox_logprobs", "ref_logprobs", "keep"
-STREAM_RATIO = "tokens/stream_ratio"
+COMPUTED_RATIO = "tokens/computed_ratio"
 """Tokens computed for each input token of the samples: below 1 where prefixes are shared, above it by padding."""
 
 
@@ -116,7 +116,7 @@ class _Loss:
                 micro_batch, outputs.logprobs_N, outputs.distributions_NV, number
             )
         computed, whole = micro_batch.model_inputs["input_ids"].numel(), len(micro_batch.sources_I)
-        return share, {**stats, STREAM_RATIO: self._ratio(computed, whole)}
+        return share, {**stats, COMPUTED_RATIO: self._ratio(computed, whole)}
 
     def _ratio(self, computed: int, whole: int) -> Stat:
         device = self._batch.device
@@ -136,7 +136,7 @@ class _Loss:
             stats = self._objective(
                 inputs, none_N, 0.0, kl_coef=0.0, log_probs_TV=vocabulary_NV, ref_log_probs_TV=vocabulary_NV
             )[1]
-        return {**stats, STREAM_RATIO: self._ratio(0, 0)}
+        return {**stats, COMPUTED_RATIO: self._ratio(0, 0)}
 
     def _share_with_distributions(
         self, micro_batch: MicroBatch, logprobs_N: Tensor, log_probs_NV: Tensor, number: int

@@ -58,7 +58,7 @@ class Provable(Protocol):
     """An engine, as far as the proof asks it."""
 
     attention: AttentionKind
-    """Layout of the engine's micro-batches; set by `settle_attention`."""
+    """Layout of the engine's micro-batches; set by `select_attention`."""
 
     @property
     def network(self) -> PreTrainedModel:
@@ -106,11 +106,11 @@ _LAYOUTS: dict[AttentionImplementation, tuple[Layout, ...]] = {
 
 
 def first_layout(setting: AttentionImplementation) -> Layout:
-    """Return the layout that `settle_attention` tries first."""
+    """Return the layout that `select_attention` tries first."""
     return _LAYOUTS[setting][0]
 
 
-def settle_attention(
+def select_attention(
     engine: Provable, setting: AttentionImplementation, *, longest: int, row: int = 0, share_prefixes: bool = True
 ) -> Layout:
     """Set `engine` to the first layout of `model.attn_implementation` that is proven right for its model; returns it.

@@ -22,7 +22,7 @@ import numpy as np
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
 from asyncrl.trainer.batches.prefix_tree import distinct_tokens
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
-from asyncrl.trainer.trajectories.kept_inbox import KeptInbox
+from asyncrl.trainer.trajectories.kept_inbox import InboxStore
 
 
 class InboxFull(RuntimeError):
@@ -48,7 +48,7 @@ class Inbox:
         on_arrival: Callable[[], None] = lambda: None,
         *,
         memory_bytes: float = math.inf,
-        spilled: KeptInbox | None = None,
+        spilled: InboxStore | None = None,
         shares_prefixes: bool = False,
     ) -> None:
         self._head = head

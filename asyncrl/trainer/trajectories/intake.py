@@ -19,7 +19,7 @@ from asyncrl.runtime.last_step import LastStep
 from asyncrl.trainer.messages import PollBuffer, PolledBuffer
 from asyncrl.trainer.settings import TrainerConfig
 from asyncrl.trainer.trajectories.inbox import Inbox, InboxFull
-from asyncrl.trainer.trajectories.kept_inbox import KeptInbox, KeptTrajectoryDamaged
+from asyncrl.trainer.trajectories.kept_inbox import InboxStore, KeptTrajectoryDamaged
 
 _ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sender is told to offer it again
 _log = logging.getLogger(__name__)
@@ -57,11 +57,11 @@ class Intake:
             config.buffer_capacity,
             self._on_arrival,
             memory_bytes=config.buffer_memory * 2**30,
-            spilled=KeptInbox(spilled),
+            spilled=InboxStore(spilled),
             shares_prefixes=shares_prefixes,
         )
         self._arrival: asyncio.Event | None = None
-        self._kept: KeptInbox | None = None
+        self._kept: InboxStore | None = None
         self._in_step: list[str] = []
 
     def keep(self, *, receives: bool) -> None:
@@ -77,7 +77,7 @@ class Intake:
             self._last_step.join()
             if not receives:
                 return
-            kept = KeptInbox(self._last_step.inbox(self._head), durable=self._last_step.spread)
+            kept = InboxStore(self._last_step.inbox(self._head), durable=self._last_step.spread)
         except OSError as error:
             self._cannot_keep(error)
             return

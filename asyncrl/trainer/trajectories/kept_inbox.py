@@ -23,7 +23,7 @@ import xxhash
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.codec import Frame
-from asyncrl.comm.patient_writing import patiently_blocking
+from asyncrl.comm.retry_write import retry_write_blocking
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 
 _SIZES, _DIGEST = struct.Struct("<QQ"), 8
@@ -41,7 +41,7 @@ class _CutOff(Exception):
     """A kept file ends before its trajectory does."""
 
 
-class KeptInbox:
+class InboxStore:
     """One file a trajectory in `folder`, by number of arrival. Thread-safe, once `read` is over.
 
     Args:
@@ -96,7 +96,7 @@ class KeptInbox:
             OSError: there is no room, of a disk for ten minutes.
         """
         if self._durable:
-            patiently_blocking(partial(self._write, trajectory), f"{self._folder}", _log)
+            retry_write_blocking(partial(self._write, trajectory), f"{self._folder}", _log)
         else:
             self._write(trajectory)
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
-from asyncrl.comm.awake import AwakeClock
 from asyncrl.comm.request_reply import Done, Reply, Request
+from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
@@ -29,11 +29,10 @@ from asyncrl.trainer.messages import (
     CommitCheckpoint,
     Discard,
     FinishShare,
-    InStep,
+    IsStepRunning,
     LoadCheckpoint,
     LoadedCheckpoint,
     LoadLastStep,
-    LookIntoStep,
     PollBuffer,
     PolledBuffer,
     Publish,
@@ -42,6 +41,7 @@ from asyncrl.trainer.messages import (
     RunCall,
     SaveCheckpoint,
     Standing,
+    StepRunning,
     TakeUp,
     WrittenShare,
 )
@@ -137,8 +137,8 @@ class FakeWorkers:
                 else:
                     commit(request, Path(request.path))
                     self.stored = json.loads(json.dumps(begun.master_state))
-            case LookIntoStep():
-                return InStep(self.stands(worker).in_step)
+            case IsStepRunning():
+                return StepRunning(self.stands(worker).in_step)
             case TakeUp():
                 self.received = {head: self._held(records) for head, records in self.received.items()}
                 return self.stands(worker)
@@ -330,7 +330,7 @@ class Run:
         run_dir: Path,
         config: ExperimentConfig,
         workers: FakeWorkers | None = None,
-        clock: AwakeClock | None = None,
+        clock: RunningClock | None = None,
         last_step: LastStep | None = None,
         follows: Run | None = None,
     ) -> None:

@@ -21,7 +21,7 @@ from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, Pr
 from asyncrl.comm.request_reply import Request
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.process.worker import RestartTogether
+from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import CommitCheckpoint, RolloutRecord
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
@@ -238,7 +238,7 @@ async def begin(run: Run, point: Point | None) -> Run:
         await run.loop._beginning.run()
     except Killed:
         return await succeed(run, together=False)
-    except RestartTogether:
+    except RestartTrainer:
         return await begin(await succeed(run, together=True), point)
     disarm()
     return run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.awake import AwakeClock
+from asyncrl.comm.running_time import RunningClock
 from asyncrl.master.graph.executor import ExecutionError
 from asyncrl.master.peers.ranks import Stalled
 from asyncrl.trainer.messages import (
@@ -42,7 +42,7 @@ async def test_a_stall_says_who_waits_for_what_on_which_counter(tmp_path: Path) 
 
 async def test_a_pause_of_the_master_is_no_stall(tmp_path: Path) -> None:
     now = 0.0
-    run = Run(tmp_path, make_config(total_train_steps=2), clock=AwakeClock(lambda: now))
+    run = Run(tmp_path, make_config(total_train_steps=2), clock=RunningClock(lambda: now))
     await run.deliver(range(4))
     async with running(run) as task:
         await until(lambda: run.loop.parts.version == 1 and len(run.rows()) == 1)

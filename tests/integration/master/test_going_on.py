@@ -13,14 +13,14 @@ from asyncrl.comm.request_reply import PeerGone, RemoteError
 from asyncrl.comm.request_reply.messages import Failure
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.process.worker import RestartTogether
+from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import (
     KEPT_STEP_LOST,
     CollectWeights,
     FinishShare,
+    IsStepRunning,
     LoadCheckpoint,
     LoadLastStep,
-    LookIntoStep,
     Publish,
     Standing,
     TakeUp,
@@ -188,14 +188,14 @@ async def test_a_master_that_follows_touches_nothing_where_the_ranks_do_not_stan
         case "after different steps":
             first.workers.standing[1] = Standing(in_step=False, master_state={"version": 1})
         case "one is gone":
-            first.workers.fail[LookIntoStep] = PeerGone("killed")
+            first.workers.fail[IsStepRunning] = PeerGone("killed")
     books = (tmp_path / "books.json").read_text()
     asked = len(first.workers.log)
 
     second = Run(tmp_path, first.config, follows=first)
-    with pytest.raises(RestartTogether):
+    with pytest.raises(RestartTrainer):
         await second.loop.run()
-    assert {type(request) for _, request in second.workers.log[asked:]} <= {LookIntoStep, TakeUp}
+    assert {type(request) for _, request in second.workers.log[asked:]} <= {IsStepRunning, TakeUp}
     assert second.begun == 0
     assert (tmp_path / "books.json").read_text() == books
 
@@ -211,7 +211,7 @@ async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
         workers.fail[LoadLastStep] = RemoteError("model_worker/0", "load_last_step", lost)
     run = Run(tmp_path, make_config(), workers, last_step=last_step)
     run.board.versions = [2]
-    with pytest.raises(RestartTogether, match="only a checkpoint is left"):
+    with pytest.raises(RestartTrainer, match="only a checkpoint is left"):
         await run.loop.run()
     assert not last_step.can_go_on(0)
     assert workers.requests(LoadCheckpoint) == workers.requests(Publish) == []

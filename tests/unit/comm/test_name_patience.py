@@ -18,11 +18,11 @@ import pytest
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import (
     FileResolver,
-    NameOwnerGivenUp,
     NameResolveError,
     NameResolveTimeout,
     NameResolveUnavailable,
-    keeper,
+    OwnerFenced,
+    lease_renewal,
 )
 from asyncrl.comm.name_resolve.patience import Patience
 from asyncrl.comm.push_pull import TrajectoryPusher
@@ -131,7 +131,7 @@ def test_a_process_that_is_about_to_end_makes_no_call_twice(resolver: FileResolv
 def test_a_lease_is_renewed_again_after_an_outage_of_any_length_with_one_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper, "AGAIN_S", 0.001)
+    monkeypatch.setattr(lease_renewal, "AGAIN_S", 0.001)
     renewed = threading.Event()
     attempts = 0
 
@@ -143,7 +143,7 @@ def test_a_lease_is_renewed_again_after_an_outage_of_any_length_with_one_line_in
         renewed.set()
         return True
 
-    keeping = keeper.LeaseKeeper(renew, Patience("/names", 0.005))
+    keeping = lease_renewal.LeaseRenewer(renew, Patience("/names", 0.005))
     keeping.keep("a", 0.01)
     try:
         assert renewed.wait(LIMIT_S)
@@ -163,14 +163,14 @@ def test_a_name_that_is_lost_is_told_once_and_looked_at_further_on(caplog: pytes
         state = next(states, None)
         if state is None:
             over.set()
-            raise NameOwnerGivenUp(name, "/names")
+            raise OwnerFenced(name, "/names")
         return state
 
     def told(name: str) -> bool:
         lost.append(name)
         return True
 
-    keeping = keeper.LeaseKeeper(renew, Patience("/names", 60.0), told)
+    keeping = lease_renewal.LeaseRenewer(renew, Patience("/names", 60.0), told)
     keeping.keep("a", 0.01)
     assert over.wait(LIMIT_S)
     keeping.stop()

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.manager.fleet.canary_check import COARSE_TOLERANCE, FLOAT32_TOLERANCE, canary_tolerance
+from asyncrl.manager.fleet.canary_check import COARSE_TOLERANCE, FLOAT32_TOLERANCE, logprob_check_tolerance
 from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.process import hardware
 from asyncrl.runtime.settings import HostConfig
@@ -44,10 +44,10 @@ def types(config: ExperimentConfig) -> tuple[str, str]:
 def test_a_run_has_the_types_that_fit_where_its_processes_compute(config: ExperimentConfig, tmp_path: Path) -> None:
     """The GserverManager has no GPU, and has to know how exactly servers agree with the trainer."""
     assert types(config) == ("float32", "float32")
-    assert canary_tolerance(with_types(config)) == FLOAT32_TOLERANCE
+    assert logprob_check_tolerance(with_types(config)) == FLOAT32_TOLERANCE
     (tmp_path / "0000:01:00.0").mkdir()
     assert types(config) == ("bfloat16", "bfloat16")
-    assert canary_tolerance(with_types(config)) == COARSE_TOLERANCE
+    assert logprob_check_tolerance(with_types(config)) == COARSE_TOLERANCE
     config.trainer.device = Device.cpu
     assert types(config) == ("float32", "bfloat16")
     config.generation.dtype = Dtype.float32
@@ -66,4 +66,4 @@ def test_the_type_of_a_server_that_somebody_else_started_is_not_known(config: Ex
     config.generation.backend = GenerationBackend.sglang
     config.generation.sglang.urls = ["http://127.0.0.1:30000"]
     assert types(config) == ("float32", "auto")
-    assert canary_tolerance(with_types(config)) == COARSE_TOLERANCE
+    assert logprob_check_tolerance(with_types(config)) == COARSE_TOLERANCE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.fleet.canary_check import COARSE_TOLERANCE, FLOAT32_TOLERANCE, canary_tolerance
+from asyncrl.manager.fleet.canary_check import COARSE_TOLERANCE, FLOAT32_TOLERANCE, logprob_check_tolerance
 
 
 @pytest.mark.parametrize(
@@ -23,5 +23,5 @@ def test_the_tolerance_is_as_set_or_follows_the_coarser_type(
     trainer: str, servers: str, setting: float | None, tolerance: float
 ) -> None:
     config = ExperimentConfig()
-    config.model.dtype, config.generation.dtype, config.manager.canary_tolerance = trainer, servers, setting
-    assert canary_tolerance(config) == tolerance
+    config.model.dtype, config.generation.dtype, config.manager.logprob_check_tolerance = trainer, servers, setting
+    assert logprob_check_tolerance(config) == tolerance

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm import patient_writing
+from asyncrl.comm import retry_write
 from asyncrl.manager import event_log
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
@@ -141,7 +141,7 @@ async def test_a_full_disk_holds_the_reply_back_until_there_is_room(
             return write(descriptor, bytes(data[:40]))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(patient_writing, "_BACKOFF", patient_writing.Backoff(0.01, 0.01))
+    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.01, 0.01))
     monkeypatch.setattr(event_log.os, "write", short_of_room)
     asking = asyncio.create_task(admit(service, "1", "2"))
     async with asyncio.timeout(60):

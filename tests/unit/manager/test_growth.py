@@ -177,4 +177,4 @@ def test_no_state_machine_of_the_control_plane_grows_with_the_rollouts(monkeypat
     assert run.version > ROLLOUTS // B // 3
     grown = {name: (before.get(name, 0), size) for name, size in after.items() if size > before.get(name, 0) + SLACK}
     assert not grown
-    assert {"PromptQueue.back", "Router._placements", "Remembered._generations[]"} <= after.keys()
+    assert {"PromptQueue.back", "Router._placements", "RecentIds._generations[]"} <= after.keys()

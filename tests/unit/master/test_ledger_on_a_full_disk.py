@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm import patient_writing
+from asyncrl.comm import retry_write
 from asyncrl.comm.ledger_lines import RunSettings
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger
@@ -28,7 +28,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient_writing, "_BACKOFF", patient_writing.Backoff(0.001, 0.001))
+    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_what_could_not_be_synced_is_written_again(
 
 
 def test_a_disk_that_stays_full_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient_writing, "LIMIT_S", 0.01)
+    monkeypatch.setattr(retry_write, "LIMIT_S", 0.01)
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -62,14 +62,14 @@ def test_an_episode_of_many_samples_counts_once_in_the_rewards() -> None:
     zero_sum = record("b", 1, {1: 8}, lengths, (2, 2, 2, 2), (0.0, 1.0, 1.0, 0.0), cut, {}, (0, 0, 1, 1))
     row = batch_statistics(TrainBatch(1, 1, (several, zero_sum)))
     assert row["reward/mean"] == (1.0 + 0.0 + 0.5 + 0.5) / 4
-    assert row["reward/groups_without_variance"] == 0.0
+    assert row["reward/frac_zero_std"] == 0.0
     assert row["rollout/samples_per_episode"] == 2.0
     assert row["rollout/len_mean"] == 2.0
 
 
 def test_a_group_of_one_episode_is_without_variance_whatever_its_samples_rewards() -> None:
     alone = record("a", 1, {1: 8}, (4, 4), (2, 2), (1.0, 0.0), (False, False), {}, (0, 0))
-    assert batch_statistics(TrainBatch(1, 1, (alone,)))["reward/groups_without_variance"] == 1.0
+    assert batch_statistics(TrainBatch(1, 1, (alone,)))["reward/frac_zero_std"] == 1.0
 
 
 def test_lost_episodes_are_added_up_over_the_rollouts_of_a_step() -> None:
@@ -97,6 +97,6 @@ def test_batch_statistics_weigh_staleness_by_tokens_within_range() -> None:
     assert row["tokens/batch"] == 28
     assert row["reward/mean"] == 0.75
     assert (row["x"], row["y"]) == (1.5, 5.0), "the mean over the rollouts that have it"
-    assert row["reward/groups_without_variance"] == 0.5
+    assert row["reward/frac_zero_std"] == 0.5
     assert row["rollout/len_mean"] == 18 / 4
     assert row["rollout/truncated"] == 0.25

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.comm.request_reply.client import PeerGone, RequestClient, RequestTimeout
 from asyncrl.master import process
 from asyncrl.master.process import RanksSilent, unless_silent
-from asyncrl.trainer.messages import InStep, LookIntoStep
+from asyncrl.trainer.messages import IsStepRunning, StepRunning
 
 
 class Rank:
@@ -22,14 +22,14 @@ class Rank:
         self.asked_often = asyncio.Event()
         self._answers = answers
 
-    async def call(self, request: LookIntoStep, *, timeout_s: float) -> InStep:
+    async def call(self, request: IsStepRunning, *, timeout_s: float) -> StepRunning:
         answer = self._answers[min(self.asked, len(self._answers) - 1)]
         self.asked += 1
         if self.asked == 5:
             self.asked_often.set()
         if answer is not None:
             raise answer
-        return InStep(True)
+        return StepRunning(True)
 
 
 SILENT, GONE = RequestTimeout("no answer"), PeerGone("the connection broke")

@@ -22,7 +22,7 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.model import packed_attention, proof
 from asyncrl.trainer.model.loading import Critic
-from asyncrl.trainer.model.proof import first_layout, settle_attention
+from asyncrl.trainer.model.proof import first_layout, select_attention
 from asyncrl.trainer.settings import AttentionImplementation
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
@@ -118,7 +118,7 @@ def settle(
     share_prefixes: bool = True,
 ) -> AttentionKind:
     engine = FlatPolicyEngine(model, temperature=0.7, attention=first_layout(setting)[0], tokens_per_micro_batch=16)
-    settle_attention(engine, setting, longest=longest, row=row, share_prefixes=share_prefixes)
+    select_attention(engine, setting, longest=longest, row=row, share_prefixes=share_prefixes)
     return engine.attention
 
 
@@ -263,7 +263,7 @@ def test_a_critic_is_proven_by_its_trunk_though_its_values_are_all_zero(model_ty
     critic = FlatValueEngine(
         Critic(build(model_type, 0.02).base_model), attention=AttentionKind.packed, tokens_per_micro_batch=16
     )
-    settle_attention(critic, AttentionImplementation.sdpa, longest=24)
+    select_attention(critic, AttentionImplementation.sdpa, longest=24)
     assert critic.attention == kind
 
 
@@ -354,7 +354,7 @@ def test_the_proof_leaves_the_engines_own_cache_empty() -> None:
 def test_a_long_neighbour_changes_the_rotary_positions_of_longrope_so_that_it_is_refused() -> None:
     model = build("phi3")
     engine = FlatPolicyEngine(model, temperature=1.0, attention=AttentionKind.packed, tokens_per_micro_batch=99)
-    settle_attention(engine, AttentionImplementation.sdpa, longest=24)  # short sequences do not show it
+    select_attention(engine, AttentionImplementation.sdpa, longest=24)  # short sequences do not show it
     short, long = list(range(9)), [5] * 30
     (alone,), (_, beside) = engine.score_sequences([short]), engine.score_sequences([long, short])
     assert max(abs(a - b) for a, b in zip(alone, beside, strict=True)) > 0.01
@@ -398,7 +398,7 @@ def test_a_critic_is_proven_beyond_the_lengths_of_its_trunk() -> None:
     critic = FlatValueEngine(
         Critic(build("phimoe").base_model), attention=AttentionKind.packed, tokens_per_micro_batch=16
     )
-    settle_attention(critic, AttentionImplementation.sdpa, longest=64)
+    select_attention(critic, AttentionImplementation.sdpa, longest=64)
     assert critic.attention == AttentionKind.padded
 
 

@@ -20,7 +20,7 @@ ROW = {
     "throughput/gen_tokens_per_s": 1234.0,
     "throughput/train_tokens_per_s": 5678.0,
     "time/step_s": 0.5,
-    "time/wait_data_s": 0.1,
+    "time/wait_for_batch_s": 0.1,
     "time/generation_idle_s": 0.05,
     "eval/held_out/accuracy": 0.75,
 }
@@ -68,7 +68,7 @@ def test_the_live_panel_shows_progress_staleness_and_who_waits_for_whom() -> Non
 
 
 def test_the_live_panel_fits_80_columns_whatever_the_figures() -> None:
-    shares = {"time/step_s": 100.0, "time/wait_data_s": 100.0, "time/generation_idle_s": 100.0}
+    shares = {"time/step_s": 100.0, "time/wait_for_batch_s": 100.0, "time/generation_idle_s": 100.0}
     rates = {"throughput/gen_tokens_per_s": 1234567.0, "throughput/train_tokens_per_s": 7654321.0}
     text = panel(*[ROW | shares | rates | {"reward/mean": -12.5} for _ in range(30)])
     assert "trainer for data 100 %, generation for training 100 %" in text
@@ -197,8 +197,8 @@ def test_long_lines_break_between_words_on_a_terminal_alone_and_paths_stay_whole
 
 def test_rates_and_shares_are_those_of_the_recent_steps() -> None:
     """A short step in which no rollout ended does not say that nothing is generated."""
-    burst = ROW | {"throughput/gen_tokens_per_s": 1000.0, "time/step_s": 0.9, "time/wait_data_s": 0.9}
-    quiet = ROW | {"throughput/gen_tokens_per_s": 0.0, "time/step_s": 0.1, "time/wait_data_s": 0.0}
+    burst = ROW | {"throughput/gen_tokens_per_s": 1000.0, "time/step_s": 0.9, "time/wait_for_batch_s": 0.9}
+    quiet = ROW | {"throughput/gen_tokens_per_s": 0.0, "time/step_s": 0.1, "time/wait_for_batch_s": 0.0}
     text = panel(burst, quiet)
     assert "generated 900," in text
     assert "trainer for data 90 %" in text

@@ -15,9 +15,9 @@ from asyncrl.observe.learning import FlatSteps
 from asyncrl.runtime.trials.summary import summary_lines
 from tests.unit.observe.test_display import ROW
 
-ALL_RIGHT = {"reward/mean": 1.0, "reward/std": 0.0, "reward/groups_without_variance": 1.0, "advantage/abs_mean": 0.0}
+ALL_RIGHT = {"reward/mean": 1.0, "reward/std": 0.0, "reward/frac_zero_std": 1.0, "advantage/abs_mean": 0.0}
 EACH_GROUP = ALL_RIGHT | {"reward/mean": 0.5, "reward/std": 0.5}
-LEARNT = {"reward/mean": 0.5, "reward/std": 0.5, "reward/groups_without_variance": 0.5, "advantage/abs_mean": 0.4}
+LEARNT = {"reward/mean": 0.5, "reward/std": 0.5, "reward/frac_zero_std": 0.5, "advantage/abs_mean": 0.4}
 
 
 def warnings(*rows: dict[str, Any]) -> list[str]:

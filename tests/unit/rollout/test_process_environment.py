@@ -28,7 +28,7 @@ from asyncrl.rollout.episode import Tries, run_group
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import metered
-from asyncrl.rollout.offload.offloader import Offloader, Seats
+from asyncrl.rollout.offload.offloader import EpisodeProcesses, Offloader
 from asyncrl.rollout.offload.process_environment import ProcessEnvironment
 from asyncrl.rollout.settings import UserCodeConfig
 
@@ -129,7 +129,7 @@ Make = Callable[..., ProcessEnvironment]
 @pytest.fixture
 async def offloader() -> AsyncIterator[Offloader]:
     settings = UserCodeConfig(process_memory_mb=1024, process_children=8)
-    async with Offloader(settings, Seats(processes=2, episodes=2)) as made:
+    async with Offloader(settings, EpisodeProcesses(processes=2, episodes=2)) as made:
         yield made
 
 

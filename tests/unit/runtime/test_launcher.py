@@ -16,7 +16,7 @@ from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Row
 from asyncrl.runtime import launcher as launcher_module
-from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_TOGETHER
+from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
 from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
@@ -363,7 +363,7 @@ def test_a_leader_is_followed_by_one_alone_and_by_all_where_that_one_asks_for_it
 
     def lead(worker: Played) -> None:
         leaders.append(worker)
-        worker.end([-signal.SIGKILL, EXIT_TOGETHER if in_step else 0, 0][len(leaders) - 1])
+        worker.end([-signal.SIGKILL, EXIT_RESTART_TRAINER if in_step else 0, 0][len(leaders) - 1])
 
     code, stage, notes = play(leader=lead)
     assert code == EXIT_OK
@@ -378,7 +378,7 @@ def test_a_leader_is_followed_by_one_alone_and_by_all_where_that_one_asks_for_it
 
 @pytest.mark.usefixtures("trainer")
 def test_a_leader_that_asks_for_all_each_time_uses_the_budget_up(play: Play) -> None:
-    code, stage, notes = play(restarts=1, leader=ends(EXIT_TOGETHER))
+    code, stage, notes = play(restarts=1, leader=ends(EXIT_RESTART_TRAINER))
     assert code == EXIT_FAILED
     assert stage.started == [*ONCE, "rank/0", "leader/0"] * 2
     assert "FAILED: leader/0 (played) found the ranks in a step" in notes

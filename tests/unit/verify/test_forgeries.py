@@ -27,7 +27,7 @@ Forgery: TypeAlias = tuple[str, dict[Path, bytes | None]]
 
 UNKNOWABLE = {
     "metrics: reward/std",
-    "metrics: reward/groups_without_variance",
+    "metrics: reward/frac_zero_std",
     "metrics: rollout/len_max",
     "metrics: rollout/truncated",
     "metrics: restarts",

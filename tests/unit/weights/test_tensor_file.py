@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.comm import patient_writing
-from asyncrl.comm.patient_writing import at_once
+from asyncrl.comm import retry_write
+from asyncrl.comm.retry_write import no_retry
 from asyncrl.weights.manifest import file_entry
 from asyncrl.weights.published import TensorSpec
 from asyncrl.weights.tensor_file import DTYPE_NAMES, TensorFile, write_tensors
@@ -88,7 +88,7 @@ def test_a_file_that_does_not_fit_is_refused_where_nobody_waits(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with at_once(), pytest.raises(OSError, match="No space left"):
+    with no_retry(), pytest.raises(OSError, match="No space left"):
         write_tensors(tmp_path / "x", {"w": torch.ones(1)})
 
 
@@ -96,7 +96,7 @@ def test_a_file_that_does_not_fit_now_is_written_once_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The disk is full again in the middle of it."""
-    monkeypatch.setattr(patient_writing, "_BACKOFF", patient_writing.Backoff(0.001, 0.001))
+    monkeypatch.setattr(retry_write, "_BACKOFF", retry_write.Backoff(0.001, 0.001))
     pwrite, calls = os.pwrite, [0]
 
     def full_at_times(descriptor: int, data: bytes, place: int) -> int:

@@ -169,7 +169,7 @@ class HybridLayer(StateLayer, SlotLayer):  # type: ignore[no-untyped-call,overri
         (SlotLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
 
 
-class Companion(Protocol):
+class CacheExtension(Protocol):
     """Data kept for every position beside keys and values, in the same layout."""
 
     def relayout(self, rows: int, length: int) -> None:
@@ -192,7 +192,7 @@ class SlotCache(Cache):
         layers = [self._layer(memory) for memory in memories]
         self._slot_layers = [layer for layer in layers if isinstance(layer, SlotLayer)]
         self.states: list[SlotStates] = [layer for layer in layers if isinstance(layer, SlotStates)]
-        self.companions: list[Companion] = []
+        self.companions: list[CacheExtension] = []
         super().__init__(layers=list(layers))
         self._device = device
         self.limit = max_total_tokens

@@ -27,7 +27,7 @@ from asyncrl.trainer.engines.sharded.engine import ShardedPolicyEngine, ShardedV
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.model.proof import Layout, layouts, refuse_longer_than_independent, settle_attention
+from asyncrl.trainer.model.proof import Layout, layouts, refuse_longer_than_independent, select_attention
 from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
 
@@ -138,7 +138,7 @@ def settled_layout(
         engine = FlatPolicyEngine(model, temperature=1.0, attention=choices[0].kind, tokens_per_micro_batch=1)
         longest = context_length(config, model.config.to_dict())
         refuse_longer_than_independent(model, longest)
-        settled = settle_attention(
+        settled = select_attention(
             engine,
             setting,
             longest=longest,

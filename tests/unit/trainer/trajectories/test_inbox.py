@@ -13,7 +13,7 @@ import pytest
 from asyncrl.api.trajectory import SharedPrompt, Trajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 from asyncrl.trainer.trajectories.inbox import Inbox, InboxFull, bytes_of, record_of
-from asyncrl.trainer.trajectories.kept_inbox import KeptInbox
+from asyncrl.trainer.trajectories.kept_inbox import InboxStore
 
 MakeTrajectories = Callable[..., list[Trajectory]]
 
@@ -135,7 +135,7 @@ def test_whoever_polls_next_is_told_of_all_that_is_held_and_the_one_before_canno
 def test_what_does_not_fit_into_memory_waits_on_disk(tmp_path: Path, make_trajectories: MakeTrajectories) -> None:
     trajectories = make_trajectories(groups=6)
     limit = 2.5 * max(bytes_of(each) for each in trajectories)
-    inbox = Inbox(0, 10, memory_bytes=limit, spilled=KeptInbox(tmp_path / "spilled"))
+    inbox = Inbox(0, 10, memory_bytes=limit, spilled=InboxStore(tmp_path / "spilled"))
     for each in trajectories:
         inbox.put(each, 0)
         assert inbox.bytes_held <= limit
@@ -157,14 +157,14 @@ def test_one_that_alone_exceeds_the_memory_is_trained_all_the_same(
     tmp_path: Path, make_trajectories: MakeTrajectories
 ) -> None:
     (trajectory,) = make_trajectories(groups=1)
-    inbox = Inbox(0, 10, memory_bytes=0, spilled=KeptInbox(tmp_path / "spilled"))
+    inbox = Inbox(0, 10, memory_bytes=0, spilled=InboxStore(tmp_path / "spilled"))
     inbox.restore(trajectory)
     assert encoded([inbox.get([trajectory.rollout_id])[trajectory.rollout_id]]) == encoded([trajectory])
 
 
 def test_a_full_disk_refuses_what_memory_does_not_take(tmp_path: Path, make_trajectories: MakeTrajectories) -> None:
     (trajectory,) = make_trajectories(groups=1)
-    spilled = KeptInbox(tmp_path / "spilled")
+    spilled = InboxStore(tmp_path / "spilled")
     inbox = Inbox(0, 10, memory_bytes=0, spilled=spilled)
     (tmp_path / "spilled").rmdir()
     with pytest.raises(OSError, match="spilled"):

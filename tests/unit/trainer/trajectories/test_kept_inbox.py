@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.trajectory_codec import encode_trajectories
-from asyncrl.trainer.trajectories.kept_inbox import KeptInbox, KeptTrajectoryDamaged
+from asyncrl.trainer.trajectories.kept_inbox import InboxStore, KeptTrajectoryDamaged
 
 MakeTrajectories = Callable[..., list[Trajectory]]
 
@@ -20,18 +20,18 @@ def as_bytes(trajectories: list[Trajectory]) -> list[bytes]:
 
 
 def test_a_successor_finds_what_was_kept_in_its_order(tmp_path: Path, make_trajectories: MakeTrajectories) -> None:
-    first = KeptInbox(tmp_path / "inbox")
+    first = InboxStore(tmp_path / "inbox")
     trajectories = make_trajectories(groups=12)
     for trajectory in trajectories:
         first.write(trajectory)
         first.write(trajectory)
     removed = trajectories.pop(3)
     first.remove([removed.rollout_id, "unknown"])
-    second = KeptInbox(tmp_path / "inbox")
+    second = InboxStore(tmp_path / "inbox")
     assert as_bytes(list(second.read())) == as_bytes(trajectories)
     second.write(removed)
     second.remove([trajectories[0].rollout_id])
-    third = KeptInbox(tmp_path / "inbox")
+    third = InboxStore(tmp_path / "inbox")
     assert as_bytes(list(third.read())) == as_bytes([*trajectories[1:], removed])
 
 
@@ -39,23 +39,23 @@ def test_a_successor_finds_what_was_kept_in_its_order(tmp_path: Path, make_traje
 def test_a_file_that_a_death_cut_off_is_no_trajectory(
     tmp_path: Path, make_trajectories: MakeTrajectories, left: int
 ) -> None:
-    first = KeptInbox(tmp_path)
+    first = InboxStore(tmp_path)
     whole, cut_off = make_trajectories(groups=2)
     first.write(whole)
     first.write(cut_off)
     file = tmp_path / "2"
     file.write_bytes(file.read_bytes()[:left])
-    second = KeptInbox(tmp_path)
+    second = InboxStore(tmp_path)
     assert as_bytes(list(second.read())) == as_bytes([whole])
     second.write(cut_off)
-    assert as_bytes(list(KeptInbox(tmp_path).read())) == as_bytes([whole, cut_off])
+    assert as_bytes(list(InboxStore(tmp_path).read())) == as_bytes([whole, cut_off])
 
 
 def test_a_flipped_bit_anywhere_is_found_and_nothing_is_lost_silently(
     tmp_path: Path, make_trajectories: MakeTrajectories
 ) -> None:
     (trajectory,) = make_trajectories(groups=1)
-    KeptInbox(tmp_path).write(trajectory)
+    InboxStore(tmp_path).write(trajectory)
     file = tmp_path / "1"
     written = file.read_bytes()
     places = {*range(48), *np.random.default_rng(0).integers(0, len(written), 300).tolist()}
@@ -64,17 +64,17 @@ def test_a_flipped_bit_anywhere_is_found_and_nothing_is_lost_silently(
         changed[place] ^= 1 << place % 8
         file.write_bytes(changed)
         with pytest.raises(KeptTrajectoryDamaged, match="was changed after it was written"):
-            list(KeptInbox(tmp_path).read())
+            list(InboxStore(tmp_path).read())
         assert file.exists()
     file.write_bytes(written + b"x")
     with pytest.raises(KeptTrajectoryDamaged):
-        list(KeptInbox(tmp_path).read())
+        list(InboxStore(tmp_path).read())
 
 
 def test_what_was_written_here_and_is_cut_off_later_is_refused(
     tmp_path: Path, make_trajectories: MakeTrajectories
 ) -> None:
-    kept = KeptInbox(tmp_path)
+    kept = InboxStore(tmp_path)
     (trajectory,) = make_trajectories(groups=1)
     kept.write(trajectory)
     file = tmp_path / "1"
@@ -86,7 +86,7 @@ def test_what_was_written_here_and_is_cut_off_later_is_refused(
 def test_a_full_folder_is_told_and_keeps_nothing_in_part(
     tmp_path: Path, make_trajectories: MakeTrajectories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = KeptInbox(tmp_path / "inbox")
+    kept = InboxStore(tmp_path / "inbox")
     (trajectory,) = make_trajectories(groups=1)
     (tmp_path / "inbox").rename(tmp_path / "gone")
     with pytest.raises(OSError, match="inbox"):

@@ -1,6 +1,6 @@
 """Writing to a disk that may be full or read-only for a while: it is tried again, and said, until it is done.
 
-What may be left out, or has another place to go, is written `at_once` instead: there the first failure is raised.
+What may be left out, or has another place to go, is written `no_retry` instead: there the first failure is raised.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 @contextmanager
-def at_once(really: bool = True) -> Iterator[None]:
+def no_retry(really: bool = True) -> Iterator[None]:
     """Within this block, writes of this thread or task raise their first error instead of being retried, if
     `really`.
     """
@@ -69,7 +69,7 @@ class _Patience:
             self._log.warning("wrote %s after %.1f s", self._what, time.monotonic() - self._since)
 
 
-async def patiently(write: Callable[[], _T], what: str, log: logging.Logger) -> _T:
+async def retry_write(write: Callable[[], _T], what: str, log: logging.Logger) -> _T:
     """Call `write`, again and again while the disk takes nothing; `what` it writes is said in the log.
 
     Raises:
@@ -86,8 +86,8 @@ async def patiently(write: Callable[[], _T], what: str, log: logging.Logger) -> 
             return written
 
 
-def patiently_blocking(write: Callable[[], _T], what: str, log: logging.Logger) -> _T:
-    """As `patiently`, for threads.
+def retry_write_blocking(write: Callable[[], _T], what: str, log: logging.Logger) -> _T:
+    """As `retry_write`, for threads.
 
     Raises:
         OSError: see there.

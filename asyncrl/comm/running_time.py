@@ -4,9 +4,9 @@ A process that was stopped (SIGSTOP, a migrated virtual machine, a laptop's lid)
 passed in which nobody spoke to it. They may have spoken all the time; it did not listen. So a limit on the silence of
 others is a limit on time in which this process could have heard them: gaps in which it did not run itself are left out.
 
-`AwakeClock` is for times that are compared later: a ticker looks at the clock every `TICK_S`, and a gap of more than
-`GAP_S` between two looks is one that the process was not there for. `awake_wait` and `AwakeTimeout` are for a single
-wait: it is cut into slices, each of which counts for its own length at most, however long it took.
+`RunningClock` is for times that are compared later: a ticker looks at the clock every `TICK_S`, and a gap of more than
+`GAP_S` between two looks is a pause of the process. `running_wait` and `RunningTimeout` are for a single wait: it is
+cut into slices, each of which counts for its own length at most, however long it took.
 
     time      0   1   2   3 ................ 63  64  65
     looks     x   x   x   x    (stopped)      x   x   x
@@ -27,7 +27,7 @@ GAP_S = 1.0
 SLICE_S = 1.0
 
 
-class AwakeClock:
+class RunningClock:
     """Seconds, ascending, without the gaps in which this process's event loop did not run. Call it for the time.
 
     Args:
@@ -53,7 +53,7 @@ class AwakeClock:
             await asyncio.sleep(TICK_S)
 
 
-async def awake_wait(*tasks: asyncio.Future[Any], limit_s: float) -> None:
+async def running_wait(*tasks: asyncio.Future[Any], limit_s: float) -> None:
     """Wait until one of `tasks` is done, or for `limit_s` seconds in which this process ran."""
     left_s = max(0.0, limit_s)
     while True:
@@ -64,7 +64,7 @@ async def awake_wait(*tasks: asyncio.Future[Any], limit_s: float) -> None:
             return
 
 
-class AwakeTimeout:
+class RunningTimeout:
     """As `asyncio.timeout`, but of seconds in which this process ran.
 
     Raises:

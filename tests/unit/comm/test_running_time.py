@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from asyncrl.comm import awake
-from asyncrl.comm.awake import GAP_S, TICK_S, AwakeClock, AwakeTimeout, awake_wait
+from asyncrl.comm import running_time
+from asyncrl.comm.running_time import GAP_S, TICK_S, RunningClock, RunningTimeout, running_wait
 
 
 class Raw:
@@ -20,7 +20,7 @@ class Raw:
         return self.now
 
 
-def pass_time(clock: AwakeClock, raw: Raw, seconds: float) -> None:
+def pass_time(clock: RunningClock, raw: Raw, seconds: float) -> None:
     """While the process runs, and looks at the clock."""
     for _ in range(round(seconds / TICK_S)):
         raw.now += TICK_S
@@ -29,7 +29,7 @@ def pass_time(clock: AwakeClock, raw: Raw, seconds: float) -> None:
 
 def test_time_passes_while_the_process_runs_even_if_it_looks_late() -> None:
     raw = Raw()
-    clock = AwakeClock(raw)
+    clock = RunningClock(raw)
     begun = clock()
     pass_time(clock, raw, 10.0)
     raw.now += GAP_S
@@ -38,7 +38,7 @@ def test_time_passes_while_the_process_runs_even_if_it_looks_late() -> None:
 
 def test_a_gap_is_left_out_from_the_first_look_on() -> None:
     raw = Raw()
-    clock = AwakeClock(raw)
+    clock = RunningClock(raw)
     begun = clock()
     pass_time(clock, raw, 5.0)
     raw.now += 60.0
@@ -50,7 +50,7 @@ def test_a_gap_is_left_out_from_the_first_look_on() -> None:
 
 def test_it_never_goes_back() -> None:
     raw = Raw()
-    clock, seen = AwakeClock(raw), [0.0]
+    clock, seen = RunningClock(raw), [0.0]
     for step in (0.1, 0.9, 1.0, 1.1, 70.0, 0.0, 0.3):
         raw.now += step
         seen.append(clock())
@@ -58,9 +58,9 @@ def test_it_never_goes_back() -> None:
 
 
 async def test_the_ticker_keeps_time_passing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awake, "TICK_S", 0.0)
+    monkeypatch.setattr(running_time, "TICK_S", 0.0)
     raw = Raw()
-    clock = AwakeClock(raw)
+    clock = RunningClock(raw)
     begun = clock()
     ticking = asyncio.create_task(clock.keep())
     for _ in range(8):
@@ -72,9 +72,9 @@ async def test_the_ticker_keeps_time_passing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_wait_outlasts_a_pause_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awake, "SLICE_S", 0.02)
+    monkeypatch.setattr(running_time, "SLICE_S", 0.02)
     answer = asyncio.get_running_loop().create_future()
-    waiting = asyncio.create_task(awake_wait(answer, limit_s=0.2))
+    waiting = asyncio.create_task(running_wait(answer, limit_s=0.2))
     await asyncio.sleep(0)
     time.sleep(0.4)  # noqa: ASYNC251  # the process is stopped, twice as long as the limit
     for _ in range(10):
@@ -85,8 +85,8 @@ async def test_a_wait_outlasts_a_pause_of_its_own_process(monkeypatch: pytest.Mo
 
 
 async def test_a_limit_outlasts_a_pause_of_its_own_process_and_ends_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(awake, "SLICE_S", 0.02)
-    limit = AwakeTimeout(0.2)
+    monkeypatch.setattr(running_time, "SLICE_S", 0.02)
+    limit = RunningTimeout(0.2)
 
     async def hang() -> None:
         async with limit:
@@ -102,11 +102,11 @@ async def test_a_limit_outlasts_a_pause_of_its_own_process_and_ends_what_hangs(m
 
 
 async def test_what_is_done_within_its_limit_is_left_alone_afterwards() -> None:
-    async with AwakeTimeout(0.05) as limit:
+    async with RunningTimeout(0.05) as limit:
         pass
     await asyncio.sleep(0.1)
     assert not limit.expired()
-    limit = AwakeTimeout(600.0)
+    limit = RunningTimeout(600.0)
     with pytest.raises(TimeoutError, match="of its own"):
         async with limit:
             raise TimeoutError("of its own")

@@ -42,7 +42,7 @@ def ids_remembered(batch_size: int, max_staleness: int) -> int:
     return max(AT_LEAST, LIVES * (max_staleness + 1) * batch_size)
 
 
-class Remembered(Generic[V]):
+class RecentIds(Generic[V]):
     """The ids that were put in last, at least so many of them, each with a value; see the module's docstring.
 
     Args:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from asyncrl.comm.name_resolve.errors import NameOwnerGivenUp, NameResolveError, NameResolveUnavailable
+from asyncrl.comm.name_resolve.errors import NameResolveError, NameResolveUnavailable, OwnerFenced
 from asyncrl.comm.name_resolve.patience import Patience
 
 _log = logging.getLogger(__name__)
@@ -26,11 +26,11 @@ STOP_LIMIT_S = 5.0
 """Longest wait, in s, for a running renewal at the end."""
 
 
-class LeaseKeeper:
+class LeaseRenewer:
     """Calls `renew(name)` for every kept name, RENEWALS_PER_LEASE times per lease.
 
     `renew` returns False while the entry is not its caller's (deleted, or taken by another). Then `lost` is called
-    with the name, once; it returns True if `renew` is to be called again. NameOwnerGivenUp ends the renewals; any other
+    with the name, once; it returns True if `renew` is to be called again. OwnerFenced ends the renewals; any other
     NameResolveError is told to `patience`, and the renewal made again.
     """
 
@@ -79,7 +79,7 @@ class LeaseKeeper:
         while (name := self._next_due()) is not None:
             try:
                 kept = self._renew(name)
-            except NameOwnerGivenUp as error:
+            except OwnerFenced as error:
                 _log.warning("%s", error)
                 self.forget(name)
                 continue

@@ -7,13 +7,13 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.comm.remembered import GENERATIONS, Remembered
+from asyncrl.comm.recent_ids import GENERATIONS, RecentIds
 
 PUT, POP = "put", "pop"
 
 
 def test_the_oldest_are_forgotten() -> None:
-    remembered: Remembered[int] = Remembered(2)
+    remembered: RecentIds[int] = RecentIds(2)
     for value, key in enumerate("abc"):
         remembered.put(key, value)
     assert [remembered.get(key) for key in "abc"] == [None, 1, 2]
@@ -21,7 +21,7 @@ def test_the_oldest_are_forgotten() -> None:
 
 
 def test_what_is_put_in_again_is_new_and_has_its_new_value() -> None:
-    remembered: Remembered[str] = Remembered(2)
+    remembered: RecentIds[str] = RecentIds(2)
     for key, value in ("a", "first"), ("b", ""), ("a", "second"), ("c", ""):
         remembered.put(key, value)
     assert list(remembered.items()) == [("a", "second"), ("c", "")]
@@ -31,7 +31,7 @@ def test_what_is_put_in_again_is_new_and_has_its_new_value() -> None:
     st.integers(1, 60), st.lists(st.tuples(st.sampled_from([PUT, PUT, PUT, POP]), st.integers(0, 150)), max_size=1_000)
 )
 def test_the_last_ones_are_remembered_in_their_order_and_few_more(at_least: int, calls: list[tuple[str, int]]) -> None:
-    remembered: Remembered[int] = Remembered(at_least)
+    remembered: RecentIds[int] = RecentIds(at_least)
     all_there_were: dict[str, int] = {}
     for number, (verb, which) in enumerate(calls):
         key = str(which)
@@ -51,7 +51,7 @@ def test_the_last_ones_are_remembered_in_their_order_and_few_more(at_least: int,
 
 
 def test_all_is_forgotten_at_once() -> None:
-    remembered: Remembered[int] = Remembered(100)
+    remembered: RecentIds[int] = RecentIds(100)
     for number in range(50):
         remembered.put(str(number), number)
     remembered.clear()
@@ -60,7 +60,7 @@ def test_all_is_forgotten_at_once() -> None:
 
 def test_its_tables_stay_as_large_as_they_were_when_it_was_full() -> None:
     full = 8_000
-    remembered: Remembered[bool] = Remembered(full)
+    remembered: RecentIds[bool] = RecentIds(full)
     taken = []
     for number in range(10 * full):
         remembered.put(str(number), True)
@@ -72,7 +72,7 @@ def test_its_tables_stay_as_large_as_they_were_when_it_was_full() -> None:
 def test_where_much_was_forgotten_of_full_generations_it_does_not_grow() -> None:
     at_least = 800
     each = at_least // GENERATIONS
-    remembered: Remembered[bool] = Remembered(at_least)
+    remembered: RecentIds[bool] = RecentIds(at_least)
     counts = []
     for number in range(60 * each):
         remembered.put(str(number), True)

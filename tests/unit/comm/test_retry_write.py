@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 import pytest
 
-from asyncrl.comm import patient_writing
-from asyncrl.comm.patient_writing import at_once, patiently, patiently_blocking
+import asyncrl.comm.retry_write as writing
+from asyncrl.comm.retry_write import no_retry, retry_write, retry_write_blocking
 
 LOG = logging.getLogger(__name__)
 
 
 @pytest.fixture(autouse=True)
 def _soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient_writing, "_BACKOFF", patient_writing.Backoff(0.001, 0.001))
+    monkeypatch.setattr(writing, "_BACKOFF", writing.Backoff(0.001, 0.001))
 
 
 def failing(times: int, number: int) -> Callable[[], str]:
@@ -33,11 +33,11 @@ def failing(times: int, number: int) -> Callable[[], str]:
 
 
 def write_async(write: Callable[[], str]) -> str:
-    return asyncio.run(patiently(write, "the file", LOG))
+    return asyncio.run(retry_write(write, "the file", LOG))
 
 
 def write_blocking(write: Callable[[], str]) -> str:
-    return patiently_blocking(write, "the file", LOG)
+    return retry_write_blocking(write, "the file", LOG)
 
 
 @pytest.mark.parametrize("call", [write_async, write_blocking])
@@ -59,13 +59,13 @@ def test_what_waiting_does_not_mend_is_raised(call: Callable[[Callable[[], str]]
 
 
 def test_what_has_another_place_to_go_is_not_waited_for() -> None:
-    with at_once(), pytest.raises(OSError, match="No space"):
+    with no_retry(), pytest.raises(OSError, match="No space"):
         write_blocking(failing(1, errno.ENOSPC))
-    with at_once(False):
+    with no_retry(False):
         assert write_blocking(failing(1, errno.ENOSPC)) == "written"
 
 
 def test_a_disk_that_stays_full_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient_writing, "LIMIT_S", 0.01)
+    monkeypatch.setattr(writing, "LIMIT_S", 0.01)
     with pytest.raises(OSError, match="No space"):
         write_blocking(failing(10_000, errno.ENOSPC))
