@@ -553,10 +553,11 @@ from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 
 
 class Gated(SingleTurnAgent):
-    "Answers the first prompts of the data order, so many as a file says, and those of evaluations; then it waits."
+    "Answers the first prompts of the data order, so many as a file says; all of evaluations and rehearsals; then it waits."
 
     async def run_group(self, prompt, make_env, client):
-        while not prompt.prompt_id.startswith("eval-") and prompt.order >= int(Path("{file}").read_text()):
+        at_once = prompt.prompt_id.startswith(("eval-", "rehearsal-"))
+        while not at_once and prompt.order >= int(Path("{file}").read_text()):
             await asyncio.sleep(0.05)
         return await super().run_group(prompt, make_env, client)
 """

@@ -50,7 +50,8 @@ def rehearsed(config: ExperimentConfig) -> Iterator[Callable[[], list[str]]]:
             yield lambda: _found(process, folder, config)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)  # with what user code started
+            process.kill()
             process.wait()
 
 

@@ -78,7 +78,7 @@ def test_a_killed_launcher_takes_every_process_along_once_the_step_is_saved(
 def test_a_stop_names_the_rank_that_does_not_answer_and_ends_without_it(start_run: Any, ctrl_c: Any) -> None:
     """Its peer waits for it in a collective, or the master for its part of the checkpoint."""
     settings = {"total_train_steps": ENDLESS, "checkpoint__interval": 0, "eval__interval": 0}
-    run = start_run(trainer__parallel="d2", system__stop_patience_s=3, **settings)
+    run = start_run(trainer__parallel="d2", system__stop_timeout_s=3, **settings)
     run.wait_for_step(1)
     run.worker("model_worker/1").suspend()
     ctrl_c(run)
