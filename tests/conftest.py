@@ -553,7 +553,7 @@ from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 
 
 class Gated(SingleTurnAgent):
-    "Answers the first prompts of the data order, so many as a file says; all of evaluations and rehearsals; then it waits."
+    "Answers the first prompts of the data order, so many as a file says, and all that are not trained on; then waits."
 
     async def run_group(self, prompt, make_env, client):
         at_once = prompt.prompt_id.startswith(("eval-", "rehearsal-"))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl.api import GenerationRequest, SamplingParams
@@ -21,6 +22,7 @@ from asyncrl.rollout.rehearsal import MadeUpPolicy, Outcome, rehearse
 Configured = Callable[..., ExperimentConfig]
 
 CODE = """
+import asyncio
 import os
 
 calls = 0
@@ -52,6 +54,10 @@ def dies(data, completion):
 
 async def silent(prompt, env, client):
     return 1.0
+
+
+async def waits(prompt, env, client):
+    await asyncio.Event().wait()
 
 
 async def chatting(prompt, env, client):
@@ -137,6 +143,16 @@ def test_a_process_that_user_code_ends_is_an_error_that_says_so(configured: Conf
         pytest.raises(ConfigError, match=r"ended with exit code 3; .*rollout\.rehearse=false"),
     ):
         notes()
+
+
+def test_code_that_does_not_return_is_a_note_and_ends(configured: Configured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.commands.rehearse.LIMIT_S", 6.0)
+    before = set(psutil.Process().children())
+    with rehearsed(configured("agent.path=CODE:waits")) as notes:
+        assert [note.partition(" within ")[0] for note in notes()] == [
+            "rehearsal: the first row was not played to its end"
+        ]
+    assert set(psutil.Process().children()) == before
 
 
 def test_the_command_ends_with_2_and_makes_no_folder(
