@@ -64,9 +64,7 @@ def _found(process: subprocess.Popen[bytes], folder: Path, config: ExperimentCon
     try:
         code = process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
-        return [
-            f"rehearsal: one group of the first row was not played within {LIMIT_S:g} s; the run begins all the same"
-        ]
+        return [f"rehearsal: the first row was not played to its end within {LIMIT_S:g} s; the run begins all the same"]
     outcome = Outcome.read(folder)
     if outcome is None:
         said = (folder / "output").read_text(errors="replace").strip().splitlines()[-5:]
