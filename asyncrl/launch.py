@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.experiment is None:
             _print(list_experiments(folder))
             return 0 if args.help else EXIT_CONFIG
-        from asyncrl.commands.checks import validate, warnings
-        from asyncrl.commands.hub import resolve_hub_names
-        from asyncrl.commands.input_checks import check_data, check_graph
+        from asyncrl.commands.before_start.checks import validate, warnings
+        from asyncrl.commands.before_start.hub import resolve_hub_names
+        from asyncrl.commands.before_start.input_checks import check_data, check_graph
         from asyncrl.config.experiment import ExperimentConfig
         from asyncrl.config.load import load_experiment
 

@@ -39,10 +39,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.advantages.grpo import grpo
+from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats, values
 from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import ObjectiveSpec
-from asyncrl.algorithms.stats import Stats, merge_stats, values
 from asyncrl.api import (
     Completion,
     GenerationClient,

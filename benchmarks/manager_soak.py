@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.recent_ids import GENERATIONS, ids_remembered
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient

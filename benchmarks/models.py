@@ -57,7 +57,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat import FlatLoader
 from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.weights.model_folder import FolderFormatError
+from asyncrl.weights.model_files.folder import FolderFormatError
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- every model: made by benchmarks/models.py -->", "<!-- end of every model -->"

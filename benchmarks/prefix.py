@@ -222,7 +222,9 @@ def generate(model: Any, inputs: list[GenerationInput], interrupt: bool, sharing
                 engine.resume()
         seconds = time.process_time() - begun
     prefilled = batch.runner.prefilled_tokens - before
-    return Generated(answers.result(timeout=0), seconds, batch.decoded_rows / max(1, batch.generated_tokens), prefilled)
+    return Generated(
+        answers.result(timeout=0), seconds, batch.counts.decoded_rows / max(1, batch.counts.generated), prefilled
+    )
 
 
 def compare_generation(name: str, model: Any, inputs: list[GenerationInput], rounds: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.comm import names
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
@@ -46,10 +46,10 @@ from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.worker_plan import MALLOC
 from asyncrl.weights.atomic_dir import sync_directory, sync_file
-from asyncrl.weights.manifest import verify
-from asyncrl.weights.published import WholeModel
-from asyncrl.weights.publishing import publish, tokenizer_assets
-from asyncrl.weights.shared_files import SharedFiles
+from asyncrl.weights.versions.manifest import verify
+from asyncrl.weights.versions.published import WholeModel
+from asyncrl.weights.versions.publishing import publish, tokenizer_assets
+from asyncrl.weights.versions.shared_files import SharedFiles
 
 TARGET_RATIO = 1.3
 ENVIRONMENT = MALLOC | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}

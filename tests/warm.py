@@ -53,7 +53,7 @@ PRELOADED = (
     "transformers.models.qwen2.modeling_qwen2",
     "setproctitle",
     "asyncrl.commands.train",
-    "asyncrl.commands.checks",
+    "asyncrl.commands.before_start.checks",
     "asyncrl.config.describe",
     "asyncrl.config.load",
     "asyncrl.inference.embedded.host",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic.packed import sequence_lengths
 from asyncrl.algorithms.inputs import Aggregation
-from asyncrl.algorithms.packing import sequence_lengths
 from asyncrl.algorithms.registry import aggregation
 
 

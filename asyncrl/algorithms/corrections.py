@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic.packed import LOG_RATIO_LIMIT, as_float, log_ratio, segment_sum, sequence_mean
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput
-from asyncrl.algorithms.packing import LOG_RATIO_LIMIT, as_float, log_ratio, segment_sum, sequence_mean
 from asyncrl.algorithms.registry import correction
 
 

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic.packed import as_float
+from asyncrl.algorithms.arithmetic.sums import Stats, mean_stat
 from asyncrl.algorithms.inputs import AllReduce, ValueLossInputs
-from asyncrl.algorithms.packing import as_float
 from asyncrl.algorithms.spec import Choice, Resolve, ValueNormalisation
-from asyncrl.algorithms.stats import Stats, mean_stat
 
 
 class ValueObjective:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from asyncrl.algorithms.stats import Stats
+from asyncrl.algorithms.arithmetic.sums import Stats
 
 AllReduce = Callable[[Tensor], Tensor]
 """Sums a tensor over data-parallel ranks and returns the result."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic.packed import as_float, log_ratio
 from asyncrl.algorithms.inputs import KLInputs
-from asyncrl.algorithms.packing import as_float, log_ratio
 from asyncrl.algorithms.registry import kl_estimator
 
 

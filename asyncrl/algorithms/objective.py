@@ -24,10 +24,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic.packed import as_float, log_ratio
+from asyncrl.algorithms.arithmetic.sums import Stats, count_stat, max_stat, mean_stat
 from asyncrl.algorithms.inputs import CorrectionInputs, CorrectionOutput, KLInputs, PolicyLossInputs
-from asyncrl.algorithms.packing import as_float, log_ratio
 from asyncrl.algorithms.spec import ObjectiveSpec, ProximalMode, Resolve
-from asyncrl.algorithms.stats import Stats, count_stat, max_stat, mean_stat
 
 
 class Objective:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from asyncrl.algorithms.arithmetic.packed import as_float
+from asyncrl.algorithms.arithmetic.sums import mean_stat
 from asyncrl.algorithms.inputs import ValueLossInputs, ValueLossOutput
-from asyncrl.algorithms.packing import as_float
 from asyncrl.algorithms.registry import value_loss
-from asyncrl.algorithms.stats import mean_stat
 
 
 @value_loss("squared")

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from asyncrl.comm import names
 from asyncrl.commands.audit import Audit, audit
-from asyncrl.commands.experiment_args import RL_ONLY, refuse
+from asyncrl.commands.before_start.experiment_args import RL_ONLY, refuse
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError

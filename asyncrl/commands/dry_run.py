@@ -9,7 +9,7 @@ import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 
 from asyncrl.config.load import Config
-from asyncrl.rollout.named_inputs import named_inputs
+from asyncrl.rollout.inputs.named import named_inputs
 from asyncrl.runtime.hosts.manifests import manifests
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.runtime.plan import plan_workers

@@ -22,16 +22,16 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.comm.private_files import PRIVATE_UMASK
-from asyncrl.commands.checks import validate
-from asyncrl.commands.hub import is_hub_name, resolve_hub_names
-from asyncrl.commands.input_checks import check_prompts
-from asyncrl.commands.same_data import keep_inputs
+from asyncrl.comm.files.private_files import PRIVATE_UMASK
+from asyncrl.commands.before_start.checks import validate
+from asyncrl.commands.before_start.hub import is_hub_name, resolve_hub_names
+from asyncrl.commands.before_start.input_checks import check_prompts
+from asyncrl.commands.before_start.same_data import keep_inputs
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.observe.metrics import read_rows
-from asyncrl.rollout.named_inputs import is_file, named_inputs, texts_in_args
+from asyncrl.rollout.inputs.named import is_file, named_inputs, texts_in_args
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import Run
 from asyncrl.runtime.launcher import Launcher
@@ -144,8 +144,8 @@ def _policy(run: Path, step: int | None, scratch: Path) -> Path:
     if step == 0:
         return Path(str(read_run_config(run).model.path))
     from asyncrl.commands.exporting import ExportError, export  # which loads torch
-    from asyncrl.weights.loading import WeightUpdateError
-    from asyncrl.weights.manifest import ManifestError
+    from asyncrl.weights.model_files.loading import WeightUpdateError
+    from asyncrl.weights.versions.manifest import ManifestError
 
     try:
         export(run, step, scratch / "model")

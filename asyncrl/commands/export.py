@@ -19,8 +19,8 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; it must not exist")
     args = parser.parse_intermixed_args(argv)
     from asyncrl.commands.exporting import ExportError, export  # which loads torch: not for --help or a wrong option
-    from asyncrl.weights.loading import WeightUpdateError
-    from asyncrl.weights.manifest import ManifestError
+    from asyncrl.weights.model_files.loading import WeightUpdateError
+    from asyncrl.weights.versions.manifest import ManifestError
 
     try:
         step = export(args.run.expanduser(), args.step, args.out.expanduser(), adapter=args.adapter)

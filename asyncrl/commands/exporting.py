@@ -22,16 +22,16 @@ from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
 from asyncrl.trainer.model.lora import adapter_config, is_adapter
-from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
-from asyncrl.weights.adapters import are_adapters, model_name, published_name
-from asyncrl.weights.canary import CANARY_FILE
-from asyncrl.weights.checkpoints import read_state
-from asyncrl.weights.distributed_checkpoint import StoredTensors
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
-from asyncrl.weights.model_folder import FolderTensor, folder_tensors
-from asyncrl.weights.publishing import write_model
-from asyncrl.weights.stored_model import DTYPES, MergedModel, Read, StoredModel, from_folder
-from asyncrl.weights.stored_model import ExportError as ExportError  # known by this name too
+from asyncrl.weights.checkpoints.distributed import StoredTensors
+from asyncrl.weights.checkpoints.store import read_state
+from asyncrl.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
+from asyncrl.weights.model_files.adapters import are_adapters, model_name, published_name
+from asyncrl.weights.model_files.folder import FolderTensor, folder_tensors
+from asyncrl.weights.model_files.stored import DTYPES, MergedModel, Read, StoredModel, from_folder
+from asyncrl.weights.model_files.stored import ExportError as ExportError  # known by this name too
+from asyncrl.weights.versions.canary import CANARY_FILE
+from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
+from asyncrl.weights.versions.publishing import write_model
 
 _WEIGHTS = f"{ACTOR}.weights."
 """Before the names of the policy's parameters in a checkpoint."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.commands.checks import validate
-from asyncrl.commands.experiment_args import RL_ONLY, parse, refuse
-from asyncrl.commands.input_checks import check_data, check_graph
+from asyncrl.commands.before_start.checks import validate
+from asyncrl.commands.before_start.experiment_args import RL_ONLY, parse, refuse
+from asyncrl.commands.before_start.input_checks import check_data, check_graph
 from asyncrl.commands.train import train
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.comm.private_files import PRIVATE_UMASK
-from asyncrl.commands.checks import validate
-from asyncrl.commands.experiment_args import RL_ONLY, parse, refuse
-from asyncrl.commands.input_checks import check_prompts
-from asyncrl.commands.rehearse import rehearsed
-from asyncrl.commands.same_data import keep_data_record, keep_inputs
+from asyncrl.comm.files.private_files import PRIVATE_UMASK
+from asyncrl.commands.before_start.checks import validate
+from asyncrl.commands.before_start.experiment_args import RL_ONLY, parse, refuse
+from asyncrl.commands.before_start.input_checks import check_prompts
+from asyncrl.commands.before_start.rehearse import rehearsed
+from asyncrl.commands.before_start.same_data import keep_data_record, keep_inputs
 from asyncrl.commands.train import with_model
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
-from asyncrl.commands.input_checks import base_model_config
+from asyncrl.commands.before_start.input_checks import base_model_config
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config

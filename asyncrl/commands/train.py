@@ -10,12 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from asyncrl.comm.private_files import PRIVATE_UMASK
+from asyncrl.comm.files.private_files import PRIVATE_UMASK
 from asyncrl.commands.attach import attach, detach
-from asyncrl.commands.devices import device_lines
-from asyncrl.commands.input_checks import base_model_config, chat_notes, check_prompts
-from asyncrl.commands.rehearse import rehearsed
-from asyncrl.commands.same_data import check_same_data, keep_data_record, keep_inputs
+from asyncrl.commands.before_start.devices import device_lines
+from asyncrl.commands.before_start.input_checks import base_model_config, chat_notes, check_prompts
+from asyncrl.commands.before_start.rehearse import rehearsed
+from asyncrl.commands.before_start.same_data import check_same_data, keep_data_record, keep_inputs
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.setting import ConfigError
@@ -32,7 +32,7 @@ from asyncrl.runtime.trials.resume import TrialError, changed_settings, check_fi
 from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.weights.manifest import verify
+from asyncrl.weights.versions.manifest import verify
 
 
 def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = None, detached: bool = False) -> int:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.api.generation import Completion, FinishReason, SamplingParams
-from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.messages import (
     AbortRequest,

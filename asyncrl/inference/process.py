@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Never
 
 from asyncrl.comm import names
-from asyncrl.comm.http import HttpError
+from asyncrl.comm.http.calls import HttpError
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, Served

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from asyncrl.comm.backoff import Backoff
-from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager import messages as m

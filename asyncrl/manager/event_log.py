@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from asyncrl.comm.retry_write import retry_write
+from asyncrl.comm.files.retry_write import retry_write
 from asyncrl.manager.rollout_books import Noted, Remembered
 
 GROWTH_BYTES = 32 << 20

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.registry import Collector
 
-from asyncrl.comm.http_server import Handler, HttpServer, Refused, Route, json_response
+from asyncrl.comm.http.server import Handler, HttpServer, Refused, Route, json_response
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager.fleet.canary_check import CanaryCheck
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState

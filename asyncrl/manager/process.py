@@ -16,10 +16,10 @@ import asyncio
 from pathlib import Path
 
 from asyncrl.comm import names
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.files.sealed_json import unseal
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.comm.running_time import RunningClock
-from asyncrl.comm.sealed_json import unseal
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.canary_check import CanaryCheck, logprob_check_tolerance
@@ -44,9 +44,9 @@ from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, INPUTS_DIR, MANAGER_LOG_FILE
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.placement import worker_grid
-from asyncrl.weights.manifest import Manifest, ManifestError, verify
 from asyncrl.weights.staging.messages import INPUTS, MODEL
 from asyncrl.weights.transports.base import weight_transport
+from asyncrl.weights.versions.manifest import Manifest, ManifestError, verify
 
 DISCOVERY_INTERVAL_S = 0.25
 """Interval in seconds of the search for servers and workers. A death is noticed within this time plus the lease."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from asyncrl.comm.retry_write import retry_write_blocking
+from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.sample_tables import COLUMNS, Table, as_markdown
 from asyncrl.observe.tail import JsonlTail

@@ -41,7 +41,7 @@ from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
 from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import Tries, judge, metrics_of, run_group, shape
-from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.offload.errors import group_failed_in
 from asyncrl.rollout.offload.meter import Activity, metered, timed
 from asyncrl.rollout.settings import RolloutConfig

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from asyncrl.comm import names
 from asyncrl.comm.backoff import Backoff
-from asyncrl.comm.http import HttpError, JsonHttp
+from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
@@ -23,9 +23,9 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.plugins.datasets.record import DataRecord
-from asyncrl.rollout.evaluator import Evaluator
-from asyncrl.rollout.generation_client import RolloutClient
-from asyncrl.rollout.inputs import Inputs, check_rows, import_named, read_from
+from asyncrl.rollout.evaluation.evaluator import Evaluator
+from asyncrl.rollout.generation.client import RolloutClient
+from asyncrl.rollout.inputs.copied import Inputs, check_rows, import_named, read_from
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code import Plugins

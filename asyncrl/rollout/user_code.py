@@ -34,14 +34,14 @@ from asyncrl.plugins.datasets.settings import AUTO
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.plugins.envs.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
 from asyncrl.plugins.tools.toolbox import Toolbox
+from asyncrl.rollout.generation.served import ServedEpisodeClient
 from asyncrl.rollout.offload.adapters import AgentProcess, OffloadedEnvironment, adapted_agent, is_built_in
+from asyncrl.rollout.offload.child.environment import ProcessEnvironment
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity
 from asyncrl.rollout.offload.offloader import Code, EpisodeProcesses, Offloader, is_async
 from asyncrl.rollout.offload.places import GroupPlaces, Places
-from asyncrl.rollout.offload.process_environment import ProcessEnvironment
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
-from asyncrl.rollout.served_client import ServedEpisodeClient
 from asyncrl.rollout.tools import RunTools, check_format
 
 

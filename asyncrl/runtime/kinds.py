@@ -191,7 +191,7 @@ KINDS = {
     ),
     ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
     EVALUATION_WORKER: ProcessKind(
-        "asyncrl.rollout.evaluation_process:EvaluationWorker",
+        "asyncrl.rollout.evaluation.process:EvaluationWorker",
         _rollout_workers,
         runs=_EVALUATE,
         placed_as=ROLLOUT_WORKER,

@@ -38,7 +38,7 @@ from typing import Self
 
 import msgspec
 
-from asyncrl.comm.file_lock import take_lock
+from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.keeper import identity_of

@@ -9,7 +9,7 @@ import os
 import pkgutil
 from pathlib import Path
 
-from asyncrl.comm.private_files import PRIVATE_UMASK
+from asyncrl.comm.files.private_files import PRIVATE_UMASK
 from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.process.lasting_imports import lasting_imports
 from asyncrl.runtime.process.worker import WorkerSpec

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+from asyncrl.algorithms.arithmetic.sums import Stats, all_reduce_stats, values
 from asyncrl.algorithms.critic import ValueNorm, ValueObjective
 from asyncrl.algorithms.kl import KLController
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import Choice, KLPlace, ObjectiveSpec, ValueNormalisation
-from asyncrl.algorithms.stats import Stats, all_reduce_stats, values
 from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig

@@ -26,8 +26,8 @@ from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.parallel.place import World
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.distributed_checkpoint import shard_name
-from asyncrl.weights.manifest import MANIFEST_FILE, ManifestError, checksum, whole_files
+from asyncrl.weights.checkpoints.distributed import shard_name
+from asyncrl.weights.versions.manifest import MANIFEST_FILE, ManifestError, checksum, whole_files
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.comm.request_reply.messages import Done, Reply, Request
-from asyncrl.weights.manifest import FileEntry
+from asyncrl.weights.versions.manifest import FileEntry
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

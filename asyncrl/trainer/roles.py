@@ -26,8 +26,8 @@ from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import ReferenceMode
-from asyncrl.weights import checkpoints
-from asyncrl.weights.checkpoints import CheckpointWriter
+from asyncrl.weights.checkpoints import store as checkpoints
+from asyncrl.weights.checkpoints.store import CheckpointWriter
 
 ACTOR, CRITIC, REFERENCE = "actor", "critic", "ref"
 

@@ -16,10 +16,10 @@ from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.roles import TrainingRank
-from asyncrl.weights import publishing
-from asyncrl.weights.canary import Canary, canary_tokens
-from asyncrl.weights.shared_files import SharedFiles
 from asyncrl.weights.transports.base import TrainerEnd, weight_transport
+from asyncrl.weights.versions import publishing
+from asyncrl.weights.versions.canary import Canary, canary_tokens
+from asyncrl.weights.versions.shared_files import SharedFiles
 
 
 class Versions:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl.comm.retry_write import retry_write_blocking
+from asyncrl.comm.files.retry_write import retry_write_blocking
 
 _log = logging.getLogger(__name__)
 WRITING_SUFFIX = ".writing"

@@ -32,7 +32,7 @@ from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.settings import Pacing, RolloutConfig
 from asyncrl.runtime.process.waiting import cancel

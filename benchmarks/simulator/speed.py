@@ -23,13 +23,13 @@ import psutil
 from numpy.typing import NDArray
 
 from asyncrl.api.generation import SamplingParams
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.canary_check import CanaryCheck
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
-from asyncrl.weights.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
 from asyncrl.weights.transports.disk import DiskManagerEnd
+from asyncrl.weights.versions.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
 from simulator.engine_model import EngineModel
 from simulator.real import GROUP
 
@@ -117,10 +117,10 @@ def measure_engine(model_path: Path) -> EngineModel:
             asked = [_prompt(number, length) for number in range(prompts) for _ in range(samples)]
             future = submit(f"{turn}-{load}", asked, STEPS, alike)
             for step in range(STEPS):
-                rows, prefilled, begun = batch.decoded_rows, batch.runner.prefilled_tokens, time.process_time()
+                rows, prefilled, begun = batch.counts.decoded_rows, batch.runner.prefilled_tokens, time.process_time()
                 engine.step()
                 seconds = time.process_time() - begun
-                rows, prefilled = batch.decoded_rows - rows, batch.runner.prefilled_tokens - prefilled
+                rows, prefilled = batch.counts.decoded_rows - rows, batch.runner.prefilled_tokens - prefilled
                 if not turn:  # warms up
                     continue
                 decode = [1.0, len(asked), rows, rows * (length + step)]

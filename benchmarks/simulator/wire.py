@@ -1,4 +1,4 @@
-"""Calls between the parts of a simulated run: what `asyncrl.comm.http.JsonHttp` does, without sockets.
+"""Calls between the parts of a simulated run: what `asyncrl.comm.http.calls.JsonHttp` does, without sockets.
 
 A host is whatever answers under a URL. A call takes `latency_s` there and as long back (all of it there, which is one
 timer), keeps its time limit, and fails as HTTP does: no such host is `HttpUnreachable`, silence is `HttpTimeout`, what
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from asyncrl.comm.http import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp, decoded_reply
+from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp, decoded_reply
 from asyncrl.manager.messages import BadRequest, Empty, Verb
 
 

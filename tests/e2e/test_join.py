@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security import RunSecret
 from asyncrl.commands.audit import audit
 from asyncrl.launch import main

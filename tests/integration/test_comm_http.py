@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from asyncrl.comm.http import HttpMalformed, HttpRefused, JsonHttp
+from asyncrl.comm.http.calls import HttpMalformed, HttpRefused, JsonHttp
 
 LIMIT_S = 60.0
 

@@ -19,8 +19,8 @@ import zmq
 from aiohttp import web
 
 from asyncrl.api import Sample, Trajectory
-from asyncrl.comm.http import HttpRefused, HttpUnreachable, JsonHttp
-from asyncrl.comm.http_server import HttpServer, Route, json_response
+from asyncrl.comm.http.calls import HttpRefused, HttpUnreachable, JsonHttp
+from asyncrl.comm.http.server import HttpServer, Route, json_response
 from asyncrl.comm.push_pull import InvalidTrajectory, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected
 from asyncrl.comm.request_reply import Done, RemoteError, Request, RequestClient, RequestServer
 from asyncrl.comm.request_reply.messages import pack

@@ -28,7 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import Completion, GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
@@ -45,7 +45,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
-from asyncrl.rollout.generation_client import FORK_SAVES, RolloutClient
+from asyncrl.rollout.generation.client import FORK_SAVES, RolloutClient
 from asyncrl.runtime.process.process_tree import kept
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.weights.transports.disk import DiskManagerEnd

@@ -19,8 +19,8 @@ import pytest_asyncio
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.comm import http_server
-from asyncrl.comm.http_server import HttpServer
+from asyncrl.comm.http import server as http_server
+from asyncrl.comm.http.server import HttpServer
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import MAX_PROMPTS_BYTES, serve
@@ -28,7 +28,7 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.weights.loading import INDEX_FILE
+from asyncrl.weights.model_files.loading import INDEX_FILE
 
 ORDER = DataOrder(9, 0)
 

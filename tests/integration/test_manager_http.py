@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.comm.http import HttpRefused
+from asyncrl.comm.http.calls import HttpRefused
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager.client import ManagerClient, ManagerGone

@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.sealed_json import seal
+from asyncrl.comm.files.sealed_json import seal
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
@@ -40,17 +40,17 @@ from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.record import DataRecord
-from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.runtime.process.worker import WorkerSpec
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, write_run_config
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
-from asyncrl.weights.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
-from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest
-from asyncrl.weights.published import WholeModel
-from asyncrl.weights.publishing import publish
-from asyncrl.weights.shared_files import SharedFiles
+from asyncrl.weights.versions.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
+from asyncrl.weights.versions.manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest
+from asyncrl.weights.versions.published import WholeModel
+from asyncrl.weights.versions.publishing import publish
+from asyncrl.weights.versions.shared_files import SharedFiles
 
 ROWS = 1000
 LIMIT_S = 60.0
@@ -676,7 +676,7 @@ def let_make_40_steps_a_version(engine: GenerationEngine, last: int) -> None:
 
 
 def generated_by(engines: list[GenerationEngine]) -> int:
-    return sum(engine._batch.generated_tokens for engine in engines)
+    return sum(engine._batch.counts.generated for engine in engines)
 
 
 async def until_generated(engines: list[GenerationEngine], tokens: int) -> None:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.weights.manifest import Manifest, file_entry, verify, write_manifest
 from asyncrl.weights.staging.messages import INPUTS, MODEL
 from asyncrl.weights.staging.process import StagingService
+from asyncrl.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
 
 HOSTS = 5
 LIMIT_S = 60.0

@@ -49,8 +49,8 @@ from asyncrl.trainer.messages import (
     TakeUp,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
-from asyncrl.weights.canary import read_canary
-from asyncrl.weights.manifest import verify
+from asyncrl.weights.versions.canary import read_canary
+from asyncrl.weights.versions.manifest import verify
 
 LIMIT_S = 300.0
 """Time limit in seconds of waits for what must come, among it the start of a process that imports torch."""

@@ -24,9 +24,9 @@ from asyncrl.inference.seeds import derive_seed
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.models.routing import Routers
-from asyncrl.rollout import generation_client
-from asyncrl.rollout.drafts import Draft
-from asyncrl.rollout.generation_client import STOP_CHUNK, GenerationFailed, RolloutClient
+from asyncrl.rollout.generation import client as generation_client
+from asyncrl.rollout.generation.client import STOP_CHUNK, GenerationFailed, RolloutClient
+from asyncrl.rollout.generation.drafts import Draft
 
 LIMIT_S = 600.0
 """Time limit of a request in seconds: longer than any test, unless the test sets the clock forward."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.api.generation import SamplingParams
-from asyncrl.comm.http import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,

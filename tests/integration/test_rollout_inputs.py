@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm import names
-from asyncrl.comm.http import HttpError
+from asyncrl.comm.http.calls import HttpError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.same_code import loaded_sources
 from asyncrl.rollout.process import RolloutWorker

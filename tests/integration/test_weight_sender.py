@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncrl.comm import names
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.experiment import ExperimentConfig

@@ -41,13 +41,13 @@ from asyncrl.api import Sample, Trajectory
 from asyncrl.comm import ledger_lines as lines
 from asyncrl.comm import names
 from asyncrl.comm.codec import CodecError
-from asyncrl.comm.http import HttpMalformed, decoded_reply
-from asyncrl.comm.http_server import Refused
+from asyncrl.comm.files.sealed_json import seal
+from asyncrl.comm.http.calls import HttpMalformed, decoded_reply
+from asyncrl.comm.http.server import Refused
 from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.name_resolve.file import FileResolver
 from asyncrl.comm.push_pull import messages as push_pull
 from asyncrl.comm.request_reply import messages as request_reply
-from asyncrl.comm.sealed_json import seal
 from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, encode_trajectories
 from asyncrl.inference import messages as serving
 from asyncrl.inference.embedded.serving import requests as embedded
@@ -74,7 +74,7 @@ from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.trainer.trajectories.kept_inbox import InboxStore, KeptTrajectoryDamaged
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
-from asyncrl.weights.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
+from asyncrl.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
 
 INPUTS = int(os.environ.get("ASYNCRL_FUZZ_INPUTS", "120"))
 SEED = int(os.environ.get("ASYNCRL_FUZZ_SEED", "0"))

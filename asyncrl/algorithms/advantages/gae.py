@@ -11,8 +11,8 @@ from asyncrl.algorithms.advantages.generalised import (
     terminal_values,
     token_rewards,
 )
+from asyncrl.algorithms.arithmetic.packed import whiten as whiten_tokens
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.algorithms.packing import whiten as whiten_tokens
 from asyncrl.algorithms.registry import advantage
 
 

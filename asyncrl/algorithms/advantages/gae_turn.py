@@ -11,9 +11,9 @@ from asyncrl.algorithms.advantages.generalised import (
     terminal_values,
     token_rewards,
 )
+from asyncrl.algorithms.arithmetic.packed import segment_sum, turn_starts
+from asyncrl.algorithms.arithmetic.packed import whiten as whiten_tokens
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.algorithms.packing import segment_sum, turn_starts
-from asyncrl.algorithms.packing import whiten as whiten_tokens
 from asyncrl.algorithms.registry import advantage
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic.packed import as_float, discounted_suffix_sum
 from asyncrl.algorithms.inputs import AdvantageInputs
-from asyncrl.algorithms.packing import as_float, discounted_suffix_sum
 
 
 def check_discounts(gamma: float, lam: float) -> None:

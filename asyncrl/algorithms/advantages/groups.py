@@ -36,8 +36,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.algorithms.advantages.generalised import token_rewards
+from asyncrl.algorithms.arithmetic.packed import (
+    as_float,
+    discounted_suffix_sum,
+    segment_sum,
+    sequence_lengths,
+    turn_starts,
+)
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.algorithms.packing import as_float, discounted_suffix_sum, segment_sum, sequence_lengths, turn_starts
 
 
 def sequence_rewards(inputs: AdvantageInputs) -> Tensor:

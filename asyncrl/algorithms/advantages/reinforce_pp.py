@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.algorithms.advantages.generalised import check_discounts, token_rewards
+from asyncrl.algorithms.arithmetic.packed import discounted_suffix_sum, whiten
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.algorithms.packing import discounted_suffix_sum, whiten
 from asyncrl.algorithms.registry import advantage
 
 

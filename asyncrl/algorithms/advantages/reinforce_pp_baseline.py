@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncrl.algorithms.advantages.groups import compared
+from asyncrl.algorithms.arithmetic.packed import whiten
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from asyncrl.algorithms.packing import whiten
 from asyncrl.algorithms.registry import advantage
 
 

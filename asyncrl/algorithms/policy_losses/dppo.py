@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from asyncrl.algorithms.arithmetic.packed import as_float, log_ratio
+from asyncrl.algorithms.arithmetic.sums import mean_stat
 from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from asyncrl.algorithms.packing import as_float, log_ratio
 from asyncrl.algorithms.registry import policy_loss
-from asyncrl.algorithms.stats import mean_stat
 
 
 @policy_loss("dppo")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from asyncrl.algorithms.arithmetic.packed import as_float
 from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from asyncrl.algorithms.packing import as_float
 from asyncrl.algorithms.registry import policy_loss
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic.packed import as_float, log_ratio
+from asyncrl.algorithms.arithmetic.sums import mean_stat
 from asyncrl.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from asyncrl.algorithms.packing import as_float, log_ratio
-from asyncrl.algorithms.stats import mean_stat
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:

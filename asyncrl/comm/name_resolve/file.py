@@ -32,7 +32,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from asyncrl.comm.file_lock import take_lock
+from asyncrl.comm.files.file_lock import take_lock
+from asyncrl.comm.files.private_files import NotPrivate, make_private_folder, open_private_file
 from asyncrl.comm.name_resolve.base import FOLLOW_POLL_S, PATIENCE_S, NameResolver, is_below
 from asyncrl.comm.name_resolve.errors import (
     NameEntryExists,
@@ -41,7 +42,6 @@ from asyncrl.comm.name_resolve.errors import (
     OwnerFenced,
 )
 from asyncrl.comm.name_resolve.subtree import Subtree
-from asyncrl.comm.private_files import NotPrivate, make_private_folder, open_private_file
 
 _SUFFIX = ".json"
 _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-old offset is good to a millisecond

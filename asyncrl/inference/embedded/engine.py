@@ -41,8 +41,8 @@ from asyncrl.inference.embedded.types import (
 )
 from asyncrl.inference.messages import PauseMode
 from asyncrl.models.transformers_internals import context_limit
-from asyncrl.weights.adapters import are_adapters, read_adapters, stage_adapters
-from asyncrl.weights.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
+from asyncrl.weights.model_files.adapters import are_adapters, read_adapters, stage_adapters
+from asyncrl.weights.model_files.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class GenerationEngine:
         def apply() -> int:
             if replaced is not None and self._replaced != before:
                 raise WeightUpdateError("other weights were loaded while these adapters were read; load them again")
-            frozen = len(self._batch.running)
+            frozen = len(self._batch.samples.running)
             if frozen and flush_cache:
                 raise WeightUpdateError(
                     f"Flush cache failed: {frozen} requests are frozen by pause mode 'in_place'; pass "
@@ -268,7 +268,7 @@ class GenerationEngine:
         begin = time.perf_counter()
         self._batch.step()
         self._deliver()
-        if self._meter.worked(begin, time.perf_counter(), self._batch.generated_tokens) or self._stats_due:
+        if self._meter.worked(begin, time.perf_counter(), self._batch.counts.generated) or self._stats_due:
             self._renew_stats()
         return True
 
@@ -300,7 +300,7 @@ class GenerationEngine:
     def _runnable(self) -> bool:
         if self._paused is not None:
             return False
-        return bool(self._batch.rows) or self._batch.queue.has_admissible()
+        return bool(self._batch.samples.rows) or self._batch.queue.has_admissible()
 
     def _apply_drains(self) -> None:
         """Apply changes whose predecessors have all finished (or are frozen); hold what arrived after the first that
@@ -342,15 +342,15 @@ class GenerationEngine:
         self._stats_due = False
         batch = self._batch
         self._stats = EngineStats(
-            running=batch.live,
+            running=batch.samples.live,
             waiting=len(batch.queue.waiting),
             paused=self._paused is not None,
             used_tokens=batch.used_tokens,
             max_total_tokens=self.max_total_tokens,
             max_running_requests=self.max_running_requests,
-            prompt_tokens=batch.prompt_tokens,
-            cached_tokens=batch.cached_tokens,
-            generated_tokens=batch.generated_tokens,
+            prompt_tokens=batch.counts.prompt,
+            cached_tokens=batch.counts.cached,
+            generated_tokens=batch.counts.generated,
             finished_requests=self._jobs.finished,
             aborted_requests=self._jobs.aborted,
             retractions=self._retractions,

@@ -22,7 +22,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from asyncrl.api.generation import SamplingParams
-from asyncrl.comm.http_server import Refused, careful_runner, read_body, refusal
+from asyncrl.comm.http.server import Refused, careful_runner, read_body, refusal
 from asyncrl.inference.openai import anthropic, sse, token_calls
 from asyncrl.inference.openai.calls import Api
 from asyncrl.inference.openai.chat_completions import ChatCompletions

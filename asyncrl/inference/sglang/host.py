@@ -16,7 +16,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 
-from asyncrl.comm.http import HttpError, HttpRefused
+from asyncrl.comm.http.calls import HttpError, HttpRefused
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.comm.http import HttpError
+from asyncrl.comm.http.calls import HttpError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.fleet.decisions import Target
-from asyncrl.weights.canary import Canary, read_canary
-from asyncrl.weights.manifest import ManifestError
+from asyncrl.weights.versions.canary import Canary, read_canary
+from asyncrl.weights.versions.manifest import ManifestError
 
 FLOAT32_TOLERANCE = 1e-3
 """Nats. Two ways to compute the same in float32 differ by some 1e-5 where log-probabilities are around -10."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from asyncrl.comm.http import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.update import UpdateCheck, update_server

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from asyncrl.comm.http import HttpError, JsonHttp
+from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
 from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
 from asyncrl.manager.wakeup import Signal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from asyncrl.comm.http import HttpError
+from asyncrl.comm.http.calls import HttpError
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.trainer.messages import SendWeights

@@ -6,8 +6,9 @@ while the next one begins; a checkpoint waits for that, so the disk never has on
 followed by the next one once it has `FILE_BYTES`, always after a seal. A line that a kill cut off is cut away when the
 next launch begins; whole lines stay, also those of steps that no checkpoint remembers: `begin` says so.
 
-A disk that takes nothing for a while is waited for (`asyncrl.comm.retry_write`). What it took and could not sync is
-written again at its place: after a failed sync the kernel may have forgotten it, and would call the next one a success.
+A disk that takes nothing for a while is waited for (`asyncrl.comm.files.retry_write`). What it took and could not sync
+is written again at its place: after a failed sync the kernel may have forgotten it, and would call the next one a
+success.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.ledger_lines import (
     SEAL_BYTES,
     SEAL_END,
@@ -40,7 +42,6 @@ from asyncrl.comm.ledger_lines import (
     Step,
     Trained,
 )
-from asyncrl.comm.retry_write import retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.data.buffer import TrainBatch

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.retry_write import retry_write_blocking
-from asyncrl.comm.sealed_json import seal
+from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.files.sealed_json import seal
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.data.buffer import SampleBuffer

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NoReturn
 
 from asyncrl.comm.drop_reasons import is_filter_reason
-from asyncrl.comm.http import HttpError
+from asyncrl.comm.http.calls import HttpError
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.observe.learning import ADVICE

@@ -22,7 +22,7 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
 )
 from asyncrl.trainer.settings import BestDirection, CheckpointConfig
-from asyncrl.weights.checkpoint_dir import which_to_keep
+from asyncrl.weights.checkpoints.folder import which_to_keep
 
 
 class Progress(NamedTuple):

@@ -26,7 +26,7 @@ from asyncrl.trainer.messages import (
     SaveCheckpoint,
     WrittenShare,
 )
-from asyncrl.weights.manifest import FileEntry
+from asyncrl.weights.versions.manifest import FileEntry
 
 _log = logging.getLogger(__name__)
 

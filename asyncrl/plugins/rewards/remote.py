@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl.api import run_in
 from asyncrl.comm.backoff import Backoff
-from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 
 ATTEMPTS = 3
 _BACKOFF = Backoff(0.5, 5.0)

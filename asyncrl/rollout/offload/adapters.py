@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Prompt, RunIn, Sample, StepResult
-from asyncrl.rollout.offload.child_agent import answer, outcome_of
+from asyncrl.rollout.offload.child.agent import answer, outcome_of
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import MAKE, USE, Call, Target
 from asyncrl.rollout.offload.meter import Activity

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.comm.running_time import RunningTimeout
-from asyncrl.rollout.offload import child
+from asyncrl.rollout.offload.child import main as child
 from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, decode_reply, packed
 from asyncrl.rollout.offload.policy import WATCH_EVERY_S, WATCH_FROM_S, Limits, excess, keep

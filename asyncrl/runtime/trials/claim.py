@@ -27,9 +27,9 @@ from typing import Self
 import psutil
 
 from asyncrl.comm import names
-from asyncrl.comm.file_lock import take_lock
+from asyncrl.comm.files.file_lock import take_lock
+from asyncrl.comm.files.private_files import NotPrivate, check_owned, check_tree, make_private_folder, open_private_file
 from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
-from asyncrl.comm.private_files import NotPrivate, check_owned, check_tree, make_private_folder, open_private_file
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.keeper import GONE_LIMIT_S, identity_of
 from asyncrl.runtime.process.worker import open_resolver

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from asyncrl.algorithms.stats import Stats
+from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.batches.micro_batch import MicroBatch
@@ -39,7 +39,7 @@ from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.model.scoring import EntropyMode
 from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.weights.published import TensorSpec as TensorSpec
+from asyncrl.weights.versions.published import TensorSpec as TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

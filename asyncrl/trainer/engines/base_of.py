@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from asyncrl.algorithms.stats import Stats
+from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, StepOutcome, TensorSpec

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.algorithms.kl import ema_update_
-from asyncrl.algorithms.stats import Stats
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
@@ -52,7 +52,7 @@ from asyncrl.trainer.model.proof import refuse_longer_than_independent, select_a
 from asyncrl.trainer.model.scoring import EntropyMode, logits_function, token_logprobs
 from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
-from asyncrl.weights.published import Published, TensorSpec, WholeModel
+from asyncrl.weights.versions.published import Published, TensorSpec, WholeModel
 
 
 class FlatEngine(RoleEngine[FlatAdamW]):

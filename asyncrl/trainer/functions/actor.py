@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic.sums import Stat, Stats, count_stat, merge_stats
 from asyncrl.algorithms.inputs import PolicyLossInputs
 from asyncrl.algorithms.objective import should_stop
-from asyncrl.algorithms.stats import Stat, Stats, count_stat, merge_stats
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function

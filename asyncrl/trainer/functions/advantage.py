@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic.sums import Stats, mean_stat
 from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
 from asyncrl.algorithms.kl import kl_token_rewards
 from asyncrl.algorithms.spec import KLPlace
-from asyncrl.algorithms.stats import Stats, mean_stat
 from asyncrl.config.catalog import resolve
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function

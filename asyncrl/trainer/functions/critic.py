@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats
 from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
-from asyncrl.algorithms.stats import Stats, merge_stats
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.algorithms.arithmetic.packed import segment_sum
+from asyncrl.algorithms.arithmetic.sums import count_stat, mean_stat
 from asyncrl.algorithms.group_view import GroupView, rewards_of_turns
-from asyncrl.algorithms.packing import segment_sum
-from asyncrl.algorithms.stats import count_stat, mean_stat
 from asyncrl.config.catalog import resolve
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function

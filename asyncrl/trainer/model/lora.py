@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
-from asyncrl.weights.adapters import Adapters, model_name, published_name
-from asyncrl.weights.model_folder import FolderTensor, held_tensors
-from asyncrl.weights.published import Published, TensorSpec, WholeModel
+from asyncrl.weights.model_files.adapters import Adapters, model_name, published_name
+from asyncrl.weights.model_files.folder import FolderTensor, held_tensors
+from asyncrl.weights.versions.published import Published, TensorSpec, WholeModel
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -102,7 +102,8 @@ class WholeBase(WholeModel):
 class Merged:
     """The layers of `base` with `adapters` merged, as what can be published; see `Published`.
 
-    A merged layer is what `asyncrl.weights.adapters` makes of a published base and published adapters, to the last bit.
+    A merged layer is what `asyncrl.weights.model_files.adapters` makes of a published base and published adapters, to
+    the last bit.
 
     Args:
         config: the settings of the adapters.
@@ -166,7 +167,7 @@ def are_transposed(model_config: PretrainedConfig, specs: Iterable[TensorSpec]) 
 
 
 class WholeAdapters:
-    """The adapters of a `model` that every rank holds whole; see `asyncrl.weights.published.Published`."""
+    """The adapters of a `model` that every rank holds whole; see `asyncrl.weights.versions.published.Published`."""
 
     def __init__(self, model: PreTrainedModel, worker: int) -> None:
         self._model, self._worker = model, worker

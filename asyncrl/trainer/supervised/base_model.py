@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from asyncrl.comm.private_files import NotPrivate, make_private_folder
+from asyncrl.comm.files.private_files import NotPrivate, make_private_folder
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, model_files
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
 

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.stats import Stats
+from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
@@ -32,13 +32,14 @@ from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig
 from asyncrl.trainer.supervised.settings import SFTConfig
-from asyncrl.weights import atomic_dir, checkpoints
-from asyncrl.weights.adapters import CONFIG_FILE as ADAPTERS_FILE
-from asyncrl.weights.checkpoints import CheckpointWriter
-from asyncrl.weights.manifest import FileEntry, verify
-from asyncrl.weights.publishing import publish, tokenizer_assets, write_model
-from asyncrl.weights.shared_files import SharedFiles
-from asyncrl.weights.stored_model import MergedModel, StoredModel, from_folder
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.checkpoints import store as checkpoints
+from asyncrl.weights.checkpoints.store import CheckpointWriter
+from asyncrl.weights.model_files.adapters import CONFIG_FILE as ADAPTERS_FILE
+from asyncrl.weights.model_files.stored import MergedModel, StoredModel, from_folder
+from asyncrl.weights.versions.manifest import FileEntry, verify
+from asyncrl.weights.versions.publishing import publish, tokenizer_assets, write_model
+from asyncrl.weights.versions.shared_files import SharedFiles
 
 
 class EngineLearner:

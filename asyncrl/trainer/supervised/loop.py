@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.api import Tokenizer
-from asyncrl.comm.private_files import make_private_folder
+from asyncrl.comm.files.private_files import make_private_folder
 from asyncrl.observe.metrics import read_rows
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed
 from asyncrl.plugins.datasets.demonstrations import (

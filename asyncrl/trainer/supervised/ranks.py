@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.comm.files.private_files import make_private_folder
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.comm.names import ACTOR
-from asyncrl.comm.private_files import make_private_folder
 from asyncrl.runtime.run_dir import LOCK_FILE, NAMES_DIR
 from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.parallel.worker_grid import Placement

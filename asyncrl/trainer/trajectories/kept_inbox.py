@@ -23,7 +23,7 @@ import xxhash
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.codec import Frame
-from asyncrl.comm.retry_write import retry_write_blocking
+from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 
 _SIZES, _DIGEST = struct.Struct("<QQ"), 8

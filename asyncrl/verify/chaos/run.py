@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from asyncrl.comm import names
-from asyncrl.comm.http import HttpError, JsonHttp
+from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.security import HttpSecurity, RunSecret, SecretError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from asyncrl.comm.http import HttpRefused, JsonHttp
+from asyncrl.comm.http.calls import HttpRefused, JsonHttp
 from asyncrl.weights.staging.messages import SameCodeReply, SameCodeRequest, StageReply, StageRequest
 
 HOLD_S = 10.0

@@ -16,9 +16,9 @@ from urllib.parse import urlencode
 
 import xxhash
 
-from asyncrl.comm.http import HttpError, JsonHttp
+from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.manifest import MANIFEST_FILE, FileEntry, ManifestError, read_manifest
+from asyncrl.weights.versions.manifest import MANIFEST_FILE, FileEntry, ManifestError, read_manifest
 
 SILENCE_S = 30.0
 """A source that sends nothing for so long is given up; the manager names another."""

@@ -13,7 +13,7 @@ from msgspec import Struct
 MODEL = "model"
 """Name of the initial model."""
 INPUTS = "inputs"
-"""Name of what RolloutWorkers read from files (`asyncrl.rollout.inputs`)."""
+"""Name of what RolloutWorkers read from files (`asyncrl.rollout.inputs.copied`)."""
 LAUNCHER_HOST = 0
 """Index of the staging server on the launcher's host, the publisher's."""
 OF_THE_LAUNCH = frozenset({MODEL, INPUTS})

@@ -23,12 +23,12 @@ from typing import TypeAlias
 
 import msgspec
 
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, read_manifest, verify
 from asyncrl.weights.staging.fetch import fetch_folder, sum_of
 from asyncrl.weights.staging.messages import INPUTS, MODEL, OF_THE_LAUNCH, StageRequest
+from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, read_manifest, verify
 
 Key: TypeAlias = tuple[str, str]
 """A folder's name, and which of that name: the path that it is at, or the checksum of its manifest."""

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from asyncrl.comm.http import HttpError, JsonHttp
+from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import UpdateFailed

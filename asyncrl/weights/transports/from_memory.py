@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
-from asyncrl.comm.http import HttpRefused, JsonHttp
+from asyncrl.comm.http.calls import HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING
 
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.weights.transports.from_memory import MemoryTransport, ServerConnection
 

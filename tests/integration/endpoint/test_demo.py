@@ -12,7 +12,7 @@ import pytest_asyncio
 from transformers import AutoModelForCausalLM
 
 from asyncrl.api import GenerationRequest, GenerationResult, Sample
-from asyncrl.comm.http import JsonHttp
+from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, derive_seed
 from asyncrl.inference.embedded.engine import GenerationEngine

@@ -19,7 +19,7 @@ from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationR
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.plugins.agents.verifiers_env import HOST, VerifiersAgent, VerifiersDataset, VerifiersError
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.rollout.served_client import ServedEpisodeClient
+from asyncrl.rollout.generation.served import ServedEpisodeClient
 
 CLASSIC = os.environ.get("ASYNCRL_VERIFIERS_CLASSIC_PYTHON", "")
 V1 = os.environ.get("ASYNCRL_VERIFIERS_V1_PYTHON", "")

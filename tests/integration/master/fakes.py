@@ -46,8 +46,8 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
-from asyncrl.weights.checkpoint_dir import prune
-from asyncrl.weights.manifest import FileEntry
+from asyncrl.weights.checkpoints.folder import prune
+from asyncrl.weights.versions.manifest import FileEntry
 
 _Q = TypeVar("_Q", bound=Request[Any])
 TRAIN_STATS = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.sealed_json import unseal
+from asyncrl.comm.files.sealed_json import unseal
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.manager.messages import ConsumedReply, DroppedRollout
 from asyncrl.master.books.run_files import BooksError

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.algorithms.arithmetic.sums import all_reduce_stats, merge_stats, values
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
-from asyncrl.algorithms.stats import all_reduce_stats, merge_stats, values
 from asyncrl.config.catalog import known, resolve
 
 build_objective = functools.partial(Objective, resolve=resolve)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.file_lock import take_lock
+from asyncrl.comm.files.file_lock import take_lock
 
 LIMIT_S = 60.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm.private_files import NotPrivate, check_tree, make_private_folder, open_private_file
+from asyncrl.comm.files.private_files import NotPrivate, check_tree, make_private_folder, open_private_file
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077], autouse=True)

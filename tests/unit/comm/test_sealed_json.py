@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from asyncrl.comm.sealed_json import seal, unseal
+from asyncrl.comm.files.sealed_json import seal, unseal
 
 VALUE = {"used_prompts": {"count": 2, "epochs": {"0": "eJxjAQAACQAJ"}, "others": ["é"]}, "curriculum": [[1, 0, 0.5]]}
 

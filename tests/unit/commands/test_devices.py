@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands import devices
-from asyncrl.commands.devices import device_lines
+from asyncrl.commands.before_start import devices
+from asyncrl.commands.before_start.devices import device_lines
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.plan import with_types

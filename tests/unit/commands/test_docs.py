@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl.api.reward import is_verdict
 from asyncrl.commands import eval as evaluation
-from asyncrl.commands.checks import validate, warnings
-from asyncrl.commands.input_checks import check_data
+from asyncrl.commands.before_start.checks import validate, warnings
+from asyncrl.commands.before_start.input_checks import check_data
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment

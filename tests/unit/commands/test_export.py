@@ -26,10 +26,10 @@ from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.settings import LoraPublish
-from asyncrl.weights.loading import read_checkpoint
-from asyncrl.weights.manifest import file_entry, read_manifest, write_manifest
-from asyncrl.weights.publishing import publish, tokenizer_assets
-from asyncrl.weights.shared_files import SharedFiles
+from asyncrl.weights.model_files.loading import read_checkpoint
+from asyncrl.weights.versions.manifest import file_entry, read_manifest, write_manifest
+from asyncrl.weights.versions.publishing import publish, tokenizer_assets
+from asyncrl.weights.versions.shared_files import SharedFiles
 
 MakeRun = Callable[..., Path]
 

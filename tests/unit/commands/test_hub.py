@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from asyncrl.commands.hub import is_hub_name, resolve_hub_names
+from asyncrl.commands.before_start.hub import is_hub_name, resolve_hub_names
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.checks import validate, warnings
-from asyncrl.commands.input_checks import check_data
+from asyncrl.commands.before_start.checks import validate, warnings
+from asyncrl.commands.before_start.input_checks import check_data
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands.same_data import check_same_data, keep_data_record
+from asyncrl.commands.before_start.same_data import check_same_data, keep_data_record
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.runtime.run_dir import run_dir_of

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands.checks import validate
-from asyncrl.commands.hub import is_hub_name
+from asyncrl.commands.before_start.checks import validate
+from asyncrl.commands.before_start.hub import is_hub_name
 from asyncrl.config.describe import experiment_help, list_experiments
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings

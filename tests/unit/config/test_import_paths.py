@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.checks import validate
+from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, definition, load_plugin, split_path
 from asyncrl.config.load import load_experiment

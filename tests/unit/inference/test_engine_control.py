@@ -22,7 +22,7 @@ from asyncrl.inference.embedded.types import (
     SamplingSpec,
 )
 from asyncrl.inference.messages import PauseMode
-from asyncrl.weights.loading import WeightUpdateError, load_targets, stage_weights
+from asyncrl.weights.model_files.loading import WeightUpdateError, load_targets, stage_weights
 
 LIMIT_S = 60.0
 

@@ -84,7 +84,7 @@ def test_samples_that_join_share_rows_and_leave_tell_their_own_experts() -> None
     inputs = [sample(f"r{i}", 5 + 3 * i, groups[i % 3], seed=i, temperature=0.5) for i in range(14)]
     future = engine.submit(Job(tuple(inputs)))
     drain(engine)
-    assert engine._batch.decoded_rows < engine._batch.generated_tokens, "no row was shared"
+    assert engine._batch.counts.decoded_rows < engine._batch.counts.generated, "no row was shared"
     for request, output in zip(inputs, future.result(timeout=0), strict=True):
         expected = plain(model, [*request.input_ids, *output.output_ids])[:-1]
         np.testing.assert_array_equal(told(output), expected)

@@ -73,7 +73,7 @@ def test_a_group_gets_the_tokens_that_its_samples_get_alone(limits: dict[str, in
     found = future.result(timeout=0)
     assert_equal(found, alone(inputs))
     assert len({tuple(output.output_ids) for output in found}) > 4, "they part"
-    assert engine._batch.decoded_rows < 0.9 * engine._batch.generated_tokens, "and they share before"
+    assert engine._batch.counts.decoded_rows < 0.9 * engine._batch.counts.generated, "and they share before"
 
 
 def test_a_greedy_group_is_one_row() -> None:
@@ -84,7 +84,7 @@ def test_a_greedy_group_is_one_row() -> None:
     future = engine.submit(Job(tuple(inputs)))
     drain(engine)
     assert len({tuple(output.output_ids) for output in future.result(timeout=0)}) == 1
-    assert engine._batch.decoded_rows == 12
+    assert engine._batch.counts.decoded_rows == 12
 
 
 def test_those_that_are_interrupted_aborted_or_late_share_and_go_on_alike() -> None:

@@ -168,12 +168,12 @@ def test_a_group_is_prefilled_once_and_parts_with_copies_of_the_state(family: st
     prompt = tokens(Random(2), 11)
     engine = engine_of(family)
     batch = engine._batch
-    before, rows, drawn = batch.runner.prefilled_tokens, batch.decoded_rows, batch.generated_tokens
+    before, rows, drawn = batch.runner.prefilled_tokens, batch.counts.decoded_rows, batch.counts.generated
     inputs = group(prompt, [4, 9, 9, 12, 14, 14])
     outputs = run(engine, inputs)
     assert batch.runner.prefilled_tokens - before == len(prompt) - 1
     assert [output.cached_tokens for output in outputs] == [0] + [len(prompt) - 1] * 5
-    assert batch.decoded_rows - rows < batch.generated_tokens - drawn, "they shared a slot"
+    assert batch.counts.decoded_rows - rows < batch.counts.generated - drawn, "they shared a slot"
     assert len({tuple(output.output_ids) for output in outputs}) == 6, "and have parted"
     assert_exact(family, inputs, outputs)
 

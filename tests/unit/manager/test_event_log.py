@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm import retry_write
+from asyncrl.comm.files import retry_write
 from asyncrl.manager import event_log
 from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.comm import retry_write
+from asyncrl.comm.files import retry_write
 from asyncrl.comm.ledger_lines import RunSettings
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.books.ledger import Ledger

@@ -28,8 +28,8 @@ from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.datasets.prompts import BadPrompt
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
-from asyncrl.rollout.evaluator import Evaluator
-from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.evaluation.evaluator import Evaluator
+from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer
 from asyncrl.rollout.offload.meter import Activity, current_meter
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig

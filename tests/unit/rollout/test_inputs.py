@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.same_data import keep_inputs
+from asyncrl.commands.before_start.same_data import keep_inputs
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import load_plugin
@@ -18,8 +18,8 @@ from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.plugins.datasets.settings import SourceConfig
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
-from asyncrl.rollout.inputs import Inputs, bring_inputs, check_rows, import_named, read_from
-from asyncrl.rollout.named_inputs import check, files_in_args, named_inputs
+from asyncrl.rollout.inputs.copied import Inputs, bring_inputs, check_rows, import_named, read_from
+from asyncrl.rollout.inputs.named import check, files_in_args, named_inputs
 from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.rollout.user_code import load_eval_set, load_train_set
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, run_dir_of

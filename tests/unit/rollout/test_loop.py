@@ -42,7 +42,7 @@ from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import DataOrder, PromptRef
-from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import current_meter

@@ -26,7 +26,7 @@ from asyncrl.api import (
     SamplingParams,
     ToolCall,
 )
-from asyncrl.rollout.offload.child_agent import ChildAgent, answer, outcome_of
+from asyncrl.rollout.offload.child.agent import ChildAgent, answer, outcome_of
 from asyncrl.rollout.offload.messages import LENGTH, Answer, Reply, Target, packed
 
 MINE = """

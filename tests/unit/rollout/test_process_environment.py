@@ -25,11 +25,11 @@ from asyncrl.api.agent import agent_of
 from asyncrl.comm.drop_reasons import lost_episodes
 from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.rollout.episode import Tries, run_group
+from asyncrl.rollout.offload.child.environment import ProcessEnvironment
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.offload.offloader import EpisodeProcesses, Offloader
-from asyncrl.rollout.offload.process_environment import ProcessEnvironment
 from asyncrl.rollout.settings import UserCodeConfig
 
 LIMIT_S = 120.0

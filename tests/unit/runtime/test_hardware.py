@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.commands.checks import validate
+from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.process import hardware

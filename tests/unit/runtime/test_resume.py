@@ -16,7 +16,7 @@ from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.run_dir import CONFIG_FILE, SUMMARY_FILE, run_dir_of, write_run_config
 from asyncrl.runtime.trials.resume import TrialError, check_finished, continuation
-from asyncrl.weights.manifest import Manifest, file_entry, verify, write_manifest
+from asyncrl.weights.versions.manifest import Manifest, file_entry, verify, write_manifest
 
 Make = Callable[..., ExperimentConfig]
 

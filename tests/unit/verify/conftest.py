@@ -26,7 +26,7 @@ from asyncrl.observe.samples import forget_after, rows_of, write_samples
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import PromptQueue, Turn
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.weights.manifest import FileEntry, Manifest, TensorEntry, write_manifest
+from asyncrl.weights.versions.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 
 ROWS, BATCH, ETA, WORKERS, SEED = 7, 4, 1, 2, 3
 

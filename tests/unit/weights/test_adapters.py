@@ -25,12 +25,12 @@ from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
 from asyncrl.trainer.versions import Versions
-from asyncrl.weights.adapters import are_adapters, read_adapters
-from asyncrl.weights.loading import WeightUpdateError, read_checkpoint
-from asyncrl.weights.manifest import read_manifest, verify
-from asyncrl.weights.publishing import publish
-from asyncrl.weights.shared_files import SharedFiles
+from asyncrl.weights.model_files.adapters import are_adapters, read_adapters
+from asyncrl.weights.model_files.loading import WeightUpdateError, read_checkpoint
 from asyncrl.weights.transports.base import TrainerEnd
+from asyncrl.weights.versions.manifest import read_manifest, verify
+from asyncrl.weights.versions.publishing import publish
+from asyncrl.weights.versions.shared_files import SharedFiles
 
 RANK, ALPHA = 4, 24.0
 BASES = ["qwen_dir", "llama_dir", "gpt2_dir", "opt_dir"]

@@ -16,11 +16,18 @@ from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.model.loading import attention_kind, load_causal_lm
 from asyncrl.trainer.model.packed_attention import attention_blocks
 from asyncrl.trainer.settings import AttentionImplementation
-from asyncrl.weights import publishing as weights
-from asyncrl.weights.canary import CANARY_FILE, CANARY_LENGTHS, Canary, canary_tokens, encode_canary, read_canary
-from asyncrl.weights.manifest import ManifestError, verify
-from asyncrl.weights.published import WholeModel
-from asyncrl.weights.shared_files import SharedFiles
+from asyncrl.weights.versions import publishing as weights
+from asyncrl.weights.versions.canary import (
+    CANARY_FILE,
+    CANARY_LENGTHS,
+    Canary,
+    canary_tokens,
+    encode_canary,
+    read_canary,
+)
+from asyncrl.weights.versions.manifest import ManifestError, verify
+from asyncrl.weights.versions.published import WholeModel
+from asyncrl.weights.versions.shared_files import SharedFiles
 
 
 @pytest.mark.parametrize("vocabulary", [1, 17, 150_000])

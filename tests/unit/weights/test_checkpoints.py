@@ -21,9 +21,10 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.roles import TrainingRank
-from asyncrl.weights import atomic_dir, checkpoints
-from asyncrl.weights.checkpoint_dir import latest, prune, which_to_keep
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, verify, write_manifest
+from asyncrl.weights import atomic_dir
+from asyncrl.weights.checkpoints import store as checkpoints
+from asyncrl.weights.checkpoints.folder import latest, prune, which_to_keep
+from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, verify, write_manifest
 
 MakeBatch = Callable[..., StepBatch]
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
@@ -275,7 +276,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.manifest import Manifest, file_entry, write_manifest
+from asyncrl.weights.versions.manifest import Manifest, file_entry, write_manifest
 
 root = Path(sys.argv[1])
 for version in range(1, 10**6):

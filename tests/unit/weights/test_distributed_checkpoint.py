@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.weights.distributed_checkpoint import SavePlan, StoredTensors, share_out, write_shard
+from asyncrl.weights.checkpoints.distributed import SavePlan, StoredTensors, share_out, write_shard
 
 LIMIT_S = 120.0
 WHOLE = {

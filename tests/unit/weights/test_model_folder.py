@@ -10,9 +10,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from asyncrl.weights import model_folder
-from asyncrl.weights.loading import WeightUpdateError, apply_weights, load_targets, read_checkpoint, stage_weights
-from asyncrl.weights.model_folder import FolderFormatError, folder_tensors, folder_views
+from asyncrl.weights.model_files import folder as model_folder
+from asyncrl.weights.model_files.folder import FolderFormatError, folder_tensors, folder_views
+from asyncrl.weights.model_files.loading import (
+    WeightUpdateError,
+    apply_weights,
+    load_targets,
+    read_checkpoint,
+    stage_weights,
+)
 
 SIZES = {
     "hidden_size": 16,

@@ -19,12 +19,12 @@ from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.model.loading import load_causal_lm
 from asyncrl.weights import atomic_dir
-from asyncrl.weights import publishing as weights
-from asyncrl.weights.canary import CANARY_FILE, Canary, read_canary
-from asyncrl.weights.loading import read_checkpoint
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, verify
-from asyncrl.weights.published import TensorSpec, WholeModel
-from asyncrl.weights.shared_files import SharedFiles
+from asyncrl.weights.model_files.loading import read_checkpoint
+from asyncrl.weights.versions import publishing as weights
+from asyncrl.weights.versions.canary import CANARY_FILE, Canary, read_canary
+from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, verify
+from asyncrl.weights.versions.published import TensorSpec, WholeModel
+from asyncrl.weights.versions.shared_files import SharedFiles
 
 CPU = torch.device("cpu")
 

@@ -12,11 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.comm import retry_write
-from asyncrl.comm.retry_write import no_retry
-from asyncrl.weights.manifest import file_entry
-from asyncrl.weights.published import TensorSpec
-from asyncrl.weights.tensor_file import DTYPE_NAMES, TensorFile, write_tensors
+from asyncrl.comm.files import retry_write
+from asyncrl.comm.files.retry_write import no_retry
+from asyncrl.weights.model_files.tensor_file import DTYPE_NAMES, TensorFile, write_tensors
+from asyncrl.weights.versions.manifest import file_entry
+from asyncrl.weights.versions.published import TensorSpec
 
 
 def of_every_type() -> dict[str, Tensor]:

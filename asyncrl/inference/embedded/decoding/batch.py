@@ -11,18 +11,18 @@ This class runs on one thread and knows neither clocks nor sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
 from asyncrl.inference.embedded.decoding.decode_rows import IDLE_STEPS, RowTable
 from asyncrl.inference.embedded.decoding.prefix_rows import Prefix
 from asyncrl.inference.embedded.decoding.sequence import Sequence
-from asyncrl.inference.embedded.decoding.slots import Slots
+from asyncrl.inference.embedded.decoding.slot_rows import SlotRows
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 from asyncrl.inference.embedded.types import Finish, GenerationOutput
 from asyncrl.plugins.chat.stop_strings import Decode, completed_by_last
@@ -33,6 +33,42 @@ OnFinish = Callable[[Sequence, GenerationOutput], None]
 CHANGE_SHARE = 16
 """A batch is reorganised as soon as one row in so many has left or could join: a join costs a prefill forward, which
 for a small model is most of a decode step, while a hole costs its share of the steps until then."""
+
+
+@dataclass
+class TokenCounts:
+    """Tokens since the engine began."""
+
+    prompt: int = 0
+    cached: int = 0
+    """Of `prompt`, those whose keys and values were not computed for their sample alone."""
+    generated: int = 0
+    decoded_rows: int = 0
+    """Rows that the model has computed; of samples that share one it is fewer than `generated`."""
+
+
+class Lengths:
+    """How far the samples are ahead of the step count: all grow by one a step, so it changes only as they come and go.
+
+    Attributes:
+        longest: the most.
+        total: the sum.
+        uniform: true if all are alike.
+        changed: a sample has come or gone since `refresh`.
+    """
+
+    def __init__(self) -> None:
+        self.longest = self.total = 0
+        self.uniform = False
+        self.changed = False
+
+    def refresh(self, running: Iterable[Sequence]) -> None:
+        """Work them out for the samples `running`, if some came or went."""
+        if self.changed:
+            ahead = [len(sequence.prefix) - sequence.joined_at for sequence in running]
+            self.longest, self.total = max(ahead, default=0), sum(ahead)
+            self.uniform = self.longest == min(ahead, default=0)
+            self.changed = False
 
 
 class DecodeBatch:
@@ -51,124 +87,74 @@ class DecodeBatch:
         self.runner, self.queue = runner, queue
         self._on_finish, self._detokenize = on_finish, detokenize
         self._table = RowTable(queue.max_running, runner.vocab_size, runner.device)
-        self.rows: list[Sequence | None] = []
-        self._slots = Slots()
-        self._first_rows = self._slot_of_rows = torch.empty(0, dtype=torch.long, device=runner.device)
-        self._one_to_one = True
-        self._slots_changed = False
+        self.samples = SlotRows(runner)
+        self.counts = TokenCounts()
         self.version = ""
         self.weights_epoch = 0
         self.steps = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.generated_tokens = 0
-        self.decoded_rows = 0
-        """Rows that the model has computed; of samples that share one it is fewer than `generated_tokens`."""
-        self._holes = 0
+        self._lengths = Lengths()
         self._spent_columns: list[int] = []
         self._reorganised_at = 0
-        self._lengths_changed = False
-        self._longest_offset = self._offset_sum = 0
-        self._uniform = False
         self._watched: list[Sequence] = []
-
-    @property
-    def running(self) -> list[Sequence]:
-        """Samples in the batch, by row."""
-        return [sequence for sequence in self.rows if sequence is not None]
-
-    @property
-    def live(self) -> int:
-        """Number of samples in the batch."""
-        return len(self.rows) - self._holes
 
     @property
     def used_tokens(self) -> int:
         """Positions of the KV cache that running samples occupy."""
-        if self._lengths_changed:
-            self._refresh_lengths()
-        return self._offset_sum + self.live * self.steps
+        return self._current_lengths().total + self.samples.live * self.steps
+
+    def _current_lengths(self) -> Lengths:
+        self._lengths.refresh(self.samples.running)
+        return self._lengths
 
     @torch.inference_mode()
     def step(self) -> None:
         """Advance every running sample by one token, after admitting what fits."""
         if self._reorganisation_due():
             self._reorganise()
-        if not self.rows:
+        if not self.samples.rows:
             return
-        if self._lengths_changed:
-            self._refresh_lengths()
-        count, slots = len(self.rows), len(self._slots)
-        length = self._longest_offset + self.steps + 1
+        count, slots = len(self.samples.rows), len(self.samples.slots)
+        lengths = self._current_lengths()
+        length = lengths.longest + self.steps + 1
         self.runner.cache.reserve(slots, length, slots, length - 1)
-        full_rows = self._uniform and length == self.runner.cache.length
-        logits = self._logits(count, full_rows)
+        full_rows = lengths.uniform and length == self.runner.cache.length
+        logits = self.samples.logits(self._table.inputs(count), self._table.positions(count), full_rows)
         finished = self._table.advance(logits, count)
         self.steps += 1
-        self.generated_tokens += self.live
-        self.decoded_rows += slots
-        leaving = [self.rows[row] for row in finished.nonzero().view(-1).tolist()]
+        self.counts.generated += self.samples.live
+        self.counts.decoded_rows += slots
+        leaving = [self.samples.rows[row] for row in finished.nonzero().view(-1).tolist()]
         if leaving:
             self._leave([sequence for sequence in leaving if sequence is not None], None)
         if self._watched:
             self._watch()
-        if self._slots.shared:
+        if self.samples.slots.shared:
             self._part()
-
-    def _logits(self, count: int, full_rows: bool) -> Tensor:
-        """Logits `[rows, V]` after one decode step of every slot."""
-        if self._slots_changed:
-            self._refresh_slots()
-        tokens, positions = self._table.inputs(count), self._table.positions(count)
-        if self._one_to_one:
-            return self.runner.decode(tokens, positions, full_rows)
-        tokens, positions = tokens.index_select(0, self._first_rows), positions.index_select(0, self._first_rows)
-        return self.runner.decode(tokens, positions, full_rows).index_select(0, self._slot_of_rows)
-
-    def _refresh_slots(self) -> None:
-        """Rebuild the index tensors between rows (samples) and slots (model inputs). `_first_rows[slot]` is the row
-        whose token is fed to the slot; `_slot_of_rows[row]` is the slot whose output the row samples from. An empty
-        slot is fed from an arbitrary live row; nothing reads its output.
-        """
-        any_row = next(row for row, sequence in enumerate(self.rows) if sequence is not None)
-        first = [members[0].row if members else any_row for members in self._slots.members]
-        slots = [0 if sequence is None else sequence.slot for sequence in self.rows]
-        numbers = list(range(len(slots)))
-        self._one_to_one = first == numbers and slots == numbers
-        self._first_rows, self._slot_of_rows = self._indices(first), self._indices(slots)
-        self._slots_changed = False
 
     def _part(self) -> None:
         """Give samples that have drawn another token than the first of their slot a slot of their own."""
-        if self._slots_changed:
-            if not self.live:
-                return
-            self._refresh_slots()
-        tokens = self._table.inputs(len(self.rows))
-        expected = tokens.index_select(0, self._first_rows).index_select(0, self._slot_of_rows)
-        rows = (tokens != expected).nonzero().view(-1)
-        drawn = zip(rows.tolist(), tokens.index_select(0, rows).tolist(), strict=True)
-        differing = [(sequence, token) for row, token in drawn if (sequence := self.rows[row]) is not None]
+        differing = self.samples.differing(self._table.inputs(len(self.samples.rows)))
         if not differing:
             return
-        if self._lengths_changed:
-            self._refresh_lengths()
-        cached, before = self._longest_offset + self.steps, len(self._slots)
-        copies = self._slots.part(differing)
-        self._slots_changed = True
-        self.runner.cache.reserve(len(self._slots), cached + 1, before, cached)
+        cached, before = self._current_lengths().longest + self.steps, len(self.samples.slots)
+        copies = self.samples.part(differing)
+        self.runner.cache.reserve(len(self.samples.slots), cached + 1, before, cached)
         self._copy(copies, cached)
 
     def _reorganisation_due(self) -> bool:
         """True if admitting new samples and closing holes is worth its cost: at least one row in `CHANGE_SHARE` would
         change, the last reorganisation was long ago, or nothing is running.
         """
-        live = self.live
+        live = self.samples.live
         arrivals = min(len(self.queue.waiting), self.queue.max_running - live) if self.queue.has_admissible() else 0
-        changes = self._holes + arrivals
+        changes = self.samples.holes + arrivals
         if changes == 0:
             return False
-        return live == 0 or changes * CHANGE_SHARE >= len(self.rows) or self.steps - self._reorganised_at >= IDLE_STEPS
+        return (
+            live == 0
+            or changes * CHANGE_SHARE >= len(self.samples.rows)
+            or self.steps - self._reorganised_at >= IDLE_STEPS
+        )
 
     def _reorganise(self) -> None:
         """Admit into the holes and behind the last row; where more left than come, pack first.
@@ -178,19 +164,19 @@ class DecodeBatch:
         self._reorganised_at = self.steps
         self._table.release_columns(self._spent_columns)
         self._spent_columns = []
-        running = self.running
+        samples = self.samples
+        running = samples.running
         admitted = self._without_empty(self.queue.admit(running))
-        if self._holes > len(admitted):
-            self._pack_rows()
-        if len(self._slots.holes) > len({sequence.context for sequence in admitted}):
-            self._pack_slots()
+        if samples.holes > len(admitted) and (moved := samples.pack_rows()):
+            self._table.move(samples.indices(list(moved)), samples.indices(list(moved.values())))
+        if len(samples.slots.holes) > len({sequence.context for sequence in admitted}):
+            self._copy(samples.pack_slots(), self._longest_cached(running))
         if admitted:
             self._join(admitted, running)
-        self._holes = 0
-        running = self.running
+        running = samples.running
         self._table.refresh(running)
         self._watched = [sequence for sequence in running if sequence.watched]
-        self._refresh_lengths()
+        self._lengths.changed = True
 
     def _without_empty(self, admitted: list[Sequence]) -> list[Sequence]:
         """Score prompts where asked; samples that want no token are finished here."""
@@ -199,31 +185,27 @@ class DecodeBatch:
             if request.prompt_logprobs_from >= 0 and sequence.prompt_logprobs is None:
                 sequence.prompt_logprobs = self.runner.prompt_logprobs(request.input_ids, request.prompt_logprobs_from)
             if request.sampling.max_new_tokens == 0:
-                self.prompt_tokens += len(request.input_ids)
+                self.counts.prompt += len(request.input_ids)
                 self._on_finish(sequence, sequence.output([], [], self.version, Finish(FinishReason.length)))
         return [sequence for sequence in admitted if sequence.request.sampling.max_new_tokens > 0]
 
     def _join(self, admitted: list[Sequence], running: list[Sequence]) -> None:
-        holes = [row for row, sequence in enumerate(self.rows) if sequence is None]
-        for sequence in admitted:
-            row = holes.pop() if holes else len(self.rows)
-            if row == len(self.rows):
-                self.rows.append(sequence)
-            else:
-                self.rows[row] = sequence
+        for row, sequence in zip(self.samples.take_rows(admitted), admitted, strict=True):
             sequence.join(row, self._table.take_column(), self.steps, self.version, self.weights_epoch)
         alike: dict[tuple[int, ...], list[Sequence]] = {}
         for sequence in admitted:
             alike.setdefault(sequence.context, []).append(sequence)
-        live_slots = len(self._slots)
+        live_slots = len(self.samples.slots)
         for sequences in alike.values():
-            self._slots.enter(sequences)
-        self._slots_changed = True
-        live_length = max((self._cached_positions(sequence) for sequence in running), default=0)
+            self.samples.enter(sequences)
+        live_length = self._longest_cached(running)
         longest = max(len(sequence.prefix) for sequence in admitted)
-        self.runner.cache.reserve(len(self._slots), max(live_length, longest) + 1, live_slots, live_length)
+        self.runner.cache.reserve(len(self.samples.slots), max(live_length, longest) + 1, live_slots, live_length)
         self._table.join(admitted)
         self._fill_slots(admitted, running)
+
+    def _longest_cached(self, running: list[Sequence]) -> int:
+        return max(map(self._cached_positions, running), default=0)
 
     def _cached_positions(self, sequence: Sequence) -> int:
         return len(sequence.prefix) + self.steps - sequence.joined_at
@@ -240,7 +222,7 @@ class DecodeBatch:
         copies: dict[int, int] = {}
         longest = 0
         for sequence in admitted:
-            self.prompt_tokens += len(sequence.request.input_ids)
+            self.counts.prompt += len(sequence.request.input_ids)
             donor = donors.get(sequence.prefix_hash)
             if donor is not None and donor.prefix == sequence.prefix != ():
                 copies[sequence.slot] = donor.slot
@@ -261,42 +243,13 @@ class DecodeBatch:
     def _count_cached(self, sequence: Sequence, tokens: int) -> None:
         """Note that so many positions of the sample's prefix were not computed for it alone."""
         sequence.cached_tokens = tokens
-        self.cached_tokens += tokens
+        self.counts.cached += tokens
 
     def _copy(self, sources: dict[int, int], length: int) -> None:
         """Copy the first `length` positions of slots; `sources` has by target the slot to copy."""
         if sources:
-            self.runner.cache.move(self._indices(list(sources)), self._indices(list(sources.values())), length)
-
-    def _indices(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.long, device=self.runner.device)
-
-    def _pack_rows(self) -> None:
-        """Move the last rows into the holes."""
-        count = len(self.running)
-        moved = [sequence for sequence in self.rows[count:] if sequence is not None]
-        targets = [row for row in range(count) if self.rows[row] is None]
-        if targets:
-            self._table.move(self._indices(targets), self._indices([sequence.row for sequence in moved]))
-            for row, sequence in zip(targets, moved, strict=True):
-                self.rows[row] = sequence
-                sequence.row = row
-        del self.rows[count:]
-        self._slots_changed = True
-
-    def _pack_slots(self) -> None:
-        """Move the last slots into those that nobody reads."""
-        moved = self._slots.pack()
-        self._slots_changed = True
-        self._copy(moved, max((self._cached_positions(sequence) for sequence in self.running), default=0))
-
-    def _refresh_lengths(self) -> None:
-        """Recompute by how much the longest sample is ahead of the step count, and whether all are alike."""
-        offsets = [len(s.prefix) - s.joined_at for s in self.rows if s is not None]
-        self._longest_offset = max(offsets, default=0)
-        self._offset_sum = sum(offsets)
-        self._uniform = self._longest_offset == min(offsets, default=0)
-        self._lengths_changed = False
+            indices = self.samples.indices
+            self.runner.cache.move(indices(list(sources)), indices(list(sources.values())), length)
 
     def _leave(self, sequences: list[Sequence], finish: Finish | None) -> None:
         """Take samples out of the batch and hand out their outputs; with no `finish` the last token tells it."""
@@ -337,12 +290,9 @@ class DecodeBatch:
         self._table.idle([sequence.row for sequence in sequences])
         self._spent_columns += [sequence.column for sequence in sequences]
         for sequence in sequences:
-            self.rows[sequence.row] = None
-            self._slots.leave(sequence)
-            sequence.row = sequence.column = -1
-        self._slots_changed = True
-        self._holes += len(sequences)
-        self._lengths_changed = True
+            self.samples.leave(sequence)
+            sequence.column = -1
+        self._lengths.changed = True
 
     def _watch(self) -> None:
         """Publish progress of streamed samples and look for stop strings."""
@@ -361,7 +311,7 @@ class DecodeBatch:
     @torch.inference_mode()
     def abort(self, matches: Callable[[Sequence], bool]) -> int:
         """End matching samples, running ones with their partial output; returns how many."""
-        running = [sequence for sequence in self.running if matches(sequence)]
+        running = [sequence for sequence in self.samples.running if matches(sequence)]
         if running:
             self._leave(running, Finish(FinishReason.abort))
         queued = [sequence for sequence in self.queue.waiting if matches(sequence)]
@@ -377,7 +327,7 @@ class DecodeBatch:
     @torch.inference_mode()
     def retract(self) -> int:
         """Send running samples back to the head of the queue with what they have; returns how many."""
-        running = sorted(self.running, key=lambda sequence: sequence.arrival)
+        running = sorted(self.samples.running, key=lambda sequence: sequence.arrival)
         outputs = self._outputs(running)
         self._read_routing(running)
         self._vacate(running)
@@ -392,7 +342,7 @@ class DecodeBatch:
     def relabel(self, version: str) -> None:
         """Tokens from here on carry `version`."""
         self.version = version
-        for sequence in self.running:
+        for sequence in self.samples.running:
             sequence.relabel(version, self.steps)
 
     @torch.inference_mode()
@@ -400,7 +350,7 @@ class DecodeBatch:
         """Keys and values cached so far belong to older weights: nobody may copy them any more."""
         self.weights_epoch += 1
         self.runner.weights_changed()
-        if not self.running:
+        if not self.samples.running:
             self.runner.cache.scrub()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from asyncrl.inference.embedded.types import EngineStoppedError
-from asyncrl.weights.loading import WeightUpdateError
+from asyncrl.weights.model_files.loading import WeightUpdateError
 
 T = TypeVar("T")
 

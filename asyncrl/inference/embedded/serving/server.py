@@ -30,7 +30,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from asyncrl.api import Tokenizer
-from asyncrl.comm.http_server import Handler, HttpServer, Refused, Route, json_response
+from asyncrl.comm.http.server import Handler, HttpServer, Refused, Route, json_response
 from asyncrl.inference.embedded.engine import COMMAND_TIMEOUT_S, GenerationEngine
 from asyncrl.inference.embedded.serving import info
 from asyncrl.inference.embedded.serving.prometheus import build_registry
@@ -44,7 +44,7 @@ from asyncrl.inference.embedded.serving.requests import (
 )
 from asyncrl.inference.embedded.types import EngineStoppedError, GenerationOutput, Job, RequestError
 from asyncrl.inference.messages import AbortRequest, ContinueRequest, PauseRequest, UpdateWeightsRequest
-from asyncrl.weights.loading import DamagedWeights, WeightUpdateError
+from asyncrl.weights.model_files.loading import DamagedWeights, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.comm.sealed_json import unseal
+from asyncrl.comm.files.sealed_json import unseal
 
 _PROMPT_ID = re.compile(r"e(0|[1-9]\d*)-(0|[1-9]\d*)")
 _MAX_ROW = 1 << 32

@@ -40,9 +40,9 @@ from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, pla
 from asyncrl.trainer.model.proof import Layout
 from asyncrl.trainer.model.scoring import logits_function
 from asyncrl.trainer.settings import LoraConfig
-from asyncrl.weights.distributed_checkpoint import StoredTensors
-from asyncrl.weights.model_folder import FolderTensor, folder_tensors
-from asyncrl.weights.published import TensorSpec
+from asyncrl.weights.checkpoints.distributed import StoredTensors
+from asyncrl.weights.model_files.folder import FolderTensor, folder_tensors
+from asyncrl.weights.versions.published import TensorSpec
 
 _TRUNK = "trunk."
 

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
+from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats
 from asyncrl.algorithms.kl import ema_update_
-from asyncrl.algorithms.stats import Stats, merge_stats
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import (
@@ -48,8 +48,8 @@ from asyncrl.trainer.model.lora import Merged, adapters_off, is_adapter
 from asyncrl.trainer.model.scoring import EntropyMode
 from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.settings import OptimizerConfig
-from asyncrl.weights.adapters import published_name
-from asyncrl.weights.published import Published, TensorSpec
+from asyncrl.weights.model_files.adapters import published_name
+from asyncrl.weights.versions.published import Published, TensorSpec
 
 Finish = Callable[[MicroBatch, Outputs], Tensor]
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from asyncrl.trainer.engines.residence import local
 from asyncrl.trainer.parallel.place import Place
 from asyncrl.trainer.parallel.worker_grid import Coordinates
-from asyncrl.weights.model_folder import FolderTensor
-from asyncrl.weights.published import TensorSpec
+from asyncrl.weights.model_files.folder import FolderTensor
+from asyncrl.weights.versions.published import TensorSpec
 
 
 def whole(tensor: Tensor) -> Tensor:

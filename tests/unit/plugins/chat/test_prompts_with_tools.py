@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.api import GenerationClient, messages_of
-from asyncrl.commands.input_checks import check_prompts
+from asyncrl.commands.before_start.input_checks import check_prompts
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompts import OverlongPrompt

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.commands.checks import validate
+from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.context import context_length, turns
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.commands.checks import validate
-from asyncrl.commands.input_checks import check_data
+from asyncrl.commands.before_start.checks import validate
+from asyncrl.commands.before_start.input_checks import check_data
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.master.data.buffer_order import BufferOrder

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from asyncrl.comm import http as http_module
-from asyncrl.comm.http import HttpError, HttpRefused, JsonHttp
-from asyncrl.comm.http_server import HttpServer, Route
+from asyncrl.comm.http import client as http_module
+from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http.server import HttpServer, Route
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.same_code import loaded_sources
-from asyncrl.weights.manifest import Manifest, file_entry, read_manifest, verify, write_manifest
 from asyncrl.weights.staging import client as client_module
 from asyncrl.weights.staging import fetch
 from asyncrl.weights.staging.client import StagingClient, source_failed
 from asyncrl.weights.staging.messages import INPUTS, MODEL, StageReply, StageRequest
 from asyncrl.weights.staging.process import StagingService
+from asyncrl.weights.versions.manifest import Manifest, file_entry, read_manifest, verify, write_manifest
 
 LARGE = bytes(range(256)) * (3 << 12)  # three pieces
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]

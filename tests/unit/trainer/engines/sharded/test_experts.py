@@ -24,7 +24,7 @@ from asyncrl.trainer.model.lora import add_adapters
 from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import LoraConfig
-from asyncrl.weights.manifest import FileEntry
+from asyncrl.weights.versions.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 

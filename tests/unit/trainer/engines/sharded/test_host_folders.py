@@ -19,7 +19,7 @@ from asyncrl.trainer.host_folders import KeptStepLost
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
-from asyncrl.weights.manifest import FileEntry
+from asyncrl.weights.versions.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 

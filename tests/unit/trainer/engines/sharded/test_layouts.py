@@ -34,8 +34,8 @@ from asyncrl.trainer.model.lora import is_adapter, plain_name
 from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.roles import build_rank
 from asyncrl.trainer.settings import LoraPublish
-from asyncrl.weights.adapters import published_name
-from asyncrl.weights.model_folder import folder_tensors
+from asyncrl.weights.model_files.adapters import published_name
+from asyncrl.weights.model_files.folder import folder_tensors
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import LearningRateSchedule, MomentsOn, ReferenceMode
-from asyncrl.weights.manifest import FileEntry
+from asyncrl.weights.versions.manifest import FileEntry
 
 pytestmark = pytest.mark.slow
 

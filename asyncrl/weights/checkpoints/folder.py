@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.manifest import ManifestError, verify
+from asyncrl.weights.versions.manifest import ManifestError, verify
 
 DAMAGED_SUFFIX = ".damaged"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from asyncrl.weights.loading import WeightUpdateError, match_weights, read_checkpoint
+from asyncrl.weights.model_files.loading import WeightUpdateError, match_weights, read_checkpoint
 
 CONFIG_FILE = "adapter_config.json"
 STEM = "adapter_model"
@@ -160,7 +160,8 @@ def described_by(content: bytes, tensors: Mapping[str, Tensor], folder: Path) ->
 def stage_adapters(
     targets: Mapping[str, Tensor], adapters: Adapters, base: Path, restored: Collection[str] | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """As `asyncrl.weights.loading.stage_weights`: the layers of `adapters` merged with those of the folder `base`.
+    """As `asyncrl.weights.model_files.loading.stage_weights`: the layers of `adapters` merged with those of the folder
+    `base`.
 
     Args:
         targets: the model's parameters and buffers by name.

@@ -30,7 +30,7 @@ from asyncrl.comm.authentication import SourceLog
 HANDSHAKE_LIMIT_S: Final = 10.0
 HEADER_LIMIT_S: Final = 15.0
 """Longest time, in s, from the start of a connection or its last answer to the next request's header. Clients close
-idle connections after `asyncrl.comm.http.KEEP_ALIVE_S`.
+idle connections after `asyncrl.comm.http.calls.KEEP_ALIVE_S`.
 """
 BODY_LIMIT_S: Final = 60.0
 """Longest time for a body, in s: the largest body at 10 Mbit/s."""

@@ -25,13 +25,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from asyncrl.comm.retry_write import no_retry, retry_write_blocking
+from asyncrl.comm.files.retry_write import no_retry, retry_write_blocking
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE, versions_in
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.checkpoint_dir import latest, prune
-from asyncrl.weights.distributed_checkpoint import Part, SavePlan, StoredTensors, write_shard
-from asyncrl.weights.manifest import FileEntry, Manifest, write_manifest
+from asyncrl.weights.checkpoints.distributed import Part, SavePlan, StoredTensors, write_shard
+from asyncrl.weights.checkpoints.folder import latest, prune
+from asyncrl.weights.versions.manifest import FileEntry, Manifest, write_manifest
 
 _log = logging.getLogger(__name__)
 

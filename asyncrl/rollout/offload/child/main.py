@@ -2,7 +2,7 @@
 
 It calls functions, or holds one object, an environment or an agent, whose methods it calls.
 
-    python -m asyncrl.rollout.offload.child MEMORY_BYTES
+    python -m asyncrl.rollout.offload.child.main MEMORY_BYTES
 
 It dies with the worker. What the called function prints goes to the error stream, never between the replies. It is
 the reaper of all that its calls start, so that whatever they leave behind is found. It imports no torch.
@@ -85,7 +85,7 @@ class _Held:
             TypeError: it is no environment.
         """
         if agent:
-            from asyncrl.rollout.offload.child_agent import ChildAgent  # it brings numpy and tokenizers
+            from asyncrl.rollout.offload.child.agent import ChildAgent  # it brings numpy and tokenizers
 
             model, chat = agent
             self._object = self._object or ChildAgent(target, model, chat, self._ask)

@@ -15,8 +15,8 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.adapters import CONFIG_FILE
-from asyncrl.weights.manifest import FileEntry, file_entry
+from asyncrl.weights.model_files.adapters import CONFIG_FILE
+from asyncrl.weights.versions.manifest import FileEntry, file_entry
 
 _STORE = ".shared"
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.commands.checks import validate
+from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.context import turns
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
@@ -22,7 +22,7 @@ from asyncrl.plugins.datasets.demonstrations import conversation_of, load_demons
 from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.plugins.datasets.survey import PromptStats, survey
-from asyncrl.rollout import named_inputs
+from asyncrl.rollout.inputs import named as named_inputs
 from asyncrl.rollout.scoring import load_rewards
 from asyncrl.rollout.tools import check_format
 from asyncrl.rollout.user_code import (

@@ -9,12 +9,12 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from asyncrl.weights.adapters import described_by
-from asyncrl.weights.loading import checkpoint_files
-from asyncrl.weights.manifest import Manifest, TensorEntry
-from asyncrl.weights.published import TensorSpec
-from asyncrl.weights.publishing import tokenizer_assets
-from asyncrl.weights.tensor_file import DTYPE_NAMES
+from asyncrl.weights.model_files.adapters import described_by
+from asyncrl.weights.model_files.loading import checkpoint_files
+from asyncrl.weights.model_files.tensor_file import DTYPE_NAMES
+from asyncrl.weights.versions.manifest import Manifest, TensorEntry
+from asyncrl.weights.versions.published import TensorSpec
+from asyncrl.weights.versions.publishing import tokenizer_assets
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 """By their names in manifests."""
@@ -33,11 +33,11 @@ class StoredModel:
         self._entries, self._read = manifest.tensors, read
 
     def published_specs(self) -> list[TensorSpec]:
-        """See `asyncrl.weights.published.Published`."""
+        """See `asyncrl.weights.versions.published.Published`."""
         return [TensorSpec(name, entry.shape, DTYPES[entry.dtype]) for name, entry in self._entries.items()]
 
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """See `asyncrl.weights.published.Published`."""
+        """See `asyncrl.weights.versions.published.Published`."""
         return ((name, self._read(name, entry)) for name, entry in self._entries.items() if name in owners)
 
 
@@ -68,11 +68,11 @@ class MergedModel:
             raise ExportError(f"{self._base} has no {missing[0]!r}, for which there are adapters")
 
     def published_specs(self) -> list[TensorSpec]:
-        """See `asyncrl.weights.published.Published`."""
+        """See `asyncrl.weights.versions.published.Published`."""
         return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors()]
 
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """See `asyncrl.weights.published.Published`."""
+        """See `asyncrl.weights.versions.published.Published`."""
         return ((name, tensor) for name, tensor in self._tensors() if name in owners)
 
     def beside(self) -> dict[str, bytes]:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.weights.tensor_file import TensorFile, write_tensors
+from asyncrl.weights.model_files.tensor_file import TensorFile, write_tensors
 
 Part: TypeAlias = tuple[str, tuple[int, ...]]
 """A part of a tensor: its name, and where the part begins in the whole, by dimension."""

@@ -4,8 +4,8 @@
 returns is applied between two steps. A missing, unknown or misshapen tensor, or a file that cannot be read, is refused
 as a whole.
 
-A folder that has a manifest (`asyncrl.weights.manifest`) is verified where it is read: each file right before its
-tensors, so that it comes from the disk once and is summed in the page cache.
+A folder that has a manifest (`asyncrl.weights.versions.manifest`) is verified where it is read: each file right before
+its tensors, so that it comes from the disk once and is summed in the page cache.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.weights.manifest import MANIFEST_FILE, Manifest, ManifestError, verify, verify_file
-from asyncrl.weights.model_folder import folder_views, held_tensors
+from asyncrl.weights.model_files.folder import folder_views, held_tensors
+from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, verify, verify_file
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -144,7 +144,7 @@ def load_targets(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors into which a folder's tensors are copied, by every name that they may have in the folder.
 
     Raises:
-        FolderFormatError: see `asyncrl.weights.model_folder.folder_tensors`.
+        FolderFormatError: see `asyncrl.weights.model_files.folder.folder_tensors`.
     """
     views, parameters = folder_views(model), held_tensors(model)
     aliases = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}

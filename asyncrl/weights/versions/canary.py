@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.weights.manifest import ManifestError
+from asyncrl.weights.versions.manifest import ManifestError
 
 CANARY_FILE = "canary.json"
 CANARY_LENGTHS = (16, 11, 6)

@@ -58,7 +58,7 @@ from msgspec import structs
 
 from asyncrl.api.generation import Completion, GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.comm.backoff import Backoff
-from asyncrl.comm.http import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.client import (
     GenerateItem,
@@ -72,7 +72,7 @@ from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.messages import Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.plugins.chat.stop_strings import Decode, check_stop_strings
-from asyncrl.rollout.drafts import Draft, Work
+from asyncrl.rollout.generation.drafts import Draft, Work
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 SCHEDULE_HOLD_S = 5.0

@@ -29,9 +29,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from asyncrl.comm.retry_write import retry_write_blocking
-from asyncrl.weights.manifest import FileEntry, file_entry
-from asyncrl.weights.published import TensorSpec
+from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.weights.versions.manifest import FileEntry, file_entry
+from asyncrl.weights.versions.published import TensorSpec
 
 DTYPE_NAMES = {
     torch.float64: "F64",

@@ -39,9 +39,10 @@ from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.adapters import STEM as ADAPTERS_STEM
-from asyncrl.weights.canary import CANARY_FILE, Canary, encode_canary
-from asyncrl.weights.manifest import (
+from asyncrl.weights.model_files.adapters import STEM as ADAPTERS_STEM
+from asyncrl.weights.model_files.tensor_file import DTYPE_NAMES, TensorFile
+from asyncrl.weights.versions.canary import CANARY_FILE, Canary, encode_canary
+from asyncrl.weights.versions.manifest import (
     MANIFEST_FILE,
     FileEntry,
     Manifest,
@@ -50,9 +51,8 @@ from asyncrl.weights.manifest import (
     verify,
     write_manifest,
 )
-from asyncrl.weights.published import Published, TensorSpec
-from asyncrl.weights.shared_files import SharedFiles
-from asyncrl.weights.tensor_file import DTYPE_NAMES, TensorFile
+from asyncrl.weights.versions.published import Published, TensorSpec
+from asyncrl.weights.versions.shared_files import SharedFiles
 
 MAX_SHARD_BYTES = 4 << 30
 """Largest shard: the size Hugging Face uses; more files load in parallel, fewer are less to open."""

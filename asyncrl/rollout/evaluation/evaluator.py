@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
 from asyncrl.plugins.datasets.prompts import BadPrompt
 from asyncrl.rollout.episode import metrics_of, run_group
-from asyncrl.rollout.generation_client import RolloutClient
+from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.user_code import Plugins

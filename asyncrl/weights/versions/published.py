@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.weights.model_folder import folder_tensors, held_tensors
+from asyncrl.weights.model_files.folder import folder_tensors, held_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class WholeModel:
     experts each expert's.
 
     Raises:
-        FolderFormatError: see `asyncrl.weights.model_folder.folder_tensors`.
+        FolderFormatError: see `asyncrl.weights.model_files.folder.folder_tensors`.
     """
 
     def __init__(self, model: PreTrainedModel, worker: int = 0) -> None:

@@ -1,0 +1,139 @@
+"""The rows of samples and the slots of the model, and which row reads which slot.
+
+A row is a sample's place in the tables of the decode step, a slot its place in the model's cache. Samples that have the
+same tokens so far have rows of their own and share a slot (`slots`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asyncrl.inference.embedded.decoding.sequence import Sequence
+from asyncrl.inference.embedded.decoding.slots import Slots
+from asyncrl.inference.embedded.model.model_io import ModelRunner
+
+
+class SlotRows:
+    """The running samples by row, their slots, and index tensors between both, made again where they changed.
+
+    Attributes:
+        rows: samples by row; None is a hole.
+        holes: number of holes among `rows`.
+        slots: slots of the cache.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.rows: list[Sequence | None] = []
+        self.holes = 0
+        self.slots = Slots()
+        self._first_rows = self._slot_of_rows = torch.empty(0, dtype=torch.long, device=runner.device)
+        self._one_to_one = True
+        self._changed = False
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Samples in the batch, by row."""
+        return [sequence for sequence in self.rows if sequence is not None]
+
+    @property
+    def live(self) -> int:
+        """Number of samples in the batch."""
+        return len(self.rows) - self.holes
+
+    def take_rows(self, sequences: list[Sequence]) -> list[int]:
+        """Give each of `sequences` a row, holes first; returns them."""
+        free = [row for row, sequence in enumerate(self.rows) if sequence is None]
+        taken: list[int] = []
+        for sequence in sequences:
+            row = free.pop() if free else len(self.rows)
+            if row == len(self.rows):
+                self.rows.append(sequence)
+            else:
+                self.rows[row] = sequence
+                self.holes -= 1
+            taken.append(row)
+        return taken
+
+    def enter(self, sequences: list[Sequence]) -> None:
+        """Give samples that have the same tokens a slot."""
+        self.slots.enter(sequences)
+        self._changed = True
+
+    def leave(self, sequence: Sequence) -> None:
+        """Make holes of the row and, if nobody else reads it, the slot of `sequence`."""
+        self.rows[sequence.row] = None
+        self.holes += 1
+        self.slots.leave(sequence)
+        sequence.row = -1
+        self._changed = True
+
+    def logits(self, tokens: Tensor, positions: Tensor, full_rows: bool) -> Tensor:
+        """Logits `[rows, V]` after one decode step of every slot.
+
+        Args:
+            tokens: the last token of each row, `[rows]`.
+            positions: its position, `[rows]`.
+            full_rows: all slots are filled up to the cache's last column.
+        """
+        self._refresh()
+        if self._one_to_one:
+            return self._runner.decode(tokens, positions, full_rows)
+        tokens, positions = tokens.index_select(0, self._first_rows), positions.index_select(0, self._first_rows)
+        return self._runner.decode(tokens, positions, full_rows).index_select(0, self._slot_of_rows)
+
+    def differing(self, tokens: Tensor) -> list[tuple[Sequence, int]]:
+        """Samples whose newest token, of `tokens` `[rows]`, is another than that of their slot's first sample."""
+        if not self.live:
+            return []
+        self._refresh()
+        expected = tokens.index_select(0, self._first_rows).index_select(0, self._slot_of_rows)
+        rows = (tokens != expected).nonzero().view(-1)
+        drawn = zip(rows.tolist(), tokens.index_select(0, rows).tolist(), strict=True)
+        return [(sequence, token) for row, token in drawn if (sequence := self.rows[row]) is not None]
+
+    def part(self, differing: list[tuple[Sequence, int]]) -> dict[int, int]:
+        """Give samples that have drawn another token a slot of their own; returns by new slot the one to copy."""
+        self._changed = True
+        return self.slots.part(differing)
+
+    def pack_rows(self) -> dict[int, int]:
+        """Move the last rows into the holes; returns by row the one that it had."""
+        moved: dict[int, int] = {}
+        count = self.live
+        targets = (row for row in range(count) if self.rows[row] is None)
+        for sequence in self.rows[count:]:
+            if sequence is not None:
+                target = next(targets)
+                moved[target] = sequence.row
+                self.rows[target] = sequence
+                sequence.row = target
+        del self.rows[count:]
+        self.holes = 0
+        self._changed = True
+        return moved
+
+    def pack_slots(self) -> dict[int, int]:
+        """Move the last slots into those that nobody reads; returns by slot the one to copy."""
+        self._changed = True
+        return self.slots.pack()
+
+    def indices(self, numbers: list[int]) -> Tensor:
+        """`numbers` on the model's device, `[len(numbers)]`."""
+        return torch.tensor(numbers, dtype=torch.long, device=self._runner.device)
+
+    def _refresh(self) -> None:
+        """Make the index tensors again. `_first_rows[slot]` is the row whose token is fed to the slot;
+        `_slot_of_rows[row]` is the slot whose output the row samples from. An empty slot is fed from an arbitrary live
+        row; nothing reads its output.
+        """
+        if not self._changed:
+            return
+        any_row = next(row for row, sequence in enumerate(self.rows) if sequence is not None)
+        first = [members[0].row if members else any_row for members in self.slots.members]
+        slots = [0 if sequence is None else sequence.slot for sequence in self.rows]
+        numbers = list(range(len(slots)))
+        self._one_to_one = first == numbers and slots == numbers
+        self._first_rows, self._slot_of_rows = self.indices(first), self.indices(slots)
+        self._changed = False
