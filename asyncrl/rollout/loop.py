@@ -45,7 +45,7 @@ from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.offload.errors import group_failed_in
 from asyncrl.rollout.offload.meter import Activity, metered, timed
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 _log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class RolloutLoop:
         rollout_id = granted.rollout_id
         if granted.rests:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.curriculum)
-        prompt = self._plugins.train_prompt(PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt))
+        prompt = self._plugins.prompts.train(PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt))
         samples, metrics = await self._episodes(prompt, policy)
         if not samples:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.agent_rejected)
@@ -182,11 +182,11 @@ class RolloutLoop:
     async def _episodes(self, prompt: Prompt, policy: _RolloutPolicy) -> tuple[Sequence[Sample], dict[str, float]]:
         """Play the group's episodes, each with its reward; return their samples and metrics."""
         plugins = self._plugins
-        envs = plugins.make_envs(prompt.group_size)
+        envs = plugins.environments.of_group(prompt.group_size)
         try:
             with metered() as meter:
                 samples, counted = await run_group(
-                    plugins.agent, envs, prompt, policy, plugins.episode_client, self._tries
+                    plugins.agent, envs, prompt, policy, plugins.conversations.client, self._tries
                 )
         except Exception as error:
             policy.failed_in = group_failed_in(error, type(plugins.agent).__name__, policy.failures)

@@ -28,7 +28,7 @@ from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.inputs.copied import Inputs, check_rows, import_named, read_from
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
@@ -66,8 +66,8 @@ class RolloutWorker(AsyncWorker):
         if inputs is not None:
             await self._check_same_inputs(inputs)
         self._loop_of_main = asyncio.get_running_loop()
-        if self._plugins.chat_format is not None:
-            for line in self._plugins.chat_format.findings.lines():
+        if self._plugins.conversations.format is not None:
+            for line in self._plugins.conversations.format.findings.lines():
                 self.log.info("chat template: %s", line)
         rollout, mode = self.config.rollout, self.config.manager.update_mode
         url, incarnation = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER), self.spec.incarnation
@@ -92,7 +92,7 @@ class RolloutWorker(AsyncWorker):
             ):
                 await self._run(manager, client)
         finally:
-            await self._plugins.endpoint.close()
+            await self._plugins.conversations.endpoint.close()
             await manager.close()
 
     def _load_plugins(self) -> Plugins:
@@ -122,8 +122,8 @@ class RolloutWorker(AsyncWorker):
         """
         plugins, data = self._plugins, self.config.dataset
         if self.trains:
-            await asyncio.to_thread(check_rows, inputs, "dataset", data.path, plugins.train_set)
-        for each, rows in plugins.eval_sets.values():
+            await asyncio.to_thread(check_rows, inputs, "dataset", data.path, plugins.prompts.train_set)
+        for each, rows in plugins.prompts.eval_sets.values():
             await asyncio.to_thread(check_rows, inputs, each.group, each.path or data.path, rows)
         sums = loaded_sources(import_named(self.config, training=self.trains))
         if differences := await self._code_differences(sums):
@@ -169,7 +169,7 @@ class RolloutWorker(AsyncWorker):
         if not self._data_record.is_file():
             return
         path = self.config.dataset.path
-        if (difference := DataRecord.read(self._data_record).difference(plugins.train_set, path)) is not None:
+        if (difference := DataRecord.read(self._data_record).difference(plugins.prompts.train_set, path)) is not None:
             raise ConfigError(f"dataset.path={difference}: the data changed while the run started; start it again")
 
     def _make_evaluator(self, client: RolloutClient) -> Evaluator:

@@ -30,7 +30,7 @@ from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import Tries, judge, run_group, shape
 from asyncrl.rollout.offload.errors import UserCodeError, named_failure
 from asyncrl.rollout.offload.meter import metered
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 from asyncrl.runtime.run_dir import read_run_config
 
 OUTCOME_FILE = "outcome.json"
@@ -104,14 +104,14 @@ async def rehearse(config: ExperimentConfig) -> Outcome:
                 with metered():
                     samples, counted = await run_group(
                         plugins.agent,
-                        plugins.make_envs(prompt.group_size),
+                        plugins.environments.of_group(prompt.group_size),
                         prompt,
                         policy,
-                        plugins.episode_client,
+                        plugins.conversations.client,
                         tries,
                     )
             finally:
-                await plugins.endpoint.close()
+                await plugins.conversations.endpoint.close()
             if samples:
                 judge(samples, filters)
                 shape(samples, shapings)
@@ -124,9 +124,9 @@ async def rehearse(config: ExperimentConfig) -> Outcome:
 
 
 def _prompts(plugins: Plugins) -> Iterator[Prompt]:
-    for row in range(min(ROWS_TRIED, len(plugins.train_set))):
+    for row in range(min(ROWS_TRIED, len(plugins.prompts.train_set))):
         try:
-            yield plugins.train_prompt(PromptRef(f"rehearsal-{row}", row, row))
+            yield plugins.prompts.train(PromptRef(f"rehearsal-{row}", row, row))
         except BadPrompt:
             continue
 

@@ -7,8 +7,9 @@ of its answers are alike, and an answer's all are one that stands for its seed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 from asyncrl.api import Agent, Environment, GenerationClient, GenerationRequest, Prompt, Sample
@@ -120,16 +121,13 @@ class SimulatedCode:
         self._in_order = in_order
         tokenizer: Any = _NoWords()
         self.agent = SingleTurnAgent(tokenizer=tokenizer) if turns is None else TurnsAgent(turns)
-        self.episode_client: Any = _Client
+        self.prompts: Any = SimpleNamespace(train=self._train_prompt)
+        self.environments: Any = SimpleNamespace(of_group=lambda size: _Scored)
+        self.conversations: Any = SimpleNamespace(client=_Client)
         self._seed, self._group, self._prompt = run_seed, group_size, prompt_tokens
         self._sampling = SamplingParams(max_new_tokens=max_new_tokens)
 
-    def make_envs(self, size: int) -> Callable[[], Environment]:
-        """See `Plugins`."""
-        return _Scored
-
-    def train_prompt(self, ref: PromptRef) -> Prompt:
-        """See `Plugins`."""
+    def _train_prompt(self, ref: PromptRef) -> Prompt:
         seed = prompt_seed(self._seed, ref.order, ref.attempt)
         number = ref.order if self._in_order else seed_from("prompt number", self._seed, ref.row)
         tokens = (number, *[1] * (self._prompt - 1))

@@ -19,7 +19,7 @@ from asyncrl.rollout.episode import metrics_of, run_group
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 from asyncrl.rollout.offload.meter import metered
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Evaluator:
         return await self._running
 
     async def _evaluate(self, name: str, version: int) -> EvaluationResult:
-        each, rows = self._plugins.eval_sets[name]
+        each, rows = self._plugins.prompts.eval_sets[name]
         policy = _EvaluatedPolicy(self._client, version)
         share = range(self._index, min(each.size, len(rows)), self._workers)
         prompts = {row: self._prompts(name, row, each.n_samples) for row in share}
@@ -105,7 +105,7 @@ class Evaluator:
     def _prompts(self, name: str, row: int, n_samples: int) -> list[Prompt]:
         """The prompt of `row`, once for each answer; none where the row makes none, which was counted at the start."""
         try:
-            return [self._plugins.eval_prompt(name, row, member) for member in range(n_samples)]
+            return [self._plugins.prompts.evaluation(name, row, member) for member in range(n_samples)]
         except BadPrompt as error:
             _log.info("%s is left out of the evaluation: %s", name, error)
             return []
@@ -117,7 +117,11 @@ class Evaluator:
                 try:
                     with metered() as meter:
                         samples, counted = await run_group(
-                            plugins.agent, plugins.make_envs(1), prompt, policy, plugins.episode_client
+                            plugins.agent,
+                            plugins.environments.of_group(1),
+                            prompt,
+                            policy,
+                            plugins.conversations.client,
                         )
                     return _Ended(samples, meter.verdict, metrics_of(samples) | counted | meter.metrics())
                 except Exception as error:

@@ -20,7 +20,7 @@ from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 EXPERIMENTS = Path(__file__).parents[3] / "experiments"
 GROUP = 4
@@ -131,12 +131,14 @@ async def samples(plugins: Plugins, policy: EnginePolicy, prompts: int) -> list[
     try:
         async with plugins.offloader:
             for row in range(prompts):
-                prompt = plugins.train_prompt(PromptRef(f"0-{row}", row, row))
-                group, _ = await run_group(plugins.agent, plugins.make_env, prompt, policy, plugins.episode_client)
+                prompt = plugins.prompts.train(PromptRef(f"0-{row}", row, row))
+                group, _ = await run_group(
+                    plugins.agent, plugins.environments.one, prompt, policy, plugins.conversations.client
+                )
                 made += group
-        assert len(plugins.endpoint) == 0, "every session is closed with its episode"
+        assert len(plugins.conversations.endpoint) == 0, "every session is closed with its episode"
     finally:
-        await plugins.endpoint.close()
+        await plugins.conversations.endpoint.close()
     return made
 
 
@@ -176,7 +178,7 @@ async def test_sessions_that_a_crashed_agent_left_open_are_closed(
     plugins = over_http(tiny_model, f"{agents}:leaves_open")
     with pytest.raises(RuntimeError, match="crashed"):
         await samples(plugins, policy, 1)
-    assert len(plugins.endpoint) == 0
+    assert len(plugins.conversations.endpoint) == 0
 
 
 async def test_an_episode_may_be_rejected_and_must_be_worth_a_number(

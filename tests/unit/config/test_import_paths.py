@@ -15,7 +15,7 @@ from asyncrl.config.import_paths import PluginError, definition, load_plugin, sp
 from asyncrl.config.load import load_experiment
 from asyncrl.config.signatures import problems
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 MINE = """
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
@@ -124,12 +124,12 @@ async def test_what_a_rollout_worker_takes_is_found(
     assert "my_things" not in sys.modules, "a check must not run the user's module"
     plugins = Plugins(config)
     async with plugins.offloader:
-        env = plugins.make_env()
+        env = plugins.environments.one()
         await env.reset(options={"data": {"prompt": "1+1=", "answer": "2"}})
         _, reward, *_ = await env.step("1+1=2#2")
     parts = {
-        "dataset": type(plugins.train_set).__name__,
-        "eval": type(plugins.eval_sets["held_out"][1]).__name__,
+        "dataset": type(plugins.prompts.train_set).__name__,
+        "eval": type(plugins.prompts.eval_sets["held_out"][1]).__name__,
         "agent": type(plugins.agent).__name__,
         "env": env._env.__class__.__name__ if group == "env" else "",  # type: ignore[attr-defined]
         "reward": name if reward == 0.75 else "",

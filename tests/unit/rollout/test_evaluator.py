@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -33,7 +34,7 @@ from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer
 from asyncrl.rollout.offload.meter import Activity, current_meter
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 SETS = evaluation_sets(ExperimentConfig(eval=EvalConfig(sets=[EvalSetConfig("all"), EvalSetConfig("two", size=2)])))
 
@@ -69,10 +70,19 @@ class FakePlugins:
     def eval_sets(self) -> dict[str, Any]:
         return {each.name: (replace(each, n_samples=self.n_samples), range(5)) for each in SETS}
 
-    def make_envs(self, size: int) -> Callable[[], Environment]:
-        return lambda: SingleTurnEnv(reward=score)
+    @property
+    def prompts(self) -> Any:
+        return SimpleNamespace(eval_sets=self.eval_sets, evaluation=self.eval_prompt)
 
-    def episode_client(self, policy: GenerationClient, prompt: Prompt) -> Any:
+    @property
+    def environments(self) -> Any:
+        return SimpleNamespace(of_group=lambda size: lambda: SingleTurnEnv(reward=score))
+
+    @property
+    def conversations(self) -> Any:
+        return SimpleNamespace(client=self.client)
+
+    def client(self, policy: GenerationClient, prompt: Prompt) -> Any:
         return EpisodeClient(policy, prompt, prompt.member, None)
 
     def eval_prompt(self, name: str, row: int, member: int) -> Prompt:

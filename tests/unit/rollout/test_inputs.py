@@ -21,7 +21,7 @@ from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.rollout.inputs.copied import Inputs, bring_inputs, check_rows, import_named, read_from
 from asyncrl.rollout.inputs.named import check, files_in_args, named_inputs
 from asyncrl.rollout.settings import EvalSetConfig
-from asyncrl.rollout.user_code import load_eval_set, load_train_set
+from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, run_dir_of
 from asyncrl.runtime.settings import HostConfig
 

@@ -47,7 +47,7 @@ from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoo
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import current_meter
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 GROUP = 2
 ORDER = DataOrder(1000, 0)
@@ -87,18 +87,30 @@ def sample(reward: float, completion: Completion) -> Sample:
     )
 
 
+def made_prompt(ref: PromptRef) -> Prompt:
+    return Prompt(ref.prompt_id, ref.order, {}, (1,), GROUP, SamplingParams())
+
+
 @dataclass
 class FakePlugins:
     agent: Agent
 
-    def make_envs(self, size: int) -> Callable[[], Environment]:
-        return lambda: NoEnv()
+    train: Callable[[PromptRef], Prompt] = made_prompt
 
-    def episode_client(self, policy: GenerationClient, prompt: Prompt) -> ChatClient:
+    @property
+    def prompts(self) -> Any:
+        return SimpleNamespace(train=self.train)
+
+    @property
+    def environments(self) -> Any:
+        return SimpleNamespace(of_group=lambda size: lambda: NoEnv())
+
+    @property
+    def conversations(self) -> Any:
+        return SimpleNamespace(client=self.client)
+
+    def client(self, policy: GenerationClient, prompt: Prompt) -> ChatClient:
         return cast(ChatClient, SimpleNamespace(generate=policy.generate, metrics={}, close=lambda: None))
-
-    def train_prompt(self, ref: PromptRef) -> Prompt:
-        return Prompt(ref.prompt_id, ref.order, {}, (1,), GROUP, SamplingParams())
 
 
 @dataclass
@@ -165,9 +177,7 @@ async def run(
         pushed.append(trajectory)
 
     gate.goal = gate.goal or gate.admit
-    plugins = FakePlugins(agent)
-    if train_prompt is not None:
-        plugins.train_prompt = train_prompt  # type: ignore[method-assign]
+    plugins = FakePlugins(agent) if train_prompt is None else FakePlugins(agent, train_prompt)
     manager, client = cast(ManagerClient, gate), cast(RolloutClient, SimpleNamespace(generate=generate))
     config = config or RolloutConfig(max_concurrent=8)
     parts = cast(Plugins, plugins), manager, client, push, config
@@ -278,16 +288,15 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, flat: Ca
     tokenizer = SimpleNamespace(encode=lambda text: [1], eos_token_id=0)
     dataset = SimpleNamespace(row=lambda row: {"prompt": str(row)})
 
-    class Prompts(FakePlugins):
-        def train_prompt(self, ref: PromptRef) -> Prompt:
-            prompt_format = PromptFormat(cast(Tokenizer, tokenizer))
-            return make_prompt(ref, cast(Dataset, dataset), prompt_format, GROUP, SamplingParams(), 1)
+    def train_prompt(ref: PromptRef) -> Prompt:
+        prompt_format = PromptFormat(cast(Tokenizer, tokenizer))
+        return make_prompt(ref, cast(Dataset, dataset), prompt_format, GROUP, SamplingParams(), 1)
 
     async def push(trajectory: Trajectory) -> None:
         """Nobody trains it."""
 
     config = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig("zero_variance", {"return_prompt": True})])
-    plugins, manager = cast(Plugins, Prompts(agent)), cast(ManagerClient, gate)
+    plugins, manager = cast(Plugins, FakePlugins(agent, train_prompt)), cast(ManagerClient, gate)
     loop = RolloutLoop(plugins, manager, cast(RolloutClient, None), push, config)
     working = asyncio.create_task(loop.run())
     try:
@@ -361,7 +370,7 @@ async def test_a_prompt_that_cannot_be_made_fails_its_rollout_alone() -> None:
         made += 1
         if made == 2:
             raise ValueError("row 7 is damaged")
-        return FakePlugins(agent).train_prompt(ref)
+        return made_prompt(ref)
 
     await run(gate, agent, train_prompt=damaged_once)
     assert [ended.reason for ended in gate.finished.values()].count("failed") == 1
@@ -374,7 +383,7 @@ async def test_a_row_that_makes_no_prompt_is_dropped_for_good_at_once() -> None:
     def too_long(ref: PromptRef) -> Prompt:
         if ref.order == 1:
             raise BadPrompt("row 7 is too long")
-        return FakePlugins(always()).train_prompt(ref)
+        return made_prompt(ref)
 
     await run(gate, always(1.0, 0.0), train_prompt=too_long)
     (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
@@ -387,7 +396,7 @@ async def test_a_row_that_is_too_long_is_left_out_and_is_no_failure() -> None:
     def too_long(ref: PromptRef) -> Prompt:
         if ref.order == 1:
             raise OverlongPrompt("row 7 is too long")
-        return FakePlugins(always()).train_prompt(ref)
+        return made_prompt(ref)
 
     await run(gate, always(1.0, 0.0), train_prompt=too_long)
     (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
@@ -404,7 +413,7 @@ async def test_bad_rows_that_come_before_the_first_answer_end_nothing() -> None:
     def first_are_bad(ref: PromptRef) -> Prompt:
         if 4 <= ref.order < 4 + MAX_FAILURES_IN_A_ROW + 4:
             raise BadPrompt(f"row {ref.row} is too long")
-        return FakePlugins(always()).train_prompt(ref)
+        return made_prompt(ref)
 
     async def slow(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
         if not failed.is_set() and len(gate.finished) < MAX_FAILURES_IN_A_ROW + 4:

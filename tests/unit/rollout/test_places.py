@@ -13,7 +13,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.offload.places import GroupPlaces, Places
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 LIMIT_S = 120.0
 MINE = """
@@ -79,7 +79,9 @@ async def test_groups_that_open_all_their_environments_at_once_do_not_hold_each_
 
     async def play(number: int) -> int:
         prompt = Prompt(f"p{number}", number, {}, (1, 2), 2, SamplingParams(seed=1))
-        samples, _ = await run_group(plugins.agent, plugins.make_envs(2), prompt, Policy(), plugins.episode_client)
+        samples, _ = await run_group(
+            plugins.agent, plugins.environments.of_group(2), prompt, Policy(), plugins.conversations.client
+        )
         return len(samples)
 
     async with plugins.offloader, asyncio.timeout(LIMIT_S):
@@ -91,7 +93,9 @@ async def test_a_group_has_no_more_environments_open_than_episodes(tmp_path: Pat
     prompt = Prompt("p", 0, {}, (1, 2), 2, SamplingParams(seed=1))
     async with plugins.offloader:
         with pytest.raises(RuntimeError, match="2 environments open, one for each of its episodes; close one"):
-            await run_group(plugins.agent, plugins.make_envs(2), prompt, Policy(), plugins.episode_client)
+            await run_group(
+                plugins.agent, plugins.environments.of_group(2), prompt, Policy(), plugins.conversations.client
+            )
 
 
 def test_fewer_processes_than_a_group_may_open_are_refused_at_the_start(tmp_path: Path, tiny_model: Path) -> None:

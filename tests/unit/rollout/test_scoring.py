@@ -36,7 +36,7 @@ from asyncrl.rollout.offload.messages import USE, Call
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.offload.processes import Lease
 from asyncrl.rollout.scoring import episode_of
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 TOKENIZER = CharTokenizer()
 LIMIT_S = 150.0
@@ -275,7 +275,7 @@ async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sa
     async with plugins.offloader, asyncio.timeout(LIMIT_S):
         with metered() as meter:
             samples, counted = await run_group(
-                plugins.agent, plugins.make_envs(size), prompt, Policy(), plugins.episode_client
+                plugins.agent, plugins.environments.of_group(size), prompt, Policy(), plugins.conversations.client
             )
     return samples, meter.metrics() | counted, called_in()
 

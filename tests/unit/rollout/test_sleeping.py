@@ -18,7 +18,7 @@ from asyncrl.manager.service import WorkerLeases
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 MINE = '''
 import os

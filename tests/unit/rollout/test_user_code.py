@@ -10,7 +10,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 MINE = """
 class Choosy:
@@ -60,7 +60,7 @@ async def test_an_environment_that_cannot_be_built_is_one_error(tmp_path: Path, 
     plugins = Plugins(config)
     async with plugins.offloader:
         with pytest.raises(UserCodeError, match=r"env\.path=.*LookupError: no table"):
-            await plugins.make_env().reset()
+            await plugins.environments.one().reset()
 
 
 FUNCTIONS = """

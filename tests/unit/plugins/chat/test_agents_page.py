@@ -17,7 +17,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 from .conftest import TEMPLATES, FakePolicy
 
@@ -79,7 +79,9 @@ async def roll_out(config: ExperimentConfig, tokenizer: ChatTokenizer, *turns: S
     row = {"prompt": "What is 3 + 4?", "answer": "7"}
     prompt = Prompt("p", 0, row, ids, 3, SamplingParams(max_new_tokens=16, seed=7))
     async with plugins.offloader, asyncio.timeout(60):
-        samples, _ = await run_group(plugins.agent, plugins.make_envs(3), prompt, policy, plugins.episode_client)
+        samples, _ = await run_group(
+            plugins.agent, plugins.environments.of_group(3), prompt, policy, plugins.conversations.client
+        )
     return samples
 
 

@@ -18,7 +18,7 @@ from asyncrl.plugins.datasets.prompts import OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 from .conftest import TEMPLATES
 
@@ -63,8 +63,8 @@ def test_a_prompts_tokens_are_those_of_the_agents_first_call(
     config: Callable[..., ExperimentConfig], template: str
 ) -> None:
     plugins = Plugins(config(template=template))
-    prompt = plugins.train_prompt(ref(0))
-    client = plugins.episode_client(cast(GenerationClient, None), prompt)
+    prompt = plugins.prompts.train(ref(0))
+    client = plugins.conversations.client(cast(GenerationClient, None), prompt)
     assert prompt.input_ids == client.prompt_ids(messages_of(prompt), tools=plugins.tools.toolbox.schemas)
     assert '"name": "calculator"' in plugins.tokenizer.decode(list(prompt.input_ids))
 
@@ -87,7 +87,7 @@ def test_the_survey_and_the_limit_count_the_tools(config: Callable[..., Experime
     with pytest.raises(ConfigError, match="none of 2 rows makes a prompt; row 0 has a prompt of"):
         check_prompts(with_tools)
     with pytest.raises(OverlongPrompt, match=f"{shown.tools} of them what the template says of the tools"):
-        Plugins(with_tools).train_prompt(ref(0))
+        Plugins(with_tools).prompts.train(ref(0))
     with_tools.dataset.max_prompt_tokens = shown.longest - 1
     assert check_prompts(with_tools)["dataset"].overlong == 1
 
@@ -98,7 +98,7 @@ def test_tools_count_only_where_the_agent_takes_them(
 ) -> None:
     made = config(agent)
     assert (check_prompts(made)["dataset"].tools > 0) is counted
-    ids = list(Plugins(made).train_prompt(ref(0)).input_ids)
+    ids = list(Plugins(made).prompts.train(ref(0)).input_ids)
     assert ("calculator" in Plugins(made).tokenizer.decode(ids)) is counted
 
 
@@ -116,9 +116,9 @@ def test_a_shortened_prompt_is_what_agents_that_converse_in_messages_see(
     made.dataset.max_prompt_tokens = check_prompts(made)["dataset"].longest - 10
     made.dataset.overlong = overlong
     plugins = Plugins(made)
-    prompt = plugins.train_prompt(ref(1))
+    prompt = plugins.prompts.train(ref(1))
     assert len(prompt.input_ids) <= made.dataset.max_prompt_tokens
     assert 10 < len(messages_of(prompt)[0]["content"]) < len("word " * 30) - 5
-    client = plugins.episode_client(cast(GenerationClient, None), prompt)
+    client = plugins.conversations.client(cast(GenerationClient, None), prompt)
     assert prompt.input_ids == client.prompt_ids(messages_of(prompt), tools=plugins.tools.toolbox.schemas)
     assert prompt.data["answer"] == "7"

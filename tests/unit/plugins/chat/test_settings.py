@@ -11,7 +11,7 @@ from asyncrl.config.context import context_length, turns
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import finds_stop_strings
-from asyncrl.rollout.user_code import chat_policy
+from asyncrl.rollout.user_code.conversations import chat_policy
 
 RETRY = "asyncrl.plugins.agents.retry:RetryAgent"
 

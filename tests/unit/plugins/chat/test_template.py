@@ -13,7 +13,7 @@ from asyncrl.plugins.chat.template import ChatFormat, kind_of
 from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.datasets.templates.chat import ChatTemplate
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.rollout.user_code import load_chat_format
+from asyncrl.rollout.user_code.conversations import load_chat_format
 
 from .conftest import END, SPECIAL, TEMPLATES
 

@@ -15,7 +15,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.master.data.buffer_order import BufferOrder
 from asyncrl.plugins.datasets.files import FileDataset
-from asyncrl.rollout.user_code import load_train_set
+from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.trainer.messages import RolloutRecord
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "data.md").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.meter import Activity
 from asyncrl.rollout.offload.offloader import Code, Offloader
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.user_code import Plugins
+from asyncrl.rollout.user_code.plugins import Plugins
 
 TOKENIZER = CharTokenizer()
 DRY = {"is_slippery": False}
@@ -131,7 +131,9 @@ async def test_a_group_plays_and_each_turn_has_its_reward(tiny_model: Path, vect
     prompt = Prompt("p", 0, {"prompt": "0", "seed": 3}, tuple(TOKENIZER.encode("0")), 3, SamplingParams(seed=1))
     policy = Walking()
     async with plugins.offloader, asyncio.timeout(150):
-        samples, _ = await run_group(plugins.agent, plugins.make_envs(3), prompt, policy, plugins.episode_client)
+        samples, _ = await run_group(
+            plugins.agent, plugins.environments.of_group(3), prompt, policy, plugins.conversations.client
+        )
     assert [sample.episode for sample in samples] == [0, 1, 2]
     assert [sample.total_reward for sample in samples] == [1.0, -0.5, -0.5]
     assert [dict(sample.metrics) for sample in samples] == [
@@ -155,7 +157,9 @@ async def test_a_member_that_stops_early_keeps_nobody_waiting(tiny_model: Path, 
     plugins = Plugins(settings)
     prompt = Prompt("p", 0, {"prompt": "0"}, tuple(TOKENIZER.encode("0")), 2, SamplingParams(seed=1))
     async with plugins.offloader, asyncio.timeout(150):
-        samples, _ = await run_group(plugins.agent, plugins.make_envs(2), prompt, Walking(), plugins.episode_client)
+        samples, _ = await run_group(
+            plugins.agent, plugins.environments.of_group(2), prompt, Walking(), plugins.conversations.client
+        )
     assert [sample.truncated for sample in samples] == [True, True]
     assert [sample.metrics["turns"] for sample in samples] == [2.0, 2.0]
 

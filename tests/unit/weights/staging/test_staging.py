@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from asyncrl.comm.http import client as http_module
+from asyncrl.comm.http import calls as http_module
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.http.server import HttpServer, Route
 from asyncrl.comm.security import HttpSecurity, RunSecret

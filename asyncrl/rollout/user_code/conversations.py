@@ -1,0 +1,58 @@
+"""Conversations of agents with the policy: their format, their limits, and a client for each episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.api import GenerationClient, Prompt
+from asyncrl.config.context import context_length
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.openai.endpoint import Endpoint
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.plugins.chat.client import ChatPolicy
+from asyncrl.plugins.chat.parsers import choose, parser
+from asyncrl.plugins.chat.request import Limits
+from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.datasets.settings import AUTO
+from asyncrl.rollout.generation.served import ServedEpisodeClient
+
+
+class Conversations:
+    """Clients of episodes.
+
+    Attributes:
+        format: of conversations in messages; None if there is no chat template.
+        endpoint: the policy over HTTP, for agents that ask for it; to be closed in the worker's event loop.
+    """
+
+    def __init__(self, config: ExperimentConfig, prompts: PromptFormat, model_config: Mapping[str, Any]) -> None:
+        self.format = load_chat_format(config, prompts)
+        self._policy = chat_policy(config, model_config)
+        served = config.rollout.endpoint
+        self.endpoint = Endpoint(served.host, max_body_bytes=served.max_body_mb << 20)
+
+    def client(self, policy: GenerationClient, prompt: Prompt) -> ServedEpisodeClient:
+        """A new client for the episode of `prompt`, which is one member's."""
+        return ServedEpisodeClient(policy, prompt, prompt.member, self.format, self._policy, endpoint=self.endpoint)
+
+
+def load_chat_format(config: ExperimentConfig, prompts: PromptFormat) -> ChatFormat | None:
+    """Build the format of conversations in messages; None if there is no chat template."""
+    if prompts.chat is None:
+        return None
+    name = config.rollout.chat.parser
+    return ChatFormat(
+        prompts, choose(prompts.chat.source_with_tools, prompts.tokenizer) if name == AUTO else parser(name)
+    )
+
+
+def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> ChatPolicy:
+    """Build the rules of conversations; `model_config` is the content of the model's `config.json`."""
+    chat, generation = config.rollout.chat, config.generation
+    context, setting = context_length(config, model_config), "generation.context_length"
+    if generation.backend == GenerationBackend.embedded and generation.max_total_tokens < context:
+        context, setting = generation.max_total_tokens, "generation.max_total_tokens"
+    limits = Limits(chat.max_turns, context, chat.max_tool_s, setting)
+    return ChatPolicy(limits, chat.reasoning, chat.drift)

@@ -1,0 +1,65 @@
+"""The user's parts of a run, built as the config names them: data, tokenizer, agent, environment, reward, tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from asyncrl.api import Agent
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.rollout.offload.adapters import adapted_agent
+from asyncrl.rollout.offload.offloader import EpisodeProcesses, Offloader
+from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
+from asyncrl.rollout.tools import RunTools, check_format
+from asyncrl.rollout.user_code.agents import agent_process, load_agent, offers_tools, plays_at_once
+from asyncrl.rollout.user_code.conversations import Conversations
+from asyncrl.rollout.user_code.environments import Environments
+from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
+
+
+class Plugins:
+    """Everything a RolloutWorker takes from the user.
+
+    Args:
+        training: whether it trains, and needs the training set.
+
+    Attributes:
+        tokenizer: the model's.
+        vocab_size: the model's, from its config; None if that does not name it.
+        prompts: training and evaluation prompts.
+        conversations: clients of episodes.
+        offloader: runs the user's code; to be entered in the worker's event loop.
+        tools: of agents; entered in the worker's event loop, after the offloader.
+        environments: of episodes.
+        agent: the agent, with rewards.
+
+    Raises:
+        ConfigError: a path names nothing or something of another kind, a module fails while it is imported, or a
+            constructor refuses its arguments. The message begins with the setting.
+    """
+
+    def __init__(self, config: ExperimentConfig, *, training: bool = True) -> None:
+        assert config.model.path is not None, "the launcher resolves model.path before it starts a worker"
+        form = load_prompt_format(config)
+        model_config = json.loads((Path(config.model.path) / "config.json").read_text())
+        self.tokenizer = form.tokenizer
+        self.vocab_size: int | None = model_config.get("vocab_size")
+        self.conversations = Conversations(config, form, model_config)
+        self.offloader = Offloader(
+            config.rollout.user_code,
+            *(EpisodeProcesses(each.processes, each.process_max_episodes) for each in (config.env, config.agent)),
+        )
+        check_format(config, form.chat.source_with_tools if form.chat else None)
+        self.tools = RunTools(config.tools, config.mcp, self.offloader)
+        toolbox = self.tools.toolbox
+        self.prompts = Prompts(config, form, lambda: toolbox.schemas if offers_tools(config) else (), training=training)
+        rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
+        agent = load_agent(config.agent, form, toolbox)
+        self.environments = Environments(config.env, AnswerReward(rewards), self.offloader, plays_at_once(agent))
+        self.environments.check_places(config.agent.path, config.group_size)
+        try:
+            process = agent_process(config, chat=form.chat is not None)
+            self.agent: Agent = scored_agent(adapted_agent(agent, self.offloader, process), rewards, self.tokenizer)
+        except TypeError as error:
+            raise ConfigError(f"agent.path={config.agent.path!r}: {error}") from error

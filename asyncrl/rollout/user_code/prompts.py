@@ -1,0 +1,142 @@
+"""The prompts of training and evaluation: their data sets, and the format in which a row becomes one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.api import Prompt, SamplingParams, ToolSchema
+from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.import_paths import PluginError
+from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.datasets import Dataset, load_dataset
+from asyncrl.plugins.datasets.mixture import Mixture
+from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, make_prompt
+from asyncrl.plugins.datasets.queue.order import PromptRef
+from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+
+
+class Prompts:
+    """The prompts of a run, by reference or by row.
+
+    Args:
+        form: the format of prompts, without tools.
+        offered: gives the tools that the agent offers from its first call on; called with the first prompt, as tools
+            of MCP servers are known only once these run.
+        training: whether the run trains, and needs the training set.
+
+    Attributes:
+        eval_sets: by name, the sets that are evaluated and their rows.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        form: PromptFormat,
+        offered: Callable[[], tuple[ToolSchema, ...]],
+        training: bool,
+    ) -> None:
+        self._config, self._form, self._offered = config, form, offered
+        sampling = config.rollout.sampling
+        self._sampling = SamplingParams(**asdict(sampling) | {"stop": tuple(sampling.stop)})
+        self._train_set = load_train_set(config) if training else None
+        self.eval_sets = {
+            each.name: (each, load_eval_set(config, each)) for each in evaluation_sets(config) if each.interval
+        }
+
+    @property
+    def train_set(self) -> Dataset:
+        """The rows to train on."""
+        assert self._train_set is not None, "who trains nothing has no training set"
+        return self._train_set
+
+    def train(self, ref: PromptRef) -> Prompt:
+        """The training prompt at `ref`.
+
+        Raises:
+            BadPrompt: its row makes none, or one longer than `dataset.max_prompt_tokens` that is not to be cut.
+        """
+        return self._prompt(ref, self.train_set, self._config.group_size, self._sampling)
+
+    def evaluation(self, name: str, row: int, member: int) -> Prompt:
+        """Row `row` of the evaluation set `name`, for one answer, the `member`-th.
+
+        Raises:
+            BadPrompt: as of `train`.
+        """
+        each, rows = self.eval_sets[name]
+        sampling = replace(
+            self._sampling, temperature=each.temperature, top_p=each.top_p, max_new_tokens=each.max_new_tokens
+        )
+        ref = PromptRef(f"eval-{name}-{row}-{member}", row, row, attempt=member)
+        return self._prompt(ref, rows, 1, sampling)
+
+    @functools.cached_property
+    def _first(self) -> PromptFormat:
+        """Return the format in which a row is rendered for its agent's first call."""
+        return replace(self._form, tools=self._offered())
+
+    def _prompt(self, ref: PromptRef, dataset: Dataset, group_size: int, sampling: SamplingParams) -> Prompt:
+        return make_prompt(
+            ref, dataset, self._first, group_size=group_size, sampling=sampling, run_seed=self._config.seed
+        )
+
+
+def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
+    """Build the prompt format from the tokenizer in `model.path` and the settings of `dataset`; without tools.
+
+    Raises:
+        ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
+    """
+    folder, data = Path(str(config.model.path)).expanduser(), config.dataset
+    return PromptFormat(load_tokenizer(folder), load_chat_template(folder, data), data.max_prompt_tokens, data.overlong)
+
+
+def load_train_set(config: ExperimentConfig) -> Dataset:
+    """The prompts to train on.
+
+    Raises:
+        ConfigError: they cannot be loaded.
+    """
+    data, seed = config.dataset, config.seed
+    if not data.sources:
+        return _load_set("dataset", data.path, data.args, data.fields, "train", seed)
+    sources = [
+        _load_set(f"dataset.sources[{number}]", source.path, source.args, source.fields, "train", seed)
+        for number, source in enumerate(data.sources)
+    ]
+    names = [source.name or source.path for source in data.sources]
+    try:
+        return Mixture(sources, [source.weight for source in data.sources], names)
+    except ValueError as error:
+        raise ConfigError(f"dataset.sources: {error}") from None
+
+
+def load_eval_set(config: ExperimentConfig, each: EvaluationSet) -> Dataset:
+    """The prompts of an evaluation set: of its `path`, or those that the training set holds out.
+
+    Raises:
+        ConfigError: they cannot be loaded, or there are several sources, of which nothing is held out.
+    """
+    data = config.dataset
+    if each.path is not None:
+        return _load_set(each.group, each.path, each.args, each.fields, "held_out", config.seed)
+    if data.sources:
+        raise ConfigError("eval.path=null: of dataset.sources nothing is held out; give evaluation a set of its own")
+    return _load_set("dataset", data.path, {**data.args, **each.args}, data.fields, "held_out", config.seed)
+
+
+def _load_set(
+    group: str, path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str, seed: int
+) -> Dataset:
+    if fields and is_data_path(path):
+        args = {**args, "fields": dict(fields)}
+    try:
+        return load_dataset(path, args, split, seed)
+    except PluginError as error:
+        raise ConfigError(f"{group}.path={error}") from error
