@@ -80,6 +80,7 @@ class ReferenceConfig:
     train_batch_size: int = 32
     group_size: int = 8
     ppo_minibatches: int = 4
+    ppo_epochs: int = 1
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
@@ -93,7 +94,9 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One train step: losses of its minibatches in order (0 where no group carried signal), and the step's means."""
+    """One train step: losses of its minibatches in order, pass by pass (0 where no group carried signal), and the
+    step's means.
+    """
 
     version: int
     reward_mean: float
@@ -196,14 +199,17 @@ class ReferenceTrainer:
         return EpisodeClient(policy, prompt, prompt.member, None)
 
     def minibatches(self, groups: Sequence[Sequence[TrainSample]]) -> Iterator[list[TrainSample]]:
-        """Whole groups, of any number of samples: permuted by (run seed, version), those whose rewards differ first,
-        dealt in turn, so that all minibatches have as many with a signal.
+        """Whole groups, of any number of samples: permuted by (run seed, version), in later passes over the batch by
+        (run seed, version, pass), those whose rewards differ first, dealt in turn, so that all minibatches of a pass
+        have as many with a signal.
         """
-        permuted = np.random.default_rng([self.config.seed, self.version]).permutation(len(groups))
-        alike = {g: len({item.sample.total_reward for item in groups[g]}) == 1 for g in permuted.tolist()}
-        order_G = sorted(alike, key=lambda g: alike[g])
-        for number in range(self.config.ppo_minibatches):
-            yield [item for g in order_G[number :: self.config.ppo_minibatches] for item in groups[g]]
+        for epoch in range(self.config.ppo_epochs):
+            key = [self.config.seed, self.version, epoch] if epoch else [self.config.seed, self.version]
+            permuted = np.random.default_rng(key).permutation(len(groups))
+            alike = {g: len({item.sample.total_reward for item in groups[g]}) == 1 for g in permuted.tolist()}
+            order_G = sorted(alike, key=lambda g: alike[g])
+            for number in range(self.config.ppo_minibatches):
+                yield [item for g in order_G[number :: self.config.ppo_minibatches] for item in groups[g]]
 
     def optimizer_step(self, minibatch: Sequence[TrainSample]) -> tuple[float, float, Stats]:
         """One step on the minibatch's mean loss per token; returns loss, gradient norm and statistics.

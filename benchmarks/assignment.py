@@ -20,19 +20,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import structs
 
-from asyncrl.master.data.step_plan import Assignment, assign, minibatch_of_groups
+from asyncrl.master.data.step_plan import Assignment, Dealing, assign, minibatches_of_groups
 from asyncrl.trainer.messages import RolloutRecord
 
 TARGET_MS = 10.0
 
 
-def plain_assign(
-    records: Sequence[RolloutRecord], ranks: int, minibatches: int, seed: int, version: int
-) -> list[Assignment]:
+def plain_assign(records: Sequence[RolloutRecord], ranks: int, dealing: Dealing, version: int) -> list[Assignment]:
     """The plan by its rules: longest group first, to the open share with the fewest tokens; then shares to ranks."""
-    minibatch = minibatch_of_groups([record.rewards for record in records], minibatches, seed, version)
+    minibatch = minibatches_of_groups([record.rewards for record in records], dealing, version)[:, 0].tolist()
     destination = [0] * len(records)
-    for part in range(minibatches):
+    for part in range(dealing.minibatches):
         members = [index for index in range(len(records)) if minibatch[index] == part]
         shares: list[list[int]] = [[] for _ in range(ranks)]
         sums = [0] * ranks
@@ -55,7 +53,7 @@ def plain_assign(
             for index in shares[number]:
                 destination[index] = rank
     return [
-        Assignment(record.rollout_id, record.head, destination[index], minibatch[index])
+        Assignment(record.rollout_id, record.head, destination[index], (minibatch[index],))
         for index, record in enumerate(records)
     ]
 
@@ -90,7 +88,7 @@ def make_records(rollouts: int, ranks: int, group_size: int = 8) -> list[Rollout
 def fullest(plan: Sequence[Assignment], records: Sequence[RolloutRecord], minibatches: int, ranks: int) -> float:
     """Return the work of the busiest rank in parts of the mean, for the worst of all minibatches."""
     sums = np.zeros((minibatches, ranks))
-    places = [entry.minibatch for entry in plan], [entry.dst for entry in plan]
+    places = [entry.minibatches[0] for entry in plan], [entry.dst for entry in plan]
     np.add.at(sums, places, [record.computed_tokens for record in records])
     return float((sums.max(1) / sums.mean(1)).max())
 
@@ -118,12 +116,12 @@ def main() -> None:
     whole = [structs.replace(record, distinct=0) for record in records]
     rows = []
     for minibatches in arguments.minibatches:
-        plan = assign(records, arguments.ranks, minibatches, 0, 0)
-        assert plan == plain_assign(records, arguments.ranks, minibatches, 0, 0), "the plans differ"
+        plan = assign(records, arguments.ranks, Dealing(minibatches), 0)
+        assert plan == plain_assign(records, arguments.ranks, Dealing(minibatches), 0), "the plans differ"
         imbalance = fullest(plan, records, minibatches, arguments.ranks)
-        before = fullest(assign(whole, arguments.ranks, minibatches, 0, 0), records, minibatches, arguments.ranks)
-        fast = seconds(lambda m=minibatches: assign(records, arguments.ranks, m, 0, 0), 15)  # type: ignore[misc]
-        slow = seconds(lambda m=minibatches: plain_assign(records, arguments.ranks, m, 0, 0), 1)  # type: ignore[misc]
+        before = fullest(assign(whole, arguments.ranks, Dealing(minibatches), 0), records, minibatches, arguments.ranks)
+        fast = seconds(lambda m=minibatches: assign(records, arguments.ranks, Dealing(m), 0), 15)  # type: ignore[misc]
+        slow = seconds(lambda m=minibatches: plain_assign(records, arguments.ranks, Dealing(m), 0), 1)  # type: ignore[misc]
         rows.append(
             {
                 "minibatches": minibatches,

@@ -265,7 +265,7 @@ def _step() -> tuple[Any, Any]:
     except ImportError:  # a checkout in which all ranks are told everything
         from asyncrl.trainer.messages import Assignment
     placed = Placement({"actor": WorkerGrid(data=RANKS), "ref": WorkerGrid(data=RANKS, replicas=2)})
-    cut = [Assignment(f"e0-{row}-0123456789abcdef", row % RANKS, row % RANKS, 0) for row in range(MOVED)]
+    cut = [Assignment(f"e0-{row}-0123456789abcdef", row % RANKS, row % RANKS, (0,)) for row in range(MOVED)]
     return [cut, cut], placed
 
 

@@ -26,9 +26,9 @@ def held_step(is_held: Callable[[], bool]) -> Callable[[DecodeBatch], None]:
 
     @torch.inference_mode()
     def waiting_step(batch: DecodeBatch) -> None:
-        running = batch.running
+        running = batch.samples.running
         complete = all(sequence.produced(batch.steps) >= HELD_AT for sequence in running)
-        joining = batch.live < batch.queue.max_running and batch.queue.has_admissible()
+        joining = batch.samples.live < batch.queue.max_running and batch.queue.has_admissible()
         if running and complete and not joining and is_held():
             time.sleep(0.001)
         else:

@@ -84,3 +84,8 @@ class ExperimentConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Most optimizer steps of the run: one for each minibatch of each pass."""
+        return self.total_train_steps * self.trainer.ppo_minibatches * self.trainer.ppo_epochs

@@ -26,7 +26,7 @@ from time import perf_counter
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.master.books.run_files import check_books, write_books, write_summary
 from asyncrl.master.data.buffer import TrainBatch
-from asyncrl.master.data.step_plan import plan_batch
+from asyncrl.master.data.step_plan import Dealing, plan_batch
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.parts import Parts
@@ -108,10 +108,8 @@ class TrainLoop:
         parts, began = self.parts, perf_counter()
         self._model_in_step = True
         config = parts.config
-        seed, minibatches, master = config.seed, config.trainer.ppo_minibatches, parts.ranks.master
-        await parts.ranks.each(
-            plan_batch(batch, parts.peers.placement, minibatches=minibatches, seed=seed, master=master)
-        )
+        dealing = Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs, config.seed)
+        await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
         stats: Row = await parts.executor.run()
         await parts.ranks.all(EndStep())
         parts.buffer.mark_trained(batch)

@@ -141,12 +141,13 @@ class GridShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of a step's batch that one copy of a grid gets, in data order; all ranks of the copy are told the same.
 
     Attributes:
+        minibatches: of each rollout, its optimizer step in each pass over the batch.
         sources: the worker that received each rollout.
         heads: for each grid of the placement, in its order, the worker that heads the copy which gets each rollout.
     """
 
     rollout_ids: tuple[str, ...]
-    minibatches: tuple[int, ...]
+    minibatches: tuple[tuple[int, ...], ...]
     sources: tuple[int, ...]
     heads: tuple[tuple[int, ...], ...]
 
@@ -156,7 +157,8 @@ class BeginStep(Request[Done], frozen=True):
 
     `master`: the incarnation of the master that asks for it. `min_version`: only tokens of this version or newer carry
     loss. `leaving`: what was received here, in data order; `targets`: for each grid of the placement, in its order, the
-    worker to which each of them goes. `shares`: for each grid what its copy here gets; None: there is none here.
+    worker to which each of them goes. `num_minibatches`: optimizer
+    steps of all passes. `shares`: for each grid what its copy here gets; None: there is none here.
     """
 
     version: int

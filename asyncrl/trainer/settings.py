@@ -177,7 +177,15 @@ class TrainerConfig:
         "keep each role (weights, moments) in host memory while another one works on the ranks that they share; of use "
         "on GPUs only",
     )
-    ppo_minibatches: int = setting(4, "optimizer steps per train step; divides train_batch_size", minimum=1)
+    ppo_minibatches: int = setting(
+        4, "parts of a step's batch, an optimizer step each; divides train_batch_size", minimum=1
+    )
+    ppo_epochs: int = setting(
+        1,
+        "passes over a step's batch; minibatches are dealt anew in each, ratios refer to the policy before the first "
+        "(end them early by algorithm.stop_kl)",
+        minimum=1,
+    )
     buffer_capacity: int = setting(
         4096, "rollouts a rank holds before it stops taking more", unit="rollouts", minimum=1
     )

@@ -26,7 +26,7 @@ from asyncrl.comm.request_reply import Done, PeerGone, RemoteError, RequestClien
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.data.step_plan import Assignment, assign, plan_step
+from asyncrl.master.data.step_plan import Assignment, Dealing, assign, plan_step
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
@@ -142,7 +142,7 @@ class Workers:
         await self.push(step)
         records = await self.records()
         assert len(records) == GROUPS
-        assignment = assign(records, len(self.clients), MINIBATCHES, seed=1, version=step)
+        assignment = assign(records, len(self.clients), Dealing(MINIBATCHES, seed=1), version=step)
         await self.begin(assignment, step, MINIBATCHES)
         stats: dict[str, Any] = {}
         for call in load_graph(self.config).order():
@@ -298,7 +298,7 @@ async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reporte
         await workers.push(0)  # the first of these is there already
         await workers.all(Discard(tuple(f"step0-{order}" for order in range(3))))
         with pytest.raises(RemoteError, match="should hold rollout"):
-            await workers.begin([Assignment("step0-0", 0, 0, 0)], 0, 1)
+            await workers.begin([Assignment("step0-0", 0, 0, (0,))], 0, 1)
         with pytest.raises(RemoteError, match="outside a step"):
             await workers.all(RunCall("x", "actor", "actor_train", (), (), {}))
         assert await workers.close() == [0]
@@ -310,7 +310,7 @@ async def test_a_rank_that_waits_for_a_peer_in_a_collective_ends_when_it_is_aske
         waiting, peer = workers.processes
         peer.send_signal(signal.SIGSTOP)
         placed = Placement({"actor": WorkerGrid(data=2)})
-        dealt = [Assignment("at the peer", src=1, dst=0, minibatch=0)]
+        dealt = [Assignment("at the peer", src=1, dst=0, minibatches=(0,))]
         step, _ = plan_step([dealt], placed, version=0, min_version=0, minibatches=1, master=0)
         beginning = asyncio.create_task(workers.clients[0].call(step, timeout_s=LIMIT_S))
         while not (await workers.clients[0].call(IsStepRunning(), timeout_s=LIMIT_S)).in_step:

@@ -1,9 +1,9 @@
-"""The plan of a step: minibatches, the rank that trains each group, and the request to each rank.
+"""The plan of a step: minibatches of each pass, the rank that trains each group, and the request to each rank.
 
-**Minibatches** depend on (seed, version) and the rewards alone, never on the number of ranks, so that every number of
-ranks takes the same optimizer steps: groups in data order are permuted by `default_rng([seed, version])`, those whose
-rewards differ come first, and all are dealt to the minibatches in turn. So each minibatch has as many groups with a
-signal as any other, to within one.
+**Minibatches** depend on (seed, version, pass) and the rewards alone, never on the number of ranks, so that every
+number of ranks takes the same optimizer steps: groups in data order are permuted by `default_rng([seed, version])`, in
+later passes over the batch by `default_rng([seed, version, pass])`, those whose rewards differ come first, and all are
+dealt to the minibatches in turn. So each minibatch has as many groups with a signal as any other, to within one.
 
 **Ranks.** Within a minibatch the groups are dealt so that token counts are nearly equal, as the slowest rank sets the
 pace: longest first, each to the rank with the fewest tokens among those with room. Every rank gets the same number of
@@ -12,6 +12,10 @@ tokens, so that few are moved. The tokens counted are those that ranks compute: 
 several samples of a group counts once. For n groups over R ranks that is O(n log n + R^2) with R^2 in numpy alone: the
 shares wait in a heap, and only the pairs of rank and share that overlap are looked at one by one, n at most.
 `benchmarks/assignment.py` compares it with the rules carried out word by word.
+
+With several passes a group stays on one rank, in whatever minibatch a pass puts it. So a rank cannot have the same
+number of groups of every minibatch; they are dealt so that its tokens are nearly those of the others in each of them:
+longest first, each to the rank that has the fewest tokens in the group's minibatches.
 
 **Requests.** From the data head that received it, each rollout goes to one copy of every grid of roles. A rank receives
 only its own part: which of its rollouts go where (`BeginStep.leaving`), and for each of its grids the rollouts of its
@@ -35,13 +39,25 @@ from asyncrl.trainer.messages import BeginStep, GridShare, RolloutRecord
 from asyncrl.trainer.placement import Placement
 
 
-def plan_batch(
-    batch: TrainBatch, placement: Placement, *, minibatches: int, seed: int, master: int = 0
-) -> list[BeginStep]:
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """How a step's batch is dealt: `minibatches` in each of `passes`, by the run's `seed`."""
+
+    minibatches: int
+    passes: int = 1
+    seed: int = 0
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Minibatches of all passes."""
+        return self.minibatches * self.passes
+
+
+def plan_batch(batch: TrainBatch, placement: Placement, dealing: Dealing, *, master: int = 0) -> list[BeginStep]:
     """Return the request to each ModelWorker, by index: `batch` dealt to the copies of every grid."""
-    cuts = [assign(batch.records, grid.data, minibatches, seed, batch.version) for grid in placement.distinct]
-    version, oldest = batch.version, batch.min_version
-    return plan_step(cuts, placement, version=version, min_version=oldest, minibatches=minibatches, master=master)
+    cuts = [assign(batch.records, grid.data, dealing, batch.version) for grid in placement.distinct]
+    version, oldest, steps = batch.version, batch.min_version, dealing.optimizer_steps
+    return plan_step(cuts, placement, version=version, min_version=oldest, minibatches=steps, master=master)
 
 
 def plan_step(
@@ -57,6 +73,7 @@ def plan_step(
 
     Args:
         cuts: for each grid of `placement.distinct` how its copies are dealt the batch, all in the same order.
+        minibatches: of all passes.
     """
     grids, (received, *_) = placement.distinct, cuts
     copies = {grid: grid.data_heads for grid in grids}  # each look at it would make it anew
@@ -66,7 +83,7 @@ def plan_step(
     shares = {
         (grid, worker): GridShare(
             tuple(received[row].rollout_id for row in rows),
-            tuple(received[row].minibatch for row in rows),
+            tuple(received[row].minibatches for row in rows),
             tuple(sources[row] for row in rows),
             tuple(tuple(of_grid[row] for row in rows) for of_grid in heads),
         )
@@ -103,38 +120,64 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Rollout `rollout_id` moves from the actor's data index `src` to `dst` and is trained in minibatch `minibatch`."""
+    """Rollout `rollout_id` moves from the actor's data index `src` to `dst` and is trained in `minibatches`.
+
+    They are numbered over all passes, and it has one in each pass.
+    """
 
     rollout_id: str
     src: int
     dst: int
-    minibatch: int
+    minibatches: tuple[int, ...]
 
 
-def minibatch_of_groups(rewards: Sequence[Sequence[float]], minibatches: int, seed: int, version: int) -> Ints:
-    """Return the minibatch [G] of each group in data order, by the rewards of its samples. `minibatches` divides G."""
-    permuted = np.random.default_rng([seed, version]).permutation(len(rewards))
+def minibatches_of_groups(rewards: Sequence[Sequence[float]], dealing: Dealing, version: int) -> Ints:
+    """Return the minibatch [G, passes] of each group in data order, by the rewards of its samples.
+
+    `dealing.minibatches` divides G. The minibatches of a pass are numbered after those of the one before.
+    """
     signal_G = np.array([of_group.count(of_group[0]) < len(of_group) for of_group in rewards], dtype=np.bool_)
-    dealt = permuted[np.argsort(~signal_G[permuted], kind="stable")]
-    assigned = np.empty(len(rewards), dtype=np.int64)
-    assigned[dealt] = np.arange(len(rewards)) % minibatches
+    assigned = np.empty((len(rewards), dealing.passes), dtype=np.int64)
+    for number in range(dealing.passes):
+        key = [dealing.seed, version, number] if number else [dealing.seed, version]
+        permuted = np.random.default_rng(key).permutation(len(rewards))
+        dealt = permuted[np.argsort(~signal_G[permuted], kind="stable")]
+        first = number * dealing.minibatches
+        assigned[dealt, number] = first + np.arange(len(rewards)) % dealing.minibatches
     return assigned
 
 
-def assign(records: Sequence[RolloutRecord], ranks: int, minibatches: int, seed: int, version: int) -> list[Assignment]:
+def assign(records: Sequence[RolloutRecord], ranks: int, dealing: Dealing, version: int) -> list[Assignment]:
     """Deal the batch `records` (in data order) to `ranks` ranks; the result is in the same order. Deterministic."""
-    minibatch_G = minibatch_of_groups([record.rewards for record in records], minibatches, seed, version)
+    minibatches_GE = minibatches_of_groups([record.rewards for record in records], dealing, version)
     tokens_G = np.array([record.computed_tokens for record in records], dtype=np.int64)
     heads_G = np.array([record.head for record in records], dtype=np.int64)
-    destination_G = np.empty(len(records), dtype=np.int64)
-    for part in range(minibatches):
-        members_M = np.flatnonzero(minibatch_G == part)
-        share_M = _balanced_shares(tokens_G[members_M], ranks)
-        destination_G[members_M] = _nearest_ranks(tokens_G[members_M], heads_G[members_M], share_M, ranks)[share_M]
+    if dealing.passes > 1:
+        share_G = _shares_of_all_passes(tokens_G, minibatches_GE, ranks)
+        destination_G = _nearest_ranks(tokens_G, heads_G, share_G, ranks)[share_G]
+    else:
+        destination_G = np.empty(len(records), dtype=np.int64)
+        for part in range(dealing.minibatches):
+            members_M = np.flatnonzero(minibatches_GE[:, 0] == part)
+            share_M = _balanced_shares(tokens_G[members_M], ranks)
+            destination_G[members_M] = _nearest_ranks(tokens_G[members_M], heads_G[members_M], share_M, ranks)[share_M]
     return [
-        Assignment(record.rollout_id, record.head, destination, minibatch)
-        for record, destination, minibatch in zip(records, destination_G.tolist(), minibatch_G.tolist(), strict=True)
+        Assignment(record.rollout_id, record.head, destination, tuple(minibatches))
+        for record, destination, minibatches in zip(
+            records, destination_G.tolist(), minibatches_GE.tolist(), strict=True
+        )
     ]
+
+
+def _shares_of_all_passes(tokens_G: Ints, minibatches_GE: Ints, ranks: int) -> Ints:
+    """Return the share [G] of each group: longest first, to the share with the fewest tokens in its minibatches."""
+    held = np.zeros((ranks, int(minibatches_GE.max(initial=0)) + 1), dtype=np.int64)
+    share_G = np.empty(len(tokens_G), dtype=np.int64)
+    for group in np.argsort(-tokens_G, kind="stable").tolist():
+        theirs = minibatches_GE[group]
+        share = share_G[group] = int(held[:, theirs].sum(-1).argmin())
+        held[share, theirs] += tokens_G[group]
+    return share_G
 
 
 def _balanced_shares(tokens_M: Ints, ranks: int) -> Ints:

@@ -12,7 +12,7 @@ Samples lie end to end in canonical order (by rollout, then by sample within it)
     lengths           [S] int64     tokens of each sample
     group_ids         [S] int64     position of the sample's rollout in this rank's batch
     episodes          [S] int64     which of its group's episodes the sample is of; an episode may have several
-    minibatches       [S] int64     the optimizer step of this train step that the sample belongs to
+    minibatches       [S, E] int64  the optimizer step that the sample belongs to, in each of E passes over the batch
 
 Where the engine's choices of experts are replayed, `StepBatch.routing` has them too.
 
@@ -50,7 +50,7 @@ class StepBatch:
         rollout_ids: this rank's rollouts in canonical order; the number of groups is their number.
         lengths_S, starts_S: length and first position in T of each sample (host memory, int64).
         seq_ids_T: sample of each token (int64), on the device.
-        num_minibatches: optimizer steps of the whole train step, over all ranks.
+        num_minibatches: optimizer steps of the whole train step, of all passes; every rank takes part in each.
         routing: [T, layers, per_token] int16, the experts that each token went through as it was generated
             (`UNRECORDED` where that was not told); None where any sample does not tell.
     """
@@ -76,7 +76,7 @@ class StepBatch:
         self.starts_S: NDArray[np.int64] = np.cumsum(self.lengths_S) - self.lengths_S
         self.seq_ids_T = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         minibatches = columns["minibatches"].cpu().numpy()
-        self._members = [np.flatnonzero(minibatches == number).tolist() for number in range(num_minibatches)]
+        self._members = [np.flatnonzero((minibatches == n).any(-1)).tolist() for n in range(num_minibatches)]
 
     @property
     def num_seqs(self) -> int:
@@ -156,14 +156,14 @@ class StepBatch:
 
 def build_step_batch(
     trajectories: Sequence[Trajectory],
-    minibatches: Sequence[int],
+    minibatches: Sequence[int] | Sequence[Sequence[int]],
     *,
     version: int,
     num_minibatches: int,
     min_version: int = 0,
     device: torch.device | None = None,
 ) -> StepBatch:
-    """The batch of `trajectories`, in canonical order, `minibatches` naming the minibatch of each.
+    """The batch of `trajectories`, in canonical order, `minibatches` naming that of each, or those of each pass.
 
     Args:
         min_version: generated tokens older than this lose their place in `loss_mask` (`on_stale: mask`).
@@ -194,7 +194,7 @@ def build_step_batch(
         "lengths": _join([group.lengths for group in groups], np.int64),
         "group_ids": np.repeat(np.arange(len(sizes)), sizes),
         "episodes": _join([group.episodes for group in groups], np.int64),
-        "minibatches": np.repeat(np.array(minibatches, dtype=np.int64), sizes),
+        "minibatches": np.repeat(_by_pass(minibatches), sizes, axis=0),
     }
     return StepBatch(
         {key: torch.from_numpy(column).to(device or torch.device("cpu")) for key, column in columns.items()},
@@ -204,6 +204,12 @@ def build_step_batch(
         metrics=[trajectory.metrics for trajectory in trajectories],
         routing=None if routing is None else routing.to(device or torch.device("cpu")),
     )
+
+
+def _by_pass(minibatches: Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """The minibatches of each group, `[G, E]`."""
+    given: NDArray[np.int64] = np.array(minibatches, dtype=np.int64)
+    return given if given.ndim == 2 else given[:, None]
 
 
 def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:

@@ -367,7 +367,7 @@ class FlatLoader(EngineLoader):
         )
 
     def _optimizer(self, module: nn.Module, config: OptimizerConfig) -> FlatAdamW:
-        steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches
+        steps = self._config.optimizer_steps
         named = ((plain_name(name), parameter) for name, parameter in module.named_parameters())
         undecayed = () if config.decay_embeddings else embedding_names(module)
         return FlatAdamW(named, config, steps, undecayed)

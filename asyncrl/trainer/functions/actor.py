@@ -1,4 +1,4 @@
-"""The actor's train step: one optimizer step per minibatch."""
+"""The actor's train step: one optimizer step per minibatch, in each pass over the batch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
     samples that `keep` leaves out, and those whose advantages are all zero, as they have nothing to say; the latter
     stay in where a KL term or an entropy bonus acts on them, or `args.drop_zero_advantage` is false.
 
-    The loop ends early, the step of that minibatch not taken, once a bound (`stop_kl`, `stop_weight_variance`) is
-    passed. In the critic's warm-up steps losses are computed and no step is taken.
+    The loop ends early, the steps of that minibatch and of all after it, in later passes too, not taken, once a bound
+    (`stop_kl`, `stop_weight_variance`) is passed. In the critic's warm-up steps losses are computed and no step is
+    taken.
     """
     loss = _Loss(ctx, batch)
     progress = _Progress()
@@ -186,7 +187,7 @@ class _Loss:
         if compute is None:
             return batch[PROX]
         self._prox_deferred = True
-        later_T = (batch["minibatches"] != self._first)[batch.seq_ids_T]
+        later_T = (batch["minibatches"] != self._first).any(-1)[batch.seq_ids_T]
         return compute(self.wanted_T & later_T)
 
     def _signal(self) -> Tensor:

@@ -16,7 +16,9 @@ from asyncrl.trainer.functions.minibatches import global_normalisers
 
 @model_function("critic_train")
 def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Trains the critic on `returns`, one optimizer step per minibatch; `values` are its outputs at the step's start.
+    """Trains the critic on `returns`, one optimizer step per minibatch of each pass.
+
+    `values` are its outputs at the step's start.
 
     With `value_norm` the returns enter the normalisation first, and old values and targets are in its units.
     """

@@ -13,7 +13,7 @@ def actor_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
     """Writes `prox_logprobs` [T]: log-probabilities under the actor as it is at the step's start.
 
     They are deferred. `actor_train` computes them before its first optimizer step, and only for the samples that carry
-    loss in its second and later minibatches: the first minibatch sees the very policy that they refer to. Any other
+    loss after its first minibatch: that one sees the very policy that they refer to. Any other
     reader gets all of them.
     """
     _defer_logprobs(ctx, batch)

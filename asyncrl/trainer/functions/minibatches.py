@@ -16,10 +16,10 @@ Normaliser = Callable[[Tensor, Tensor, int], float]
 
 def global_normalisers(ctx: CallContext, batch: StepBatch, wanted_T: Tensor, share: Normaliser) -> list[float]:
     """The denominator of every minibatch over all ranks: one collective for the whole step."""
-    minibatch_T = batch["minibatches"][batch.seq_ids_T]
+    minibatches_TE = batch["minibatches"][batch.seq_ids_T]
     shares = torch.zeros(batch.num_minibatches, dtype=torch.float64)
     for number in range(batch.num_minibatches):
-        chosen_T = wanted_T & (minibatch_T == number)
+        chosen_T = wanted_T & (minibatches_TE == number).any(-1)
         ids, seq_ids_N = torch.unique_consecutive(batch.seq_ids_T[chosen_T], return_inverse=True)
         shares[number] = share(torch.ones_like(seq_ids_N, dtype=torch.bool), seq_ids_N, len(ids))
     total: list[float] = ctx.ranks.all_reduce_sum(shares).tolist()

@@ -153,7 +153,7 @@ class EngineLearner:
             "loss_mask": torch.tensor([learnt for item in own for learnt in item.loss_mask], dtype=torch.bool),
             "lengths": torch.tensor([len(item.token_ids) for item in own], dtype=torch.int64),
             "group_ids": torch.arange(len(own)),
-            "minibatches": torch.zeros(len(own), dtype=torch.int64),
+            "minibatches": torch.zeros(len(own), 1, dtype=torch.int64),
         }
         columns = {name: column.to(self._device) for name, column in columns.items()}
         return StepBatch(columns, version=0, num_minibatches=1, rollout_ids=[str(n) for n in range(len(own))])
@@ -166,7 +166,7 @@ def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentCon
     told.trainer.parallel, told.trainer.device = config.trainer.parallel, config.device
     told.trainer.gradient_checkpointing = config.trainer.gradient_checkpointing
     told.trainer.tokens_per_micro_batch = config.tokens_per_micro_batch
-    told.trainer.share_prefixes, told.trainer.ppo_minibatches = False, 1
+    told.trainer.share_prefixes, told.trainer.ppo_minibatches, told.trainer.ppo_epochs = False, 1, 1
     told.trainer.threads = config.threads
     told.generation.context_length = config.dataset.max_tokens
     told.optimizer = OptimizerConfig(

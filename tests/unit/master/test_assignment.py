@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from asyncrl.master.data.step_plan import assign, minibatch_of_groups
+from asyncrl.master.data.step_plan import Dealing, assign, minibatches_of_groups
 from asyncrl.trainer.messages import RolloutRecord
 
 
@@ -31,17 +31,17 @@ def batches(draw: st.DrawFn) -> tuple[list[RolloutRecord], int, int]:
     return records(tokens, workers), ranks, minibatches
 
 
-@given(batches(), st.integers(0, 5), st.integers(0, 5))
+@given(batches(), st.integers(0, 5), st.integers(0, 5), st.integers(1, 3))
 def test_every_rank_count_takes_the_same_minibatches(
-    batch: tuple[list[RolloutRecord], int, int], seed: int, version: int
+    batch: tuple[list[RolloutRecord], int, int], seed: int, version: int, passes: int
 ) -> None:
     members, ranks, minibatches = batch
-    many = assign(members, ranks, minibatches, seed, version)
-    one = assign(members, 1, minibatches, seed, version)
-    assert [entry.minibatch for entry in many] == [entry.minibatch for entry in one]
+    many = assign(members, ranks, Dealing(minibatches, passes, seed), version)
+    one = assign(members, 1, Dealing(minibatches, passes, seed), version)
+    assert [entry.minibatches for entry in many] == [entry.minibatches for entry in one]
     assert [entry.rollout_id for entry in many] == [member.rollout_id for member in members]
     assert [entry.src for entry in many] == [member.head for member in members]
-    assert many == assign(members, ranks, minibatches, seed, version)
+    assert many == assign(members, ranks, Dealing(minibatches, passes, seed), version)
 
 
 @given(batches())
@@ -49,11 +49,11 @@ def test_groups_per_rank_differ_by_one_at_most_and_tokens_by_one_group(
     batch: tuple[list[RolloutRecord], int, int],
 ) -> None:
     members, ranks, minibatches = batch
-    cut = assign(members, ranks, minibatches, 0, 0)
+    cut = assign(members, ranks, Dealing(minibatches), 0)
     for part in range(minibatches):
         shares: list[list[int]] = [[] for _ in range(ranks)]
         for entry, member in zip(cut, members, strict=True):
-            if entry.minibatch == part:
+            if entry.minibatches == (part,):
                 shares[entry.dst].append(member.tokens)
         sizes = [len(share) for share in shares]
         assert max(sizes) - min(sizes) <= 1
@@ -86,23 +86,53 @@ def test_the_plan_is_the_one_that_the_rules_give_word_by_word(data: st.DataObjec
     members = records(tokens, workers)
     if data.draw(st.booleans()):
         members = [structs.replace(each, distinct=data.draw(st.integers(1, each.tokens))) for each in members]
-    assert assign(members, ranks, minibatches, 3, 5) == PLAIN.plain_assign(members, ranks, minibatches, 3, 5)
+    assert assign(members, ranks, Dealing(minibatches, seed=3), 5) == PLAIN.plain_assign(
+        members, ranks, Dealing(minibatches, seed=3), 5
+    )
 
 
 def test_minibatches_follow_the_documented_permutation() -> None:
     permutation = np.random.default_rng([7, 3]).permutation(6)
     expected = {int(group): position % 3 for position, group in enumerate(permutation)}
-    assert minibatch_of_groups([(1.0, 0.0)] * 6, 3, 7, 3).tolist() == [expected[group] for group in range(6)]
+    assert minibatches_of_groups([(1.0, 0.0)] * 6, Dealing(3, seed=7), 3)[:, 0].tolist() == [
+        expected[group] for group in range(6)
+    ]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 4), st.integers(0, 5))
 def test_groups_with_a_signal_are_dealt_evenly(signals: list[bool], minibatches: int, version: int) -> None:
     signals = signals * minibatches
     rewards = [(0.0, 1.0) if signal else (0.5, 0.5) for signal in signals]
-    minibatch_G = minibatch_of_groups(rewards, minibatches, 0, version)
+    minibatch_G = minibatches_of_groups(rewards, Dealing(minibatches), version)[:, 0]
     assert np.bincount(minibatch_G, minlength=minibatches).tolist() == [len(signals) // minibatches] * minibatches
     with_signal = np.bincount(minibatch_G[np.array(signals)], minlength=minibatches)
     assert max(with_signal) - min(with_signal) <= 1
+
+
+@given(batches(), st.integers(2, 4), st.integers(0, 5))
+def test_every_pass_has_every_group_once_in_minibatches_of_one_size(
+    batch: tuple[list[RolloutRecord], int, int], passes: int, version: int
+) -> None:
+    members, ranks, minibatches = batch
+    cut = assign(members, ranks, Dealing(minibatches, passes), version)
+    first = assign(members, ranks, Dealing(minibatches), version)
+    assert [entry.minibatches[:1] for entry in cut] == [entry.minibatches for entry in first]
+    for number in range(passes):
+        counts = np.bincount([entry.minibatches[number] for entry in cut], minlength=minibatches * passes)
+        begin = number * minibatches
+        assert counts[begin : begin + minibatches].tolist() == [len(members) // minibatches] * minibatches
+
+
+def test_passes_deal_anew_and_ranks_have_nearly_as_many_tokens_in_each_minibatch() -> None:
+    rng = np.random.default_rng(0)
+    members = records(rng.integers(50, 1000, 256).tolist(), rng.integers(0, 4, 256).tolist())
+    cut = assign(members, 4, Dealing(4, 3), 0)
+    partitions = [[entry.minibatches[number] % 4 for entry in cut] for number in range(3)]
+    assert partitions[0] != partitions[1] != partitions[2] != partitions[0]
+    held = np.zeros((4, 12))
+    for entry, member in zip(cut, members, strict=True):
+        held[entry.dst, list(entry.minibatches)] += member.tokens
+    assert (held.max(0) / held.mean(0)).max() < 1.15
 
 
 def test_ranks_are_balanced_by_the_tokens_that_they_compute() -> None:
@@ -110,7 +140,7 @@ def test_ranks_are_balanced_by_the_tokens_that_they_compute() -> None:
     members = records([800, 800, 200, 200], [0, 0, 0, 0])
     shared = [structs.replace(each, distinct=own) for each, own in zip(members, (100, 110, 200, 210), strict=True)]
     for batch, sums in ((members, [1000, 1000]), (shared, [310, 310])):
-        cut = assign(batch, 2, 1, 0, 0)
+        cut = assign(batch, 2, Dealing(1), 0)
         computed = [0, 0]
         for entry, record in zip(cut, batch, strict=True):
             computed[entry.dst] += record.computed_tokens
@@ -119,11 +149,11 @@ def test_ranks_are_balanced_by_the_tokens_that_they_compute() -> None:
 
 def test_shares_go_to_the_ranks_that_hold_them() -> None:
     members = records([100, 90, 5, 4], [1, 0, 0, 1])  # dealt longest first: {100, 4} and {90, 5}
-    assert all(entry.src == entry.dst for entry in assign(members, 2, 1, 0, 0))
+    assert all(entry.src == entry.dst for entry in assign(members, 2, Dealing(1), 0))
 
 
 def test_long_groups_are_spread() -> None:
     members = records([100, 100, 1, 1], [0, 0, 0, 0])
-    cut = assign(members, 2, 1, 0, 0)
+    cut = assign(members, 2, Dealing(1), 0)
     assert cut[0].dst != cut[1].dst
     assert cut[2].dst != cut[3].dst

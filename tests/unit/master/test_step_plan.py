@@ -32,7 +32,7 @@ def test_each_rollout_leaves_where_it_was_received_and_comes_to_one_copy_of_each
     actor, grids = placement.actor, placement.distinct
     sources = [data.draw(st.integers(0, actor.data - 1)) for _ in range(rollouts)]
     goes = [[data.draw(st.integers(0, grid.data - 1)) for _ in range(rollouts)] for grid in grids]
-    cuts = [[Assignment(f"r{row}", sources[row], to[row], row % 2) for row in range(rollouts)] for to in goes]
+    cuts = [[Assignment(f"r{row}", sources[row], to[row], (row % 2,)) for row in range(rollouts)] for to in goes]
     steps = plan(cuts, placement)
     assert len(steps) == placement.workers
     for worker, step in enumerate(steps):
@@ -48,7 +48,7 @@ def test_each_rollout_leaves_where_it_was_received_and_comes_to_one_copy_of_each
             rows = [row for row in range(rollouts) if goes[index][row] == grid.coordinates(worker).data]
             assert share is not None
             assert share.rollout_ids == tuple(f"r{row}" for row in rows)
-            assert share.minibatches == tuple(row % 2 for row in rows)
+            assert share.minibatches == tuple((row % 2,) for row in rows)
             assert share.sources == tuple(actor.data_heads[sources[row]] for row in rows)
             heads = tuple(
                 tuple(other.data_heads[to[row]] for row in rows) for other, to in zip(grids, goes, strict=True)
@@ -58,6 +58,6 @@ def test_each_rollout_leaves_where_it_was_received_and_comes_to_one_copy_of_each
 
 @pytest.mark.parametrize("ranks", [4, 64])
 def test_what_a_rank_is_told_grows_with_its_own_rollouts_alone(ranks: int) -> None:
-    cut = [Assignment(f"r{row:06}", row % ranks, row // 8 % ranks, 0) for row in range(8 * ranks)]
+    cut = [Assignment(f"r{row:06}", row % ranks, row // 8 % ranks, (0,)) for row in range(8 * ranks)]
     sizes = [len(encode(step)) for step in plan([cut], Placement({"actor": WorkerGrid(data=ranks)}))]
     assert max(sizes) < 400

@@ -159,6 +159,28 @@ def test_every_loss_and_every_correction_trains_and_reports_the_same_keys_withou
     assert run_step(config, make_rank(config), empty)["actor_train"].keys() == full.keys()
 
 
+def test_later_passes_refer_to_the_policy_before_the_first_and_end_early_by_kl(
+    config: ExperimentConfig, make_rank: MakeRank, make_trajectories: Callable[..., list[Trajectory]], run_step: RunStep
+) -> None:
+    groups = make_trajectories(groups=4)
+
+    def train(passes: int) -> tuple[StatValues, torch.Tensor]:
+        rank = make_rank(config)
+        batch = build_step_batch(groups, [list(range(passes))] * 4, version=0, num_minibatches=passes)
+        return run_step(config, rank, batch)["actor_train"], weights(rank)
+
+    (one, after_one), (three, after_three) = train(1), train(3)
+    assert (one["optimizer/steps"], three["optimizer/steps"]) == (1.0, 3.0)
+    assert three["ppo/loss_per_minibatch"][0] == pytest.approx(one["ppo/loss_per_minibatch"][0], abs=1e-6)
+    assert one["ppo/approx_kl"] == pytest.approx(0.0, abs=1e-9)
+    assert three["ppo/approx_kl"] > 1e-9
+    assert not torch.equal(after_one, after_three)
+    config.algorithm.stop_kl = 1e-9  # the second pass has left the policy before the first
+    stopped, after_stop = train(3)
+    assert (stopped["optimizer/steps"], stopped["ppo/minibatches_skipped"]) == (1.0, 2.0)
+    assert torch.equal(after_stop, after_one)
+
+
 def test_early_stop_skips_the_step_that_shows_the_excess(
     config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
 ) -> None:

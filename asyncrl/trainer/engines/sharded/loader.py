@@ -94,7 +94,7 @@ class ShardedLoader(EngineLoader):
         )
 
     def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:
-        steps = self._config.total_train_steps * self._config.trainer.ppo_minibatches
+        steps = self._config.optimizer_steps
         return {
             "place": self._place,
             "neighbours": self._neighbours,

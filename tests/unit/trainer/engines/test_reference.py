@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.api import SamplingParams, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.master.data.step_plan import minibatch_of_groups
+from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import ReferenceConfig, ReferenceTrainer
@@ -31,16 +31,18 @@ def length_reward(data: Mapping[str, Any], completion: str) -> float:
     return float(len(completion) > 6)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize(("staleness", "passes"), [(0, 1), (2, 1), (0, 3)])
 def test_losses_are_those_of_the_reference_loop(
-    staleness: int, config: ExperimentConfig, qwen_dir: Path, make_rank: MakeRank, run_step: RunStep
+    staleness: int, passes: int, config: ExperimentConfig, qwen_dir: Path, make_rank: MakeRank, run_step: RunStep
 ) -> None:
+    config.trainer.ppo_epochs = passes
     oracle = ReferenceTrainer(
         ReferenceConfig(
             seed=config.seed,
             train_batch_size=config.train_batch_size,
             group_size=config.group_size,
             ppo_minibatches=config.trainer.ppo_minibatches,
+            ppo_epochs=config.trainer.ppo_epochs,
             lr=config.optimizer.lr,
             staleness=staleness,
             sampling=SamplingParams(max_new_tokens=12),
@@ -70,7 +72,7 @@ def test_losses_are_those_of_the_reference_loop(
 
 def batch_of(groups: list[list[Any]], config: ExperimentConfig, version: int) -> StepBatch:
     trajectories = [Trajectory(f"r{order}", f"p{order}", order, tuple(group)) for order, group in enumerate(groups)]
-    minibatches = config.trainer.ppo_minibatches
+    dealing = Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs, config.seed)
     rewards = [[sample.reward for sample in group] for group in groups]
-    dealt = minibatch_of_groups(rewards, minibatches, config.seed, version)
-    return build_step_batch(trajectories, dealt, version=version, num_minibatches=minibatches)
+    dealt = minibatches_of_groups(rewards, dealing, version).tolist()
+    return build_step_batch(trajectories, dealt, version=version, num_minibatches=dealing.optimizer_steps)

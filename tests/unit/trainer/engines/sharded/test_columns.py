@@ -120,7 +120,7 @@ def test_trajectories_come_to_the_heads_of_each_grid_in_data_order_and_to_no_oth
 
     def exchange(world: World) -> list[list[str]]:
         """Return the columns that arrive here for the actor, and for the critic."""
-        cuts = [[Assignment(name, row % 2, row % data, 0) for row, name in enumerate(names)] for data in (2, 3)]
+        cuts = [[Assignment(name, row % 2, row % data, (0,)) for row, name in enumerate(names)] for data in (2, 3)]
         told = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=1)[world.worker]
         held = {name: rollouts[name] for name in told.leaving}
         arrived = []
@@ -150,7 +150,7 @@ def test_a_column_that_is_neither_per_token_nor_per_sample_is_refused(
     rollouts = make_trajectories(groups=2, group_size=3)
 
     def move(world: World) -> str:
-        cuts = [[Assignment(each.rollout_id, 0, 0, 0) for each in rollouts]] * 2
+        cuts = [[Assignment(each.rollout_id, 0, 0, (0,)) for each in rollouts]] * 2
         batch = build_step_batch(rollouts, [0, 0], version=0, num_minibatches=1)
         if not world.hosts("actor"):
             return "not asked"

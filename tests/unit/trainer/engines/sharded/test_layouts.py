@@ -24,6 +24,7 @@ from transformers import (
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.trainer.batches.step_batch import build_step_batch
@@ -83,15 +84,18 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
     def run(config: ExperimentConfig, world: World) -> dict[str, Any]:
         rank = build_rank(config, load_graph(config), world, torch.device("cpu"))
         place = world.place("actor")
-        minibatches, everything = config.trainer.ppo_minibatches, make_trajectories(groups=5)
+        dealing, everything = (
+            Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs),
+            make_trajectories(groups=6),
+        )
         if config.moe.replay_routing:
             everything = [_routed(trajectory, config) for trajectory in everything]
-        dealt = [number % minibatches for number in range(len(everything))]
+        dealt = minibatches_of_groups([(1.0, 0.0)] * len(everything), dealing, version=0).tolist()
         mine: list[Trajectory] = everything[place.data.rank :: place.data.world]
         told: dict[str, Any] = {"stats": []}
         for version in range(2):
             minibatch = dealt[place.data.rank :: place.data.world]
-            batch = build_step_batch(mine, minibatch, version=version, num_minibatches=minibatches)
+            batch = build_step_batch(mine, minibatch, version=version, num_minibatches=dealing.optimizer_steps)
             calls = run_step(config, rank, batch)
             told["stats"].append({f"{call}/{name}": v for call, s in calls.items() for name, v in s.items()})
         for role, engine in rank.engines.items():
@@ -168,6 +172,7 @@ def test_any_layout_trains_as_one_process_does(
     config.algorithm.kl_coef = 0.1
     config.algorithm.entropy_coef = 0.01
     config.optimizer.lr = config.algorithm.critic.optimizer.lr = 1e-3
+    config.trainer.ppo_epochs = 2 if model == "qwen2" else 1
     case = model, config.trainer.gradient_checkpointing
     if case not in trained_alone:
         trained_alone[case] = train(config, World())
