@@ -40,7 +40,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
 from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.rollout.episode import Tries, judge, metrics_of, run_group, shape
+from asyncrl.rollout.episode import Tries, judge, metrics_of, shape
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.offload.errors import group_failed_in
 from asyncrl.rollout.offload.meter import Activity, metered, timed
@@ -182,12 +182,9 @@ class RolloutLoop:
     async def _episodes(self, prompt: Prompt, policy: _RolloutPolicy) -> tuple[Sequence[Sample], dict[str, float]]:
         """Play the group's episodes, each with its reward; return their samples and metrics."""
         plugins = self._plugins
-        envs = plugins.environments.of_group(prompt.group_size)
         try:
             with metered() as meter:
-                samples, counted = await run_group(
-                    plugins.agent, envs, prompt, policy, plugins.conversations.client, self._tries
-                )
+                samples, counted = await plugins.play_to_train(prompt, policy, self._tries)
         except Exception as error:
             policy.failed_in = group_failed_in(error, type(plugins.agent).__name__, policy.failures)
             raise

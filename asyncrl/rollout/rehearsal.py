@@ -27,7 +27,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompts import BadPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.rollout.episode import Tries, judge, run_group, shape
+from asyncrl.rollout.episode import Tries, judge, shape
 from asyncrl.rollout.offload.errors import UserCodeError, named_failure
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.user_code.plugins import Plugins
@@ -102,14 +102,7 @@ async def rehearse(config: ExperimentConfig) -> Outcome:
             tries = Tries(1, algorithm.least_episodes, rollout.rollout_timeout_s)
             try:
                 with metered():
-                    samples, counted = await run_group(
-                        plugins.agent,
-                        plugins.environments.of_group(prompt.group_size),
-                        prompt,
-                        policy,
-                        plugins.conversations.client,
-                        tries,
-                    )
+                    samples, counted = await plugins.play_to_train(prompt, policy, tries)
             finally:
                 await plugins.conversations.endpoint.close()
             if samples:

@@ -175,6 +175,11 @@ class Rewards:
         values = await asyncio.gather(*(self._one(part, episode) for part in self._of_episodes))
         return _added(self._of_episodes, values)
 
+    @property
+    def of_groups(self) -> bool:
+        """True if a reward compares the answers of a group."""
+        return bool(self._of_groups)
+
     async def group(self, group: Sequence[Episode]) -> list[Added]:
         """`[S]`: what the rewards of groups add to each sample.
 

@@ -20,6 +20,7 @@ from asyncrl.inference.seeds import uniform
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.datasets.queue.order import PromptRef, prompt_seed
+from asyncrl.rollout.episode import Tries, run_group
 from simulator.lengths import LogNormal
 
 
@@ -122,10 +123,12 @@ class SimulatedCode:
         tokenizer: Any = _NoWords()
         self.agent = SingleTurnAgent(tokenizer=tokenizer) if turns is None else TurnsAgent(turns)
         self.prompts: Any = SimpleNamespace(train=self._train_prompt)
-        self.environments: Any = SimpleNamespace(of_group=lambda size: _Scored)
-        self.conversations: Any = SimpleNamespace(client=_Client)
         self._seed, self._group, self._prompt = run_seed, group_size, prompt_tokens
         self._sampling = SamplingParams(max_new_tokens=max_new_tokens)
+
+    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Any:
+        """See `Plugins`."""
+        return await run_group(self.agent, _Scored, prompt, policy, _Client, tries)
 
     def _train_prompt(self, ref: PromptRef) -> Prompt:
         seed = prompt_seed(self._seed, ref.order, ref.attempt)

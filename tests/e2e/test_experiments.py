@@ -287,9 +287,12 @@ def test_a_gymnasium_game_is_played_in_turns_that_have_their_own_rewards(start_r
 
 
 def test_who_answers_wrongly_tries_again(start_run: Any) -> None:
-    rows = finished(start_run, "several_turns").rows()
+    remax = {"algorithm__advantage__name": "remax", "trainer__ppo_minibatches": 2, "trainer__ppo_epochs": 2}
+    rows = finished(start_run, "several_turns", **remax).rows()
     turns = [row["agent/turns"] for row in rows]
     assert all(1.0 < each <= 2.0 for each in turns), turns
+    assert all(0.0 <= row["agent/greedy_reward"] <= 1.0 for row in rows), "played for remax beside each group"
+    assert all(len(row["ppo/loss_per_minibatch"]) == 4 for row in rows), "two minibatches in each of two passes"
 
 
 def test_a_rollout_function_may_answer_more_than_once(start_run: Any) -> None:

@@ -14,9 +14,12 @@ def remax(inputs: AdvantageInputs) -> AdvantageOutput:
     Groups of any size, also one: the baseline comes from the greedy rollout.
 
     Raises:
-        ValueError: `greedy_rewards_S` is missing.
+        ValueError: `greedy_rewards_S` is missing; RolloutWorkers add it, samples kept by another run lack it.
     """
     if inputs.greedy_rewards_S is None:
-        raise ValueError("greedy_rewards_S is None but remax needs the greedy rollout's reward; add it or choose rloo")
+        raise ValueError(
+            "greedy_rewards_S is None but remax needs the greedy answer's reward, which only rollouts that are played "
+            "for remax have; choose rloo for others"
+        )
     rewards_S = sequence_rewards(inputs)
     return over_tokens(rewards_S - inputs.greedy_rewards_S.double(), inputs)

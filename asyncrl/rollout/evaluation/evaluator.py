@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
 from asyncrl.plugins.datasets.prompts import BadPrompt
-from asyncrl.rollout.episode import metrics_of, run_group
+from asyncrl.rollout.episode import metrics_of
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 from asyncrl.rollout.offload.meter import metered
@@ -111,18 +111,11 @@ class Evaluator:
             return []
 
     async def _episode(self, prompt: Prompt, policy: _EvaluatedPolicy) -> _Ended:
-        plugins = self._plugins
         async with self._slots:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     with metered() as meter:
-                        samples, counted = await run_group(
-                            plugins.agent,
-                            plugins.environments.of_group(1),
-                            prompt,
-                            policy,
-                            plugins.conversations.client,
-                        )
+                        samples, counted = await self._plugins.play(prompt, policy)
                     return _Ended(samples, meter.verdict, metrics_of(samples) | counted | meter.metrics())
                 except Exception as error:
                     if attempt == ATTEMPTS:

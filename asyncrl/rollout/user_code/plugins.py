@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncrl.api import Agent
+from asyncrl.api import Agent, GenerationClient, Prompt
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.rollout.episode import Tries, run_group
+from asyncrl.rollout.greedy_baseline import Played, with_greedy_baseline
 from asyncrl.rollout.offload.adapters import adapted_agent
 from asyncrl.rollout.offload.offloader import EpisodeProcesses, Offloader
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
@@ -16,6 +18,9 @@ from asyncrl.rollout.user_code.agents import agent_process, load_agent, offers_t
 from asyncrl.rollout.user_code.conversations import Conversations
 from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
+
+REMAX = "remax"
+ONCE = Tries()
 
 
 class Plugins:
@@ -56,6 +61,9 @@ class Plugins:
         self.prompts = Prompts(config, form, lambda: toolbox.schemas if offers_tools(config) else (), training=training)
         rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
         agent = load_agent(config.agent, form, toolbox)
+        self._greedy_baseline = training and config.algorithm.advantage.name == REMAX
+        if self._greedy_baseline and (why := _why_not_greedy(agent, rewards)):
+            raise ConfigError(f"algorithm.advantage.name={REMAX}: {why}; use another advantage, rloo for one")
         self.environments = Environments(config.env, AnswerReward(rewards), self.offloader, plays_at_once(agent))
         self.environments.check_places(config.agent.path, config.group_size)
         try:
@@ -63,3 +71,23 @@ class Plugins:
             self.agent: Agent = scored_agent(adapted_agent(agent, self.offloader, process), rewards, self.tokenizer)
         except TypeError as error:
             raise ConfigError(f"agent.path={config.agent.path!r}: {error}") from error
+
+    async def play(self, prompt: Prompt, policy: GenerationClient, tries: Tries = ONCE) -> Played:
+        """Play the group of `prompt`; see `run_group`."""
+        envs, client = self.environments.of_group(prompt.group_size), self.conversations.client
+        return await run_group(self.agent, envs, prompt, policy, client, tries)
+
+    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Played:
+        """Play the group of `prompt` and what the advantage needs beside it."""
+        if self._greedy_baseline:
+            return await with_greedy_baseline(self.play, prompt, policy, tries)
+        return await self.play(prompt, policy, tries)
+
+
+def _why_not_greedy(agent: Agent, rewards: Rewards) -> str | None:
+    """Return the reason why a single greedy episode has no reward that the group's can be compared with."""
+    if plays_at_once(agent):
+        return "its baseline is a single greedy episode, and the agent plays its group at once"
+    if rewards.of_groups:
+        return "its baseline is the reward of a single greedy answer, and a reward compares the answers of a group"
+    return None

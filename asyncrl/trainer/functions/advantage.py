@@ -15,7 +15,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 
 GREEDY_REWARD = "agent/greedy_reward"
-"""The greedy answer's reward, ReMax's baseline; an agent gives it as `Sample.metrics["greedy_reward"]`."""
+"""The greedy answer's reward, ReMax's baseline; `asyncrl.rollout.greedy_baseline` plays for it."""
 
 
 @model_function("advantage")

@@ -29,6 +29,7 @@ from asyncrl.plugins.chat.client import EpisodeClient
 from asyncrl.plugins.datasets.prompts import BadPrompt
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
+from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer
@@ -74,13 +75,8 @@ class FakePlugins:
     def prompts(self) -> Any:
         return SimpleNamespace(eval_sets=self.eval_sets, evaluation=self.eval_prompt)
 
-    @property
-    def environments(self) -> Any:
-        return SimpleNamespace(of_group=lambda size: lambda: SingleTurnEnv(reward=score))
-
-    @property
-    def conversations(self) -> Any:
-        return SimpleNamespace(client=self.client)
+    async def play(self, prompt: Prompt, policy: GenerationClient) -> Any:
+        return await run_group(self.agent, lambda: SingleTurnEnv(reward=score), prompt, policy, self.client)
 
     def client(self, policy: GenerationClient, prompt: Prompt) -> Any:
         return EpisodeClient(policy, prompt, prompt.member, None)

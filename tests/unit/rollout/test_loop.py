@@ -42,6 +42,7 @@ from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import DataOrder, PromptRef
+from asyncrl.rollout.episode import Tries, run_group
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
 from asyncrl.rollout.offload.errors import UserCodeError
@@ -101,13 +102,8 @@ class FakePlugins:
     def prompts(self) -> Any:
         return SimpleNamespace(train=self.train)
 
-    @property
-    def environments(self) -> Any:
-        return SimpleNamespace(of_group=lambda size: lambda: NoEnv())
-
-    @property
-    def conversations(self) -> Any:
-        return SimpleNamespace(client=self.client)
+    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Any:
+        return await run_group(self.agent, lambda: NoEnv(), prompt, policy, self.client, tries)
 
     def client(self, policy: GenerationClient, prompt: Prompt) -> ChatClient:
         return cast(ChatClient, SimpleNamespace(generate=policy.generate, metrics={}, close=lambda: None))

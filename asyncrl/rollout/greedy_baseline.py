@@ -1,0 +1,69 @@
+"""The reward of a greedy answer to the group's prompt, beside the group: the baseline of ReMax.
+
+Li et al. 2024, "ReMax" (arXiv:2310.10505), algorithm 1. The greedy episode is one more episode of the same agent, in an
+environment and with a client of its own, whatever the agent samples with. It is not trained, and filters and shaping
+do not see it: its reward is what the reward functions give.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from asyncrl.api import GenerationClient, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
+from asyncrl.rollout.episode import Tries
+from asyncrl.rollout.offload.meter import metered
+
+GREEDY_REWARD = "agent/greedy_reward"
+"""The metric of a trajectory that advantages read (`AdvantageInputs.greedy_rewards_S`)."""
+
+Played: TypeAlias = tuple[Sequence[Sample], dict[str, float]]
+Play: TypeAlias = Callable[[Prompt, GenerationClient, Tries], Awaitable[Played]]
+"""Plays a prompt's group; returns its samples and what its episodes counted."""
+
+
+async def with_greedy_baseline(play: Play, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Played:
+    """Play the group of `prompt` and a greedy episode at the same time.
+
+    Returns:
+        The group, and what its episodes counted, with `GREEDY_REWARD`. No sample where the agent rejects the prompt.
+
+    Raises:
+        Exception: as of `play`, for the group or for the greedy episode.
+    """
+    greedy = asyncio.create_task(_greedy_reward(play, prompt, policy, tries))
+    try:
+        samples, counted = await play(prompt, policy, tries)
+        if not samples:
+            return (), counted
+        reward = await greedy
+    finally:
+        greedy.cancel()
+        await asyncio.gather(greedy, return_exceptions=True)
+    return ((), counted) if reward is None else (samples, counted | {GREEDY_REWARD: reward})
+
+
+async def _greedy_reward(play: Play, prompt: Prompt, policy: GenerationClient, tries: Tries) -> float | None:
+    """Return the mean reward of the greedy episode's samples; None where the agent rejects the prompt."""
+    alone = replace(prompt, group_size=1, sampling=_greedy(prompt.sampling))
+    with metered():  # its time and reward parts are not the group's
+        samples, _ = await play(alone, _GreedyPolicy(policy), replace(tries, least=1))
+    return float(np.mean([sample.total_reward for sample in samples])) if samples else None
+
+
+@dataclass(frozen=True, slots=True)
+class _GreedyPolicy:
+    """The policy, greedy also for agents that choose how they sample."""
+
+    policy: GenerationClient
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        return await self.policy.generate(replace(request, sampling=_greedy(request.sampling)))
+
+
+def _greedy(sampling: SamplingParams) -> SamplingParams:
+    return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
