@@ -70,7 +70,7 @@ def _enter_error(folder: str) -> str:
     try:
         os.chdir(folder)
     except OSError as error:
-        return error.strerror
+        return error.strerror or str(error)
     return ""
 
 
@@ -78,7 +78,7 @@ def _make_error(folder: str) -> str:
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
     except OSError as error:
-        return error.strerror
+        return error.strerror or str(error)
     return "" if os.access(folder, os.W_OK | os.X_OK) else "Permission denied"
 
 

@@ -7,6 +7,7 @@ as a failure that may pass.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,8 +67,8 @@ def check_hosts(config: ExperimentConfig) -> None:
     marker.touch(mode=0o600)
     try:
         with ThreadPoolExecutor(_AT_ONCE) as logins:
-            hosts = enumerate(config.system.hosts)
-            found = list(logins.map(lambda numbered: _check(config, *numbered, fileroot, marker.name), hosts))
+            check = partial(_check, config, fileroot, marker.name)
+            found = list(logins.map(check, itertools.count(), config.system.hosts))
     finally:
         marker.unlink(missing_ok=True)
     refused, silent = ([line for findings in found for line in findings[side]] for side in (0, 1))
@@ -76,7 +78,7 @@ def check_hosts(config: ExperimentConfig) -> None:
         raise TrialError("\n".join(silent))
 
 
-def _check(config: ExperimentConfig, number: int, host: HostConfig, fileroot: Path, marker: str) -> _Findings:
+def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, host: HostConfig) -> _Findings:
     setting = f"system.hosts[{number}]"
     if not host.name:
         return _Findings(list(_address_fault(setting, host, bind_error(host.address))), [])
