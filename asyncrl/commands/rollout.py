@@ -26,6 +26,7 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
+from asyncrl.runtime.hosts.ssh_check import check_hosts
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.run_dir import SAMPLES_DIR
 from asyncrl.runtime.trials.resume import TrialError
@@ -63,6 +64,7 @@ def open_gate(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _run(config: ExperimentConfig, console: Console) -> int:
+    check_hosts(config)
     with rehearsed(config) as rehearsal_notes:
         check_prompts(config)
         notes = rehearsal_notes()

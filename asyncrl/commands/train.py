@@ -23,6 +23,7 @@ from asyncrl.observe.display import make_display, wrapped
 from asyncrl.plugins.datasets.survey import PromptStats, shown
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.hosts.ssh_check import check_hosts
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
@@ -53,7 +54,8 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
         check_place(config)
         return _run_rl(with_model(config, folder), console, again, detached)
     except (BaseModelError, TrialError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -72,6 +74,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
             console.print(wrapped(line, console, SUMMARY_INDENT))
         console.print("raise total_train_steps to go on, choose another trial_name, or start over with resume=restart")
         return EXIT_OK
+    check_hosts(config)
     with rehearsed(config) as rehearsal_notes:
         surveys = check_prompts(config)
         notes = rehearsal_notes()

@@ -122,13 +122,12 @@ def kill(run: Any, *names: str, memory: Path | None = None) -> None:
         process.kill()
 
 
-def test_a_host_that_is_not_there_is_named(start_run: Any, ssh: dict[str, Any]) -> None:
+def test_a_host_that_is_not_there_is_named_before_the_trial_begins(start_run: Any, ssh: dict[str, Any]) -> None:
     nowhere = over("ssh", "nowhere.invalid", "box3", *ast.literal_eval(ssh["system__launcher_args"]))
-    run = start_run(**nowhere, system__restarts_per_process=0)
-    assert run.wait() == 1
-    assert "generation_server/0 (on nowhere.invalid)" in run.output
-    assert "Could not resolve hostname" in run.output
-    assert_gone(run)
+    run = start_run(**nowhere)
+    assert run.wait() == 2
+    assert "error: system.hosts[1].name='nowhere.invalid': ssh knows no host of this name" in run.output
+    assert not run.run_dir.exists()
 
 
 def test_a_run_on_slurm_is_stopped_and_continued_in_an_allocation(

@@ -7,6 +7,7 @@ connection that is silent for a minute is given up.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from asyncrl.runtime.hosts.remote import RemoteBackend
 from asyncrl.runtime.worker_plan import WorkerPlan
@@ -20,10 +21,18 @@ _OPTIONS = {
 }
 
 
+def ssh_command(arguments: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
+    """Return the command line that runs `command` on `host`.
+
+    `ssh` gets no terminal, which would echo its input; the shell at the other end gets one quoted line.
+    """
+    options = [part for name, value in _OPTIONS.items() for part in ("-o", f"{name}={value}")]
+    return ["ssh", "-T", *options, *arguments, "--", host, shlex.join(command)]
+
+
 class Backend(RemoteBackend):
     """Starts processes on other hosts by `ssh`."""
 
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
-        """`ssh` without a terminal, which would echo its input; the shell at the other end gets one quoted line."""
-        options = [part for name, value in _OPTIONS.items() for part in ("-o", f"{name}={value}")]
-        return ["ssh", "-T", *options, *self.arguments, "--", plan.host.name, shlex.join(command)]
+        """See the base class."""
+        return ssh_command(self.arguments, plan.host.name, command)

@@ -1,0 +1,142 @@
+"""Checks the hosts of a run over ssh before anything starts: each is logged in to once, all at the same time.
+
+A host that no retry can mend is refused by its setting: unknown name, refused login, unknown host key, no interpreter
+or asyncrl there, an address of another host, a folder that is not shared. A host that does not answer is named too, but
+as a failure that may pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.runtime.exit_codes import EXIT_LOST
+from asyncrl.runtime.hosts import host_probe
+from asyncrl.runtime.hosts.host_probe import Answer, Question, bind_error
+from asyncrl.runtime.launchers.ssh import ssh_command
+from asyncrl.runtime.settings import SSH, HostConfig
+from asyncrl.runtime.trials.resume import TrialError
+
+_LIMIT_S = 90.0
+"""Longest time, in s, for the answer of a host: ssh tries for 20 s, and a login may start slowly."""
+_AT_ONCE = 32
+"""Logins at the same time."""
+_NO_PROGRAM = (126, 127)
+"""Exit codes of a shell that cannot run a command."""
+_OLDEST_PYTHON = (3, 11)
+_REFUSALS = {
+    "Name or service not known": "ssh knows no host of this name; correct it, or add an entry to ~/.ssh/config",
+    "Permission denied": "the host refuses the login; add a public key of yours to the host's authorized_keys, or name "
+    "user and key in ~/.ssh/config",
+    "Host key verification failed": "ssh does not know the host's key, or knows another; log in once by hand, and "
+    "compare the key",
+}
+"""Errors of ssh that another attempt does not mend, by words of ssh."""
+
+
+class _Findings(NamedTuple):
+    """Errors of one host: those that only other settings mend, and those that may pass."""
+
+    refused: list[str]
+    silent: list[str]
+
+
+def check_hosts(config: ExperimentConfig) -> None:
+    """Check that processes can be started on each host of `system.launcher=ssh`; nothing happens with others.
+
+    Raises:
+        ConfigError: a host cannot be used with these settings.
+        TrialError: a host does not answer now.
+    """
+    if config.system.launcher != SSH:
+        return
+    fileroot = Path(config.fileroot).expanduser().resolve()
+    fileroot.mkdir(parents=True, exist_ok=True)
+    marker = fileroot / f".asyncrl-{secrets.token_hex(8)}"
+    marker.touch(mode=0o600)
+    try:
+        with ThreadPoolExecutor(_AT_ONCE) as logins:
+            check = partial(_check, config, fileroot, marker.name)
+            found = list(logins.map(check, itertools.count(), config.system.hosts))
+    finally:
+        marker.unlink(missing_ok=True)
+    refused, silent = ([line for findings in found for line in findings[side]] for side in (0, 1))
+    if refused:
+        raise ConfigError("\n".join(refused + silent))
+    if silent:
+        raise TrialError("\n".join(silent))
+
+
+def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, host: HostConfig) -> _Findings:
+    setting = f"system.hosts[{number}]"
+    if not host.name:
+        return _Findings(list(_address_fault(setting, host, bind_error(host.address))), [])
+    shared = config.system.shared
+    question = Question(
+        host.address, os.getcwd() if shared else "", host.fileroot or str(fileroot), marker if shared else ""
+    )
+    python = host.python or sys.executable
+    command = ssh_command(config.system.launcher_args, host.name, [python, "-I", "-S", host_probe.__file__])
+    order = json.dumps(question._asdict()) + "\n"
+    try:
+        ended = subprocess.run(command, input=order, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return _Findings([], [f"{setting}.name={host.name!r}: no answer by ssh within {_LIMIT_S:g} s; is the host up?"])
+    words = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+    if ended.returncode == 0:
+        answer = Answer(**json.loads(ended.stdout.splitlines()[-1]))  # a login may print lines before
+        return _Findings(list(_faults(setting, host, question, answer)), [])
+    if ended.returncode == EXIT_LOST:
+        for sign, mend in _REFUSALS.items():
+            if sign in ended.stderr:
+                return _Findings([f"{setting}.name={host.name!r}: {mend} ({words})"], [])
+        return _Findings([], [f"{setting}.name={host.name!r}: cannot be reached by ssh: {words}"])
+    if ended.returncode in _NO_PROGRAM:
+        return _Findings([f"{setting}.python={host.python!r}: {host.name} has no interpreter {python} ({words})"], [])
+    return _Findings(
+        [
+            f"{setting}.name={host.name!r}: asyncrl of this launch is not at {Path(host_probe.__file__).parents[2]} "
+            f"there; install it at the same path as here ({words})"
+        ],
+        [],
+    )
+
+
+def _faults(setting: str, host: HostConfig, question: Question, answer: Answer) -> Iterator[str]:
+    if tuple(map(int, answer.version.split("."))) < _OLDEST_PYTHON:
+        yield f"{setting}.python={host.python!r}: is Python {answer.version} on {host.name}; give 3.11 or newer"
+    yield from _address_fault(setting, host, answer.address)
+    if not answer.marker_seen:
+        yield (
+            f"system.shared=true: {host.name} does not see the files of this host in fileroot={question.fileroot}; "
+            "put fileroot on a shared file system, or set system.shared=false"
+        )
+    elif answer.working_folder:
+        yield (
+            f"system.shared=true: {host.name} cannot enter {question.working_folder}, in which the processes start "
+            f"({answer.working_folder}); give the command in a shared folder, or set system.shared=false"
+        )
+    if answer.fileroot:
+        yield (
+            f"{setting}.fileroot={host.fileroot!r}: {host.name} cannot write to {question.fileroot} "
+            f"({answer.fileroot}); name a folder that it can"
+        )
+
+
+def _address_fault(setting: str, host: HostConfig, error: str) -> Iterator[str]:
+    if error:
+        yield (
+            f"{setting}.address={host.address!r}: is not an address of {host.name or 'this host'} ({error}); give one "
+            "that `ip addr` shows there"
+        )
