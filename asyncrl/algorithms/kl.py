@@ -53,6 +53,15 @@ def k3(inputs: KLInputs, *, cap: float = 10.0) -> Tensor:
     return (torch.expm1(-log_ratio_T) + log_ratio_T).clamp(max=cap)
 
 
+@kl_estimator("abs")
+def absolute(inputs: KLInputs) -> Tensor:
+    """|log(pi / pi_ref)|: no estimate of the divergence, but a penalty for every move that grows evenly with it.
+
+    verl's and TRL's earlier `abs`; for use in the reward.
+    """
+    return log_ratio(inputs.logprobs_T, inputs.ref_logprobs_T, inputs.mask_T).abs()
+
+
 @kl_estimator("full")
 def full(inputs: KLInputs) -> Tensor:
     """sum_v pi(v) log(pi(v) / pi_ref(v)): exact at each position, needs both models' log-softmax over the vocabulary.

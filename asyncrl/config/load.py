@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf reads files with it
 
+from asyncrl.config.aliases import answer, elsewhere
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, SettingInfo, not_a_choice, setting_info
 from asyncrl.config.suggestions import did_you_mean, nearest_setting
@@ -235,10 +236,12 @@ def _checked_override(text: str, schema: type[Any]) -> str:
     if key in groups:
         inside = ", ".join(path for path in known if path.startswith(f"{key}."))
         raise ConfigError(f"{key} is a group of settings and takes no value; settings in it: {inside}")
-    raise ConfigError(_unknown_setting(key, known, f" in {text!r}"))
+    raise ConfigError(_unknown_setting(key, known, f" in {text!r}", str(override.value())))
 
 
-def _unknown_setting(name: str, known: Iterable[str], where: str = "") -> str:
+def _unknown_setting(name: str, known: Iterable[str], where: str = "", value: str = "") -> str:
+    if (alias := elsewhere(name)) is not None:
+        return f"unknown setting {name!r}{where}; {answer(alias, value)} (docs/coming_from.md)"
     nearest = nearest_setting(name, known)
     hint = f"did you mean {nearest!r}? " if nearest else ""
     return f"unknown setting {name!r}{where}; {hint}--help lists all of them"

@@ -6,7 +6,9 @@ import difflib
 from collections.abc import Iterable
 
 _SIMILAR = 0.6
-"""Least similarity, by `difflib.SequenceMatcher.ratio`, of a suggestion."""
+"""Least similarity, by `difflib.SequenceMatcher.ratio`, of a suggestion among a few names."""
+_SIMILAR_SETTING = 0.75
+"""The same among all settings, of which there are so many that some are always a little alike."""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -32,9 +34,9 @@ def nearest_setting(name: str, settings: Iterable[str]) -> str | None:
         if own_leaf == leaf or flat_path == flat:
             return 0, -_similarity(group, own_group) if group else 0, depth
         similarity = max(_similarity(flat, flat_path), _similarity(leaf, own_leaf))
-        if words <= set(own_leaf.split("_")):
+        if len(leaf) > 2 and words <= set(own_leaf.split("_")):
             return 1, depth, -similarity
-        return (2, -similarity, depth) if similarity >= _SIMILAR else (3,)
+        return (2, -similarity, depth) if similarity >= _SIMILAR_SETTING else (3,)
 
     best = min(settings, key=distance, default=None)
     return best if best is not None and distance(best) < (3,) else None

@@ -24,7 +24,7 @@ from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import placement
-from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
@@ -44,10 +44,20 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _attention(config)
     yield from _layouts(config)
     yield from _proximal(config)
+    yield from _warmup("optimizer", config.optimizer)
+    yield from _warmup("algorithm.critic.optimizer", config.algorithm.critic.optimizer)
     unknown = list(_algorithms(config))
     yield from unknown
     if not unknown:
         yield from _critic(config)
+
+
+def _warmup(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
+    if optimizer.warmup_steps and optimizer.warmup_ratio:
+        yield (
+            f"{name}.warmup_ratio={optimizer.warmup_ratio}: {name}.warmup_steps={optimizer.warmup_steps} says it in "
+            "steps; give one of them"
+        )
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
@@ -238,7 +248,7 @@ def _algorithms(config: ExperimentConfig) -> Iterator[str]:
         ("algorithm.correction", "correction", algorithm.correction),
         ("algorithm.advantage", "advantage", algorithm.advantage),
         ("algorithm.aggregation", "aggregation", algorithm.aggregation),
-        ("algorithm.kl", "kl", algorithm.kl),
+        ("algorithm.kl", "kl", algorithm.kl_estimator),
         ("algorithm.critic.value_loss", "value_loss", algorithm.critic.value_loss),
         *((f"rollout.filters[{i}]", "filter", choice) for i, choice in enumerate(config.rollout.filters)),
         *((f"rollout.shaping[{i}]", "shaping", choice) for i, choice in enumerate(config.rollout.shaping)),

@@ -137,11 +137,18 @@ class OptimizerConfig:
         0.0, "where the cosine schedule ends, as a share of the peak", minimum=0.0, maximum=1.0
     )
     warmup_steps: int = setting(0, "linear warm-up", unit="optimizer steps", minimum=0)
+    warmup_ratio: float = setting(
+        0.0, "the same as a share of all optimizer steps of the run; not together with it", minimum=0.0, maximum=1.0
+    )
     moments_on: MomentsOn = setting(
         MomentsOn.device,
         "where the moments are kept: with the weights (device), or in host memory (host), from which every step takes "
         "16 bytes per parameter to the device and back; values are the same",
     )
+
+    def warmup(self, total: int) -> int:
+        """Return the optimizer steps of the warm-up in a run of `total`."""
+        return self.warmup_steps or round(self.warmup_ratio * total)
 
 
 @dataclass
@@ -271,7 +278,10 @@ class AlgorithmConfig:
     )
     advantage: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="grpo"))
     aggregation: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="token_mean"))
-    kl: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="k3"))
+    kl: ChoiceConfig = setting(
+        help="estimator of the KL term; auto: k3 in the loss, k1, which is unbiased there, in the reward",
+        factory=lambda: ChoiceConfig(name=AUTO),
+    )
     kl_coef: float = setting(0.0, "weight of the KL term to the reference; 0: no reference model", minimum=0.0)
     kl_in: KLPlace = setting(KLPlace.loss, "where the KL term enters")
     kl_target: float = setting(0.0, "adapt kl_coef towards this KL; 0: fixed", unit="nats/token", minimum=0.0)
@@ -292,6 +302,13 @@ class AlgorithmConfig:
         "algorithm.critic, for example {judge: {parallel: t2, ranks: own}}",
         factory=dict,
     )
+
+    @property
+    def kl_estimator(self) -> ChoiceConfig:
+        """The estimator of the KL term: `kl`, where it is `auto` the usual one of the term's place."""
+        if self.kl.name != AUTO:
+            return self.kl
+        return ChoiceConfig("k1" if self.kl_in == KLPlace.reward else "k3", self.kl.params)
 
     @property
     def least_episodes(self) -> int:

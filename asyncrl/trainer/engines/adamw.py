@@ -130,7 +130,7 @@ class ScheduledAdamW(ABC):
         self._schedule = get_scheduler(
             SCHEDULES[config.schedule],
             self._adamw,
-            num_warmup_steps=config.warmup_steps,
+            num_warmup_steps=config.warmup(total_steps),
             num_training_steps=total_steps,
             scheduler_specific_kwargs=floor,
         )

@@ -75,7 +75,8 @@ def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Ten
             f"algorithm.kl_in is reward, but call {ctx.name!r} does not read 'ref_logprobs'; add it to its reads"
         )
     key = "prox_logprobs" if "prox_logprobs" in ctx.reads else "behave_logprobs"
-    estimate = resolve("kl", algorithm.kl.name, algorithm.kl.params, algorithm.plugins)
+    kl = algorithm.kl_estimator
+    estimate = resolve("kl", kl.name, kl.params, algorithm.plugins)
     kl_T = estimate(KLInputs(batch[key], batch["ref_logprobs"], mask_T))
     return kl_token_rewards(kl_T, mask_T, ctx.state.kl.coef), {"kl/reference": mean_stat(kl_T, mask_T)}
 

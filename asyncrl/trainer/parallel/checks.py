@@ -65,7 +65,11 @@ def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]
     """Yield each setting that works in another layout only."""
     algorithm, actor = config.algorithm, placed.actor
     together = placed.grid("ref") == actor
-    if algorithm.kl.name == "full" and algorithm.kl_coef and (ENGINES[engine_of(config)].in_parts or not together):
+    if (
+        algorithm.kl_estimator.name == "full"
+        and algorithm.kl_coef
+        and (ENGINES[engine_of(config)].in_parts or not together)
+    ):
         yield (
             "algorithm.kl='full': whole distributions are compared where each rank has the whole model; use "
             "trainer.engine=flat with the reference on the actor's ranks, or another estimator, for example k3"

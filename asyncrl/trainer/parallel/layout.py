@@ -6,7 +6,8 @@
     r<N>   N replicas of what `d` says (hybrid sharding): weights are sharded within a replica and are the same in all,
            so `r2d4` are 8 data-parallel ranks that hold a quarter of the weights each
 
-Letters come in any order, each once; one that is missing is 1. `Layout.data` counts all data-parallel ranks, replicas
+Letters come in any order, each once; one that is missing is 1. AReaL's `m` is taken for `t`. `Layout.data` counts all
+data-parallel ranks, replicas
 included: it is what trajectories are dealt by.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_PART = re.compile(r"([rdtp])([1-9][0-9]{0,3})")
+_PART = re.compile(r"([rdtmp])([1-9][0-9]{0,3})")
 _GRAMMAR = (
     "write d<N> data-parallel ranks, t<N> tensor slices, p<N> pipeline stages and r<N> replicas of d in any order, "
     "each once and 1 to 9999, for example d2 or d2t2p2"
@@ -53,9 +54,10 @@ class Layout:
         Raises:
             ValueError: it is none; the message says how one is written.
         """
-        parts = _PART.findall(text)
+        found = _PART.findall(text)
+        parts = [(letter.replace("m", "t"), size) for letter, size in found]
         sizes = {letter: int(size) for letter, size in parts}
-        if not parts or "".join(letter + size for letter, size in parts) != text:
+        if not found or "".join(letter + size for letter, size in found) != text:
             raise ValueError(f"not a layout; {_GRAMMAR}")
         if len(sizes) < len(parts):
             twice = next(letter for letter in sizes if [part[0] for part in parts].count(letter) > 1)

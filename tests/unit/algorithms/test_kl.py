@@ -17,6 +17,7 @@ SAMPLED = {
     "k1": lambda d: -d,
     "k2": lambda d: d * d / 2,
     "k3": lambda d: math.exp(d) - 1 - d,
+    "abs": lambda d: abs(d),
 }
 
 

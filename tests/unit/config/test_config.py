@@ -55,7 +55,7 @@ def test_every_built_in_experiment_is_valid_as_it_stands(name: str, tiny_chat_mo
         ("steps", "total_train_steps"),
         ("lr", "optimizer.lr"),
         ("opimizer.lr", "optimizer.lr"),
-        ("optimizer.learning_rate", "optimizer.lr"),
+        ("optimizer.max_gradnorm", "optimizer.max_grad_norm"),
         ("critic.lr", "algorithm.critic.optimizer.lr"),
         ("model_path", "model.path"),
         ("max_new_tokens", "rollout.sampling.max_new_tokens"),
@@ -67,6 +67,13 @@ def test_every_built_in_experiment_is_valid_as_it_stands(name: str, tiny_chat_mo
 def test_a_misspelt_setting_is_answered_with_the_one_that_was_meant(written: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown setting '{written}' in '{written}=8'; did you mean '{meant}'\?"):
         load(f"{written}=8")
+
+
+@pytest.mark.parametrize("name", sorted(known_experiments(experiments_dir())))
+def test_the_readme_has_every_experiment_with_the_first_line_of_its_file(name: str) -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    first = (experiments_dir() / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# ")
+    assert f"| [`{name}`](experiments/{name}.yaml) | {first} |" in readme
 
 
 def test_a_setting_like_no_other_is_answered_without_a_guess() -> None:

@@ -22,6 +22,7 @@ from asyncrl.trainer.checks import NEEDS_VALUES, check, hugging_face_folder, war
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import (
     AttentionImplementation,
+    KLPlace,
     ReferenceMode,
     RolePlacementConfig,
     RoleRanks,
@@ -315,6 +316,28 @@ def test_a_folder_that_is_missing_and_one_that_is_whole(tmp_path: Path) -> None:
     (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
     assert list(hugging_face_folder("model.path", str(whole))) == []
     assert json.loads((whole / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def test_the_kl_term_s_estimator_is_that_of_its_place_unless_it_is_named(config: ExperimentConfig) -> None:
+    algorithm = config.algorithm
+    assert (algorithm.kl.name, algorithm.kl_estimator.name) == ("auto", "k3")
+    algorithm.kl_in = KLPlace.reward
+    assert algorithm.kl_estimator.name == "k1"
+    algorithm.kl = ChoiceConfig("abs")
+    assert algorithm.kl_estimator.name == "abs"
+    algorithm.kl = ChoiceConfig("auto", {"cap": 3.0})
+    assert "kl 'k1' has no parameter 'cap'" in the_message(config)
+    algorithm.kl_in = KLPlace.loss
+    assert list(check(config)) == []
+
+
+def test_a_warm_up_is_given_in_steps_or_as_a_share_of_them(config: ExperimentConfig) -> None:
+    assert config.optimizer.warmup(200) == 0
+    config.optimizer.warmup_ratio = 0.05
+    assert config.optimizer.warmup(200) == 10
+    config.optimizer.warmup_steps = 3
+    assert config.optimizer.warmup(200) == 3
+    assert the_message(config).startswith("optimizer.warmup_ratio=0.05: optimizer.warmup_steps=3 says it in steps")
 
 
 def test_what_makes_a_correction_less_than_its_name_is_told(config: ExperimentConfig) -> None:

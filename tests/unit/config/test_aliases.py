@@ -1,0 +1,147 @@
+"""Settings of other systems are answered with ours, from one table, which also makes docs/coming_from.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config.aliases import ALIASES, allocation, elsewhere
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import load_experiment, settings
+from asyncrl.config.setting import ConfigError
+from asyncrl.trainer.parallel.layout import Layout
+
+PAGE = Path(__file__).parents[3] / "docs" / "coming_from.md"
+BEGIN, END = "<!-- made from asyncrl/config/aliases.py by tests/unit/config/test_aliases.py -->\n", "<!-- end -->\n"
+OURS = {path for path, _, _ in settings(ExperimentConfig)}
+
+# Of the systems' own examples (verl's run_*.sh, TRL's and AReaL's GRPO examples, slime's run scripts, siiRL's guide).
+IN_EXAMPLES = {
+    "verl": (
+        "algorithm.adv_estimator data.train_files data.val_files data.train_batch_size data.max_prompt_length "
+        "data.max_response_length data.filter_overlong_prompts data.truncation actor_rollout_ref.model.path "
+        "actor_rollout_ref.actor.optim.lr actor_rollout_ref.model.use_remove_padding "
+        "actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu "
+        "actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type "
+        "actor_rollout_ref.actor.entropy_coeff actor_rollout_ref.model.enable_gradient_checkpointing "
+        "actor_rollout_ref.actor.fsdp_config.param_offload actor_rollout_ref.actor.fsdp_config.optimizer_offload "
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu actor_rollout_ref.rollout.name "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.gpu_memory_utilization "
+        "actor_rollout_ref.rollout.n algorithm.use_kl_in_reward trainer.critic_warmup trainer.logger "
+        "trainer.project_name trainer.experiment_name trainer.n_gpus_per_node trainer.nnodes trainer.save_freq "
+        "trainer.test_freq trainer.total_epochs"
+    ),
+    "TRL": (
+        "learning_rate num_generations max_completion_length max_prompt_length per_device_train_batch_size "
+        "gradient_accumulation_steps num_train_epochs max_steps beta num_iterations epsilon epsilon_high loss_type "
+        "scale_rewards use_vllm vllm_gpu_memory_utilization log_completions bf16 gradient_checkpointing save_steps "
+        "report_to warmup_ratio lr_scheduler_type max_grad_norm reward_weights mask_truncated_completions output_dir"
+    ),
+    "AReaL": (
+        "allocation_mode gconfig.n_samples gconfig.max_new_tokens gconfig.temperature actor.path actor.optimizer.lr "
+        "actor.mb_spec.max_tokens_per_mb actor.gradient_checkpointing actor.eps_clip actor.kl_ctl "
+        "actor.ppo_n_minibatches actor.recompute_logprob actor.use_decoupled_loss rollout.max_concurrent_rollouts "
+        "rollout.max_head_offpolicyness sglang.mem_fraction_static sglang.context_length train_dataset.path "
+        "train_dataset.batch_size saver.freq_steps recover.mode cluster.fileroot cluster.n_nodes total_train_epochs"
+    ),
+    "slime": (
+        "hf_checkpoint prompt_data input_key label_key rollout_batch_size n_samples_per_prompt num_rollout "
+        "rollout_max_response_len rollout_temperature global_batch_size rm_type advantage_estimator use_kl_loss "
+        "kl_loss_coef kl_loss_type entropy_coef eps_clip eps_clip_high max_tokens_per_gpu eval_interval "
+        "rollout_num_gpus_per_engine sglang_mem_fraction_static tensor_model_parallel_size colocate"
+    ),
+    "siiRL": (
+        "algorithm.adv_estimator dag.custom_pipeline_fn dag.workflow_path data.train_files data.max_prompt_length "
+        "actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.rollout.n trainer.total_epochs "
+        "actor_rollout_ref.actor.recompute_old_log_prob custom_reward_function.path"
+    ),
+}
+
+
+def page_of_table() -> str:
+    rows = [
+        f"| `{alias.theirs}` | {alias.of} | {f'`{alias.ours}`' if alias.ours else '–'} | {_plain(alias.note)} |"
+        for alias in sorted(ALIASES, key=lambda alias: alias.theirs.lower())
+    ]
+    return "\n".join(["| there | of | here | note |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _plain(note: str) -> str:
+    return note.replace("<", "&lt;").replace("|", "\\|")
+
+
+def test_the_page_has_the_table() -> None:
+    text = PAGE.read_text()
+    before, found, rest = text.partition(BEGIN)
+    made = before + BEGIN + page_of_table() + END + rest.partition(END)[2]
+    if made != text:
+        PAGE.write_text(made)
+    assert found
+    assert made == text, "docs/coming_from.md was not made from the table; it has been made anew: look at it, commit it"
+
+
+@pytest.mark.parametrize("alias", [alias for alias in ALIASES if alias.ours], ids=lambda alias: alias.theirs)
+def test_every_answer_names_a_setting_that_there_is(alias: object) -> None:
+    ours = alias.ours.partition("=")  # type: ignore[attr-defined]
+    assert ours[0] in OURS
+    if ours[2]:
+        load_experiment("async_ppo", [alias.ours])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("system", "name"),
+    [(system, name) for system, names in IN_EXAMPLES.items() for name in names.split() if name not in OURS],
+)
+def test_what_the_systems_own_examples_set_is_answered_from_the_table(system: str, name: str) -> None:
+    """`system` only names the case: a name that several systems have is answered once."""
+    alias = elsewhere(name)
+    assert alias is not None
+    with pytest.raises(ConfigError) as caught:
+        load_experiment("async_ppo", [f"{name}=8"])
+    assert alias.ours in str(caught.value) or "there is none" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("rollout.n=8", "here it is 'group_size'"),
+        ("algorithm.adv_estimator=grpo", "here it is 'algorithm.advantage.name'"),
+        ("dag.custom_pipeline_fn=x", "here it is 'algorithm.graph'"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "here the number of parts into which train_batch_size"),
+        ("max_concurrent_rollouts=64", "here of each RolloutWorker"),
+        ("allocation_mode=sglang.d4m2p1+d2p1m2", "is trainer.parallel=d2t2 generation.servers=4 "),
+    ],
+)
+def test_a_name_of_another_system_is_answered_with_ours_and_the_difference(written: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_experiment("async_ppo", [written])
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["reward_model.enable_thing", "trainer.val_only", "data.image_key", "frobnicate"])
+def test_a_name_that_is_near_none_of_ours_is_not_answered_with_a_guess(name: str) -> None:
+    with pytest.raises(ConfigError, match="--help lists all of them") as caught:
+        load_experiment("async_ppo", [f"{name}=1"])
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ours"),
+    [
+        ("sglang.d4m1p1+d2p1m1", "trainer.parallel=d2 generation.servers=4"),
+        ("sglang:d2t4+fsdp:d8", "trainer.parallel=d8 generation.servers=2 generation.sglang.tensor_parallel=4"),
+        ("sglang:d2+megatron:d2t2p2", "trainer.parallel=d2t2p2 generation.servers=2"),
+        ("sglang:d1p2+d1", None),
+        ("d8", None),
+    ],
+)
+def test_an_allocation_mode_is_translated(mode: str, ours: str | None) -> None:
+    assert allocation(mode) == ours
+
+
+def test_the_m_of_a_layout_is_t() -> None:
+    assert Layout.parse("d2p2m1") == Layout.parse("d2p2t1")
+    assert str(Layout.parse("d2m4")) == "d2t4"
+    with pytest.raises(ValueError, match="'t' is there twice"):
+        Layout.parse("m2t2")
