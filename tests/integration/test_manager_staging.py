@@ -41,7 +41,7 @@ class Hosts:
         self.told: asyncio.Queue[str] = asyncio.Queue()
         self.had: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
         self.staging = Staging(
-            self.http, folders, self.decisions, self._arrived, needs=self._needs, tell=self.told.append, log=log
+            self.http, folders, self.decisions, self._arrived, needs=self._needs, tell=self.told.put_nowait, log=log
         )
         self._task = asyncio.create_task(self.staging.run())
 
