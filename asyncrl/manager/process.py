@@ -13,6 +13,7 @@ were published.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from asyncrl.comm import names
@@ -40,6 +41,7 @@ from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.process.descriptors import allow_connections
+from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.run_dir import DATA_RECORD_FILE, INPUTS_DIR, MANAGER_LOG_FILE
 from asyncrl.trainer.client import PublisherClient
@@ -148,6 +150,7 @@ class GserverManager(AsyncWorker):
             self._decisions,
             self._fleet_runner.arrived,
             needs=needs,
+            tell=partial(remark, self.run_dir),
             log=self.log,
             clock=self._clock,
         )

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameResolveError, Subtree
+from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable, Subtree
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Display
 from asyncrl.observe.tail import JsonlTail
@@ -42,7 +42,7 @@ from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backen
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.open_files import check_files
-from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.process.worker import open_resolver, outage_told
 from asyncrl.runtime.run_dir import (
     LOGS_DIR,
     METRICS_FILE,
@@ -145,6 +145,10 @@ class Launcher:
                 await self._give_up(self._workers)
                 await asyncio.to_thread(self._trial.begin_again)
             return code
+        except NameResolveUnavailable as error:
+            self._display.note(f"FAILED: {outage_told(error, self.config)}")
+            await self._save_and_stop()
+            return EXIT_FAILED
         finally:
             guarding.cancel()
             showing.cancel()
@@ -359,9 +363,12 @@ class Launcher:
             self._display.note(f"FAILED: {what}; the end of {ended.log}:")
         for line in ended.last_lines():
             self._display.note(f"    {line}")
-        if not leads(ended):
-            self._terminate_leader()
-            await wait_for([worker for worker in self._workers if leads(worker)], FAILED_SAVE_LIMIT_S)
+        await self._save_and_stop()
+
+    async def _save_and_stop(self) -> None:
+        """Have the leading process save, if it still runs, and stop everything."""
+        self._terminate_leader()
+        await wait_for([worker for worker in self._workers if leads(worker)], FAILED_SAVE_LIMIT_S)
         await self._stop_all()
 
     def _terminate_leader(self) -> None:

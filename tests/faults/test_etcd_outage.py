@@ -24,17 +24,17 @@ pytestmark = [pytest.mark.etcd, pytest.mark.slow, pytest.mark.timeout(900)]
 LEASE_S = 5.0
 OUTAGE_S = 3 * LEASE_S
 CUT_S = 2 * LEASE_S
+PATIENCE_S = 3.0
 KINDS = ("master_worker", "model_worker", "gserver_manager", "generation_server", "rollout_worker")
 
 
 @pytest.fixture
 def etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
-    """Three members, with TLS and a login."""
+    """Three members, with TLS."""
     needs_etcd()
     cluster = EtcdCluster(tmp_path / "etcd", 3, tls=True)
     try:
         cluster.start()
-        cluster.switch_authentication_on()
         yield cluster
     finally:
         cluster.kill()
@@ -84,6 +84,7 @@ def test_a_run_outlives_all_that_happens_to_etcd_and_a_trainer_that_is_cut_off(
     (tmp_path / "password").touch(0o600)
     (tmp_path / "password").write_text(f"{PASSWORD}\n")
     login = {"user": USER, "password_file": str(tmp_path / "password")}
+    etcd.switch_authentication_on()
     run = start_run(**over(etcd, **login))
     watched = Watched(run, etcd, **login)
     assert not [line for line in command_lines(run) if PASSWORD in line]
@@ -113,6 +114,15 @@ def test_a_run_outlives_all_that_happens_to_etcd_and_a_trainer_that_is_cut_off(
 
     ctrl_c(run)
     assert run.wait() == 130, run.output + run.logs()
+
+
+def test_etcd_away_for_longer_than_the_patience_ends_the_run_with_a_sentence(start_run: Any, etcd: EtcdCluster) -> None:
+    run = start_run(**over(etcd), system__name_resolve_timeout_s=PATIENCE_S)
+    run.wait_for_step(2)
+    etcd.kill()
+    assert run.wait() == 1, run.output + run.logs()
+    assert "system.name_resolve_timeout_s=3" in run.output
+    assert "Traceback" not in run.output
 
 
 def command_lines(run: Run) -> list[str]:

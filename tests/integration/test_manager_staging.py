@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -37,8 +38,11 @@ class Hosts:
         log = logging.getLogger("test")
         folders = {INPUTS: str(root / "inputs"), MODEL: str(root / "model")}
         self.plays: set[int] = set()
+        self.told: asyncio.Queue[str] = asyncio.Queue()
         self.had: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-        self.staging = Staging(self.http, folders, self.decisions, self._arrived, needs=self._needs, log=log)
+        self.staging = Staging(
+            self.http, folders, self.decisions, self._arrived, needs=self._needs, tell=self.told.put_nowait, log=log
+        )
         self._task = asyncio.create_task(self.staging.run())
 
     def _needs(self, host: int, folder: str) -> bool:
@@ -180,3 +184,30 @@ async def test_a_version_that_is_damaged_at_the_publisher_arrives_nowhere_else_a
     hosts.publish(3)
     await hosts.all_have(3)
     assert not (hosts.root / "disk1" / "v2").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a small disk")
+async def test_a_full_disk_is_on_the_terminal_with_host_and_folder_once_and_the_version_comes_when_there_is_room(
+    hosts: Hosts,
+) -> None:
+    disk = hosts.root / f"disk{HOSTS}"
+    disk.mkdir()
+    await command("mount", "-t", "tmpfs", "-o", "size=128k", "none", str(disk))
+    try:
+        await hosts.start(HOSTS)
+        hosts.publish(100)  # 700 kB
+        async with asyncio.timeout(LIMIT_S):
+            told = await hosts.told.get()
+        await command("mount", "-o", "remount,size=16m", str(disk))
+        await hosts.all_have(100)
+        await hosts.stop(HOSTS)
+    finally:
+        await command("umount", "--lazy", str(disk))
+    assert told.startswith(f"WARNING: host 127.0.0.{HOSTS + 1} cannot keep v100, it is tried again: ")
+    assert told.endswith(f"{disk}/v100: No space left on device")
+    assert hosts.told.empty()
+
+
+async def command(*words: str) -> None:
+    process = await asyncio.create_subprocess_exec(*words)
+    assert await process.wait() == 0

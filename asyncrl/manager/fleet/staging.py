@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from asyncrl.comm.http.calls import HttpError, JsonHttp
+from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
 from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
 from asyncrl.manager.wakeup import Signal
-from asyncrl.weights.staging.client import StagingClient, source_failed
+from asyncrl.weights.staging.client import StagingClient, reason_of, source_failed
 from asyncrl.weights.staging.messages import StageRequest, version_folder
 
 _LONGEST_IDLE_S = 5.0
@@ -45,6 +45,7 @@ class Staging:
         decisions: knows which versions are in use.
         arrived: told the address of a host and the weights that it has from now on.
         needs: see `FanOut`.
+        tell: shows a sentence on the terminal: once for each time that a host begins to refuse what it is sent.
         clock: seconds in which this process ran.
     """
 
@@ -56,6 +57,7 @@ class Staging:
         arrived: Callable[[str, Target], None],
         *,
         needs: Callable[[int, str], bool] = lambda host, folder: True,
+        tell: Callable[[str], None],
         log: logging.Logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,6 +67,8 @@ class Staging:
         self._fan_out = FanOut(needs)
         self._fan_out.want(*self._wanted)
         self._urls: dict[int, str] = {}
+        self._tell = tell
+        self._refusing = set[int]()
         self._changed = Signal()
         self._tasks: dict[asyncio.Task[None], Fetch] = {}
 
@@ -118,10 +122,18 @@ class Staging:
         try:
             reply = await StagingClient(self._http, url).stage(request)
         except HttpError as error:
-            self._log.warning("%s is not on host %d yet: %s", order.folder, order.host, error)
-            self._fan_out.failed(order, self._clock(), source_failed=source_failed(error))
+            at_fault = source_failed(error)
+            if isinstance(error, HttpRefused) and not at_fault and order.host not in self._refusing:
+                self._refusing.add(order.host)
+                self._tell(
+                    f"WARNING: host {host_of(url)} cannot keep {order.folder}, it is tried again: {reason_of(error)}"
+                )
+            else:
+                self._log.warning("%s is not on host %d yet: %s", order.folder, order.host, error)
+            self._fan_out.failed(order, self._clock(), source_failed=at_fault)
         else:
             source = "its own disk" if order.source is None else f"host {order.source}"
+            self._refusing.discard(order.host)
             told = "%s came to host %d from %s (%.2f s)"
             self._log.info(told, order.folder, order.host, source, self._clock() - began)
             if self._fan_out.succeeded(order):

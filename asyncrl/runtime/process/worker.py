@@ -37,7 +37,13 @@ import setproctitle
 import uvloop
 
 from asyncrl.comm import names
-from asyncrl.comm.name_resolve import NameBackend, NameResolveError, NameResolver, make_resolver
+from asyncrl.comm.name_resolve import (
+    NameBackend,
+    NameResolveError,
+    NameResolver,
+    NameResolveUnavailable,
+    make_resolver,
+)
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
@@ -90,6 +96,21 @@ def open_resolver(config: ExperimentConfig, run_dir: Path, *, patience_s: float 
     elif system.name_resolve_root:  # which other trials may share
         root = str(Path(system.name_resolve_root).expanduser() / trial)
     return make_resolver(system.name_resolve, root, etcd=etcd, patience_s=patience_s)
+
+
+def outage_in(error: BaseException) -> NameResolveUnavailable | None:
+    """Return the error of name resolution that `error` is, or holds as a group; None if there is none."""
+    found: BaseException | None = error
+    while isinstance(found, BaseExceptionGroup):
+        outages = found.subgroup(NameResolveUnavailable)
+        found = None if outages is None else outages.exceptions[0]
+    return found if isinstance(found, NameResolveUnavailable) else None
+
+
+def outage_told(error: NameResolveUnavailable, config: ExperimentConfig) -> str:
+    """Return the sentence for the user about an outage that lasted too long."""
+    limit_s = config.system.name_resolve_timeout_s
+    return f"{error}; the run ends, as system.name_resolve_timeout_s={limit_s:g} allows no longer outage"
 
 
 class Worker(ABC):
@@ -158,6 +179,9 @@ class Worker(ABC):
             self.log.warning("%s cannot go on alone: %s", self.name, error)
             return EXIT_RESTART_TRAINER
         except BaseException as error:
+            if away := outage_in(error):
+                self.log.error("%s failed: %s", self.name, outage_told(away, self.config))
+                return EXIT_FAILED
             told = isinstance(error, ConfigError)  # which says what to do; where it was found does not help
             self.log.error("%s failed: %s", self.name, error, exc_info=not told)
             self._tell_end("failed", f"{type(error).__name__}: {error}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 
+import msgspec
+
 from asyncrl.comm.http.calls import HttpRefused, JsonHttp
 from asyncrl.weights.staging.messages import SameCodeReply, SameCodeRequest, StageReply, StageRequest
 
@@ -53,3 +55,11 @@ def source_failed(error: Exception) -> bool:
     did.
     """
     return isinstance(error, HttpRefused) and error.status == SOURCE_FAILED
+
+
+def reason_of(error: HttpRefused) -> str:
+    """Return the staging server's own words from its refusal."""
+    try:
+        return str(msgspec.json.decode(error.body)["error"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return str(error)

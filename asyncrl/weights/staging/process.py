@@ -109,7 +109,10 @@ class StagingService:
             copy = coming.result()
         except SourceFailed as error:
             raise Refused(SOURCE_FAILED, {"error": str(error)}, "source_failed") from error
-        except (OSError, ManifestError) as error:
+        except OSError as error:
+            told = f"{self.store.place_of(order.folder)}: {error.strerror or error}"
+            raise Refused(500, {"error": told}, "not_staged") from error
+        except ManifestError as error:
             raise Refused(500, {"error": str(error)}, "not_staged") from error
         return json_response(StageReply(done=True, path=str(copy.path), manifest_sum=copy.manifest_sum))
 

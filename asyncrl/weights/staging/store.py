@@ -23,6 +23,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from asyncrl.comm.files.retry_write import no_retry
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.weights import atomic_dir
@@ -68,6 +69,10 @@ class Store:
         self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._readers: Counter[str] = Counter()
 
+    def place_of(self, folder: str) -> Path:
+        """Return the path at which a copy of the folder is kept."""
+        return self._root / folder
+
     def get(self, folder: str) -> Copy | None:
         """The folder, if it is there."""
         return self._copies.get(folder)
@@ -103,7 +108,8 @@ class Store:
     async def _have(self, request: StageRequest) -> Copy:
         folder = request.folder
         async with self._writing[folder]:
-            copy = self._copies[folder] = await self._copy(request, self._copies.get(folder))
+            with no_retry():  # the GserverManager asks again, and shows the reason
+                copy = self._copies[folder] = await self._copy(request, self._copies.get(folder))
         if folder in OF_THE_LAUNCH:
             self._on_launch_folder(folder, copy.path)
         await self._remove_others({folder, *OF_THE_LAUNCH, *request.keep})

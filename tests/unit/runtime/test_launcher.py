@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameResolveUnavailable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Row
 from asyncrl.runtime import launcher as launcher_module
@@ -278,6 +279,20 @@ def test_a_launcher_that_lost_its_claim_puts_nothing_in_the_place_of_another_lau
     code, stage, _ = play(helper=ends(EXIT_LOST))
     assert code == EXIT_FAILED
     assert stage.started == ["server/0", "client/0", "helper/0", "leader/0"]
+
+
+@pytest.mark.usefixtures("helper")
+def test_a_death_that_name_resolution_cannot_be_told_of_ends_the_run_with_a_sentence_once_the_leader_saved(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise NameResolveUnavailable("etcd does not answer")
+
+    monkeypatch.setattr(launcher_module.Trial, "give_up", away)
+    code, stage, notes = play(helper=ends(-signal.SIGKILL))
+    assert code == EXIT_FAILED
+    assert stage.stopped == ["leader/0", "client/0", "server/0"]
+    assert "FAILED: etcd does not answer; the run ends, as system.name_resolve_timeout_s=60" in notes
 
 
 async def _looks_later(launcher: Launcher) -> None:

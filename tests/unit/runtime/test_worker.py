@@ -71,6 +71,35 @@ def test_a_setting_that_a_worker_finds_wrong_is_told_by_its_message_alone(tmp_pa
     assert ended.stderr.splitlines() == ["refuses/0 failed: agent.path='x:y': no such file"]
 
 
+CUT_OFF = """
+import sys
+from pathlib import Path
+from asyncrl.comm.name_resolve import NameResolveUnavailable
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
+
+class CutOff(Worker):
+    def set_status(self, state, reason=""):
+        print(state, reason)
+
+    def run(self):
+        raise ExceptionGroup("loops", [ExceptionGroup("calls", [NameResolveUnavailable("etcd does not answer")])])
+
+sys.exit(CutOff(WorkerSpec("cut_off", 0, Path(sys.argv[1]))).start())
+"""
+
+
+def test_an_outage_of_name_resolution_is_told_by_a_sentence_with_its_setting(tmp_path: Path) -> None:
+    config = ExperimentConfig()
+    config.system.encrypt = False
+    write_run_config(config, tmp_path)
+    command = [sys.executable, "-c", CUT_OFF, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 1
+    (told,) = ended.stderr.splitlines()
+    assert told.startswith("cut_off/0 failed: etcd does not answer; ")
+    assert "system.name_resolve_timeout_s=60 " in told
+
+
 WAITS = """
 import sys
 from pathlib import Path
