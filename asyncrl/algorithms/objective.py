@@ -151,7 +151,9 @@ def _policy_stats(inputs: PolicyLossInputs, correction: CorrectionOutput) -> Sta
 
     KL figures are k3 estimates in nats per token: `ppo/behave_kl` from the behaviour policy to the proximal one (to the
     current one where there is none), `ppo/approx_kl` from the proximal (else the behaviour) policy to the current one.
-    Without `entropy_T`, `entropy` is the mean surprise of the sampled tokens.
+    `ppo/engine_gap` is the distance of log-probabilities in nats between the engine that generated and the trainer, of
+    tokens of the current version alone, which no step lies between. Without `entropy_T`, `entropy` is the mean surprise
+    of the sampled tokens.
     """
     mask_T, logprobs_T = inputs.mask_T, inputs.logprobs_T.detach()
     prox_T = logprobs_T if inputs.prox_logprobs_T is None else inputs.prox_logprobs_T
@@ -160,11 +162,14 @@ def _policy_stats(inputs: PolicyLossInputs, correction: CorrectionOutput) -> Sta
     drift_T = log_ratio(prox_T, inputs.behave_logprobs_T, mask_T)
     importance_T = log_ratio(logprobs_T, inputs.behave_logprobs_T, mask_T).exp()
     entropy_T = -logprobs_T if inputs.entropy_T is None else inputs.entropy_T
+    current_T = mask_T & (inputs.versions_T == inputs.current_version)
     stats = {
         "ppo/clip_fraction": mean_stat(torch.zeros_like(move_T), mask_T),
         "ppo/behave_weight_mean": mean_stat(correction.weight_T, correction.keep_T),
         "ppo/behave_weight_max": max_stat(correction.weight_T, correction.keep_T),
         "ppo/behave_kl": mean_stat(torch.expm1(drift_T) - drift_T, mask_T),
+        "ppo/engine_gap": mean_stat(drift_T.abs(), current_T),
+        "ppo/engine_gap_max": max_stat(drift_T.abs(), current_T),
         "ppo/approx_kl": mean_stat(torch.expm1(move_T) - move_T, mask_T),
         "ppo/importance_mean": mean_stat(importance_T, mask_T),
         "ppo/importance_square_mean": mean_stat(importance_T.square(), mask_T),

@@ -115,6 +115,7 @@ class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     on_stale: str
     workers: int
     seed: int
+    shuffle: bool = True
 
 
 class _Sealed(_Line, frozen=True, kw_only=True):

@@ -244,6 +244,8 @@ class LiveDisplay:
         grid.add_row(
             "staleness", f"mean {row['staleness/mean']:.1f}, max {row['staleness/max']:.0f} of η = {self._eta}"
         )
+        if "data/epoch" in row:
+            grid.add_row("epoch", f"{row['data/epoch']:.0f}")
         grid.add_row(
             "tokens/s",
             f"generated {self._generated_per_s():,.0f}, trained {row['throughput/train_tokens_per_s']:,.0f}",

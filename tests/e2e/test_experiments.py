@@ -302,7 +302,9 @@ def test_a_loss_in_a_file_trains_in_an_experiment_of_ones_own_that_is_based_on_a
     assert {row["grad_norm"] for row in run.rows()} == {0.0}
 
 
-def test_a_loss_reads_columns_of_the_row_the_reward_and_the_agent(start_run: Any, tmp_path: Path) -> None:
+def test_a_loss_reads_columns_of_the_row_the_reward_and_the_agent_of_unshuffled_data(
+    start_run: Any, command: Any, tmp_path: Path
+) -> None:
     (tmp_path / "my_loss.py").write_text(OWN_LOSS)
     (tmp_path / "columns.py").write_text(OWN_COLUMNS)
     settings = {
@@ -313,10 +315,15 @@ def test_a_loss_reads_columns_of_the_row_the_reward_and_the_agent(start_run: Any
         "rollout__filters": "[{name: success_rate, params: {on: reward/zero, high: 0.5}}]",
         "trainer__parallel": "d2",
         "samples__every": 1,
+        "dataset__shuffle": "false",
     }
     run = finished(start_run, "async_ppo", **settings)
     assert {row["grad_norm"] for row in run.rows()} == {0.0}, "the factor of the loss is the reward's zero"
-    assert all(row["reward/zero"] == 0.0 for row in run.rows())
+    assert all(row["reward/zero"] == 0.0 == row["data/epoch"] for row in run.rows())
+    audited = command("audit", run.run_dir)
+    assert audited.code == 0, audited.output
+    shown = command("show", run.run_dir)
+    assert "e0-0" in shown.output, "rows come in their order"
 
 
 def test_a_gymnasium_game_is_played_in_turns_that_have_their_own_rewards(start_run: Any) -> None:

@@ -426,7 +426,7 @@ def call_cases() -> Iterator[Case]:
         trainer.PollBuffer(1, 0.0),
         trainer.Discard(("r1",)),
         trainer.SendWeights(0, "https://h:1", 3, True, 5.0),
-        trainer.BeginStep(3, 2, 1, ("r1",), ((0,),), (trainer.GridShare(("r1",), (0,), (0,), ((0,),)), None)),
+        trainer.BeginStep(3, 2, 1, ("r1",), ((0,),), (trainer.GridShare(("r1",), ((0,),), (0,), ((0,),)), None)),
         trainer.CallStats({"loss": [0.5, 1.0]}),
         trainer.RunCall("actor", "actor", "train", ("a",), ("b",), {"x": 1}),
         trainer.MoveColumns(("a",), "actor", "critic"),

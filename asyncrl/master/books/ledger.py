@@ -147,6 +147,7 @@ class Ledger:
             str(config.on_stale),
             0 if config.samples.replay else config.rollout.workers,
             config.seed,
+            config.dataset.shuffle,
         )
         return cls(run_dir / LEDGER_DIR, settings)
 

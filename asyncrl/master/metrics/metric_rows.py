@@ -22,12 +22,16 @@ Row = dict[str, Any]
 
 
 def batch_statistics(batch: TrainBatch) -> Row:
-    """Statistics of a batch's rollouts: rewards of episodes, generated lengths of samples, ages of trained tokens.
+    """Statistics of a batch's rollouts: rewards of episodes, lengths of samples, ages of trained tokens, the epoch.
+
+    `rollout/len_...` are generated tokens of a sample, `rollout/context_len_...` all others: prompt, environment,
+    tools.
 
     Of each of the rollouts' own metrics the mean over those that have it; lost episodes are added up.
     """
     rewards = np.array([reward for record in batch.records for reward in record.episode_rewards])
     generated = np.array([length for record in batch.records for length in record.generated])
+    lengths = np.array([length for record in batch.records for length in record.lengths])
     truncated = np.array([flag for record in batch.records for flag in record.truncated])
     flat = sum(len(record.episode_rewards) == 1 or len(set(record.rewards)) == 1 for record in batch.records)
     by_version: Counter[int] = Counter()
@@ -46,17 +50,29 @@ def batch_statistics(batch: TrainBatch) -> Row:
         | {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()),
+            "reward/min": float(rewards.min()),
+            "reward/max": float(rewards.max()),
             "reward/frac_zero_std": flat / len(batch.records),
             "rollout/samples_per_episode": len(generated) / len(rewards),
             "rollout/len_mean": float(generated.mean()),
+            "rollout/len_min": float(generated.min()),
             "rollout/len_max": float(generated.max()),
+            "rollout/context_len_mean": float((lengths - generated).mean()),
+            "rollout/context_len_max": float((lengths - generated).max()),
             "rollout/truncated": float(truncated.mean()),
             "staleness/max": float(max(ages, default=0)),
             "staleness/mean": sum(age * count for age, count in ages.items()) / tokens,
+            "data/epoch": float(max(_epoch(record.prompt_id) for record in batch.records)),
             "tokens/trained": float(sum(ages.values())),
             "tokens/batch": float(sum(record.tokens for record in batch.records)),
         }
     )
+
+
+def _epoch(prompt_id: str) -> int:
+    """The epoch, from 0, of the prompt `e<epoch>-<row>`."""
+    number = prompt_id[1:].partition("-")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 @dataclass(slots=True)

@@ -54,12 +54,37 @@ class Placed(Protocol):
         ...
 
 
+class TorchStyle:
+    """A map-style dataset as torch has them (`__len__`, `__getitem__`), whose items are rows.
+
+    Raises:
+        TypeError: it has no length.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._length = dataset, len(dataset)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """Row `index`.
+
+        Raises:
+            TypeError: the item is no mapping.
+        """
+        item = self._dataset[index]
+        if not isinstance(item, Mapping):
+            raise TypeError(f"item {index} is a {type(item).__name__}; a row is a mapping with a `prompt`")
+        return item
+
+
 def load_dataset(path: str, args: Mapping[str, Any], split: str, seed: int) -> Dataset:
     """The dataset that a `dataset.path` setting names, one split of it.
 
     Args:
         path: a file ending in `.jsonl` or `.parquet`, a folder, or the import path `package.module:Class` or
-            `file.py:Class` of a `Dataset`.
+            `file.py:Class` of a `Dataset`, or of a map-style one of torch's.
         args: further keyword arguments of the constructor; `split` and `seed` in them win over the two below.
         split: `train` or `held_out`.
         seed: seed of the dataset's own randomness.
@@ -74,6 +99,8 @@ def load_dataset(path: str, args: Mapping[str, Any], split: str, seed: int) -> D
         if is_data_path(path):
             return FileDataset(**{"path": path, **arguments})
         dataset = load_plugin(path)(**arguments)
+        if not isinstance(dataset, Dataset | Mapping) and hasattr(dataset, "__getitem__"):
+            dataset = TorchStyle(dataset)
         if not isinstance(dataset, Dataset):
             raise TypeError(f"it made a {type(dataset).__name__}, which has not both of __len__ and row(index)")
         first = dataset.row(0) if len(dataset) else None

@@ -88,6 +88,9 @@ class DatasetConfig:
         factory=list,
         fixed=True,
     )
+    shuffle: bool = setting(
+        True, "each epoch in an order of its own, from the seed; false: rows in their order, in every epoch", fixed=True
+    )
     max_prompt_tokens: int = setting(2048, "longest prompt, its chat template counted", unit="tokens", minimum=1)
     overlong: Overlong = setting(
         Overlong.filter,

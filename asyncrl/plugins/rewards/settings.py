@@ -12,7 +12,7 @@ from asyncrl.config.setting import PluginConfig, setting
 # ruff: noqa: UP045
 
 
-ROW_METRICS = ("mean", "std", "frac_zero_std")
+ROW_METRICS = ("mean", "std", "min", "max", "frac_zero_std")
 """Names of `reward/...` metrics that are not a reward's."""
 
 

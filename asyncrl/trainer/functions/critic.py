@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats
+from asyncrl.algorithms.arithmetic.sums import Stats, mean_stat, merge_stats
 from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import ValueLossInputs
 from asyncrl.trainer.batches.micro_batch import MicroBatch
@@ -41,13 +41,33 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
         norms.append(engine.step())
         losses.append(loss)
         stats += parts
+    told = ctx.reduce(merge_stats([*stats, _fit(old_T, returns_T, wanted_T)]))
     total = torch.stack([*losses, torch.zeros((), device=batch.device)]).sum()
     return {
-        **ctx.reduce(merge_stats(stats)),
+        **told,
+        "critic/explained_variance": _explained_variance(told),
         "critic/loss": float(ctx.ranks.all_reduce_sum(total)) / max(1, len(losses)),
         "critic/grad_norm": sum(outcome.grad_norm for outcome in norms) / max(1, len(norms)),
         "critic/lr": norms[-1].lr if norms else engine.lr,
     }
+
+
+def _fit(old_T: Tensor, returns_T: Tensor, wanted_T: Tensor) -> Stats:
+    """Means from which the share of the returns' variance follows that the values at the step's start explain."""
+    error_T, returns_T = (returns_T - old_T).double(), returns_T.double()
+    return {
+        "critic/returns_mean": mean_stat(returns_T, wanted_T),
+        "critic/returns_square_mean": mean_stat(returns_T.square(), wanted_T),
+        "critic/error_mean": mean_stat(error_T, wanted_T),
+        "critic/error_square_mean": mean_stat(error_T.square(), wanted_T),
+    }
+
+
+def _explained_variance(told: StatValues) -> float:
+    """1 - Var(returns - values) / Var(returns); 0 where all returns are alike."""
+    of_returns = told["critic/returns_square_mean"] - told["critic/returns_mean"] ** 2
+    of_errors = told["critic/error_square_mean"] - told["critic/error_mean"] ** 2
+    return 1.0 - of_errors / of_returns if of_returns > 0.0 else 0.0
 
 
 def _targets(ctx: CallContext, batch: StepBatch, wanted_T: Tensor) -> tuple[Tensor, Tensor]:

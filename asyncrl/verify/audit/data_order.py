@@ -47,7 +47,8 @@ class DataOrder:
             self._report(f"prompt {prompt!r}: ids are e<epoch>-<row>")
         elif self._rows and self._settings and self._settings.workers and min(order, self._settings.seed) >= 0:
             epoch, position = divmod(order, self._rows)
-            row = int(_permutation(self._rows, self._settings.seed, epoch)[position])
+            seed, shuffled = self._settings.seed, self._settings.shuffle
+            row = int(_permutation(self._rows, seed, epoch)[position]) if shuffled else position
             if (epoch, row) != (int(match[1]), int(match[2])):
                 self._report(f"place {order} of the data order is of prompt e{epoch}-{row}, not of {prompt}")
 

@@ -218,6 +218,9 @@ def test_statistics_are_those_of_the_definition(ragged):
     batch = ragged(4)
     found = values(run(build_objective(ObjectiveSpec(correction=Choice("token_truncate", {"cap": 1.2}))), batch)[2])
     m = batch.mask
+    inputs = batch.inputs()
+    current = m & (inputs.versions_T.numpy() == inputs.current_version)
+    assert 0 < current.sum() < m.sum(), "some tokens are older than the policy"
     weight = np.minimum(np.exp(batch.prox - batch.behave), 1.2)[m]
     behind, moved = (batch.prox - batch.behave)[m], (batch.logprobs - batch.prox)[m]
     importance = np.exp(batch.logprobs - batch.behave)[m]
@@ -226,6 +229,8 @@ def test_statistics_are_those_of_the_definition(ragged):
         "ppo/behave_weight_max": weight.max(),
         "ppo/behave_kl": (np.exp(behind) - 1 - behind).mean(),
         "ppo/approx_kl": (np.exp(moved) - 1 - moved).mean(),
+        "ppo/engine_gap": np.abs((batch.prox - batch.behave)[current]).mean(),
+        "ppo/engine_gap_max": np.abs((batch.prox - batch.behave)[current]).max(),
         "ppo/importance_mean": importance.mean(),
         "ppo/importance_square_mean": (importance**2).mean(),
         "entropy": batch.entropy[m].mean(),

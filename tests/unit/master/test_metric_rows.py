@@ -65,6 +65,8 @@ def test_an_episode_of_many_samples_counts_once_in_the_rewards() -> None:
     assert row["reward/frac_zero_std"] == 0.0
     assert row["rollout/samples_per_episode"] == 2.0
     assert row["rollout/len_mean"] == 2.0
+    assert (row["reward/min"], row["reward/max"]) == (0.0, 1.0)
+    assert (row["rollout/context_len_mean"], row["rollout/context_len_max"], row["rollout/len_min"]) == (2.0, 2.0, 2.0)
 
 
 def test_a_group_of_one_episode_is_without_variance_whatever_its_samples_rewards() -> None:

@@ -273,7 +273,9 @@ def test_ppo_trains_a_critic_towards_the_returns(
     config.algorithm.critic.value_norm = "running"
     config.optimizer.lr = 0.0
     rank = make_rank(config)
-    losses = [run_step(config, rank, make_batch())["critic_train"]["critic/loss"] for _ in range(25)]
+    steps = [run_step(config, rank, make_batch())["critic_train"] for _ in range(25)]
+    losses = [step["critic/loss"] for step in steps]
+    assert steps[0]["critic/explained_variance"] < steps[-1]["critic/explained_variance"] <= 1.0
     assert losses[-1] < 0.6 * losses[0]
 
 

@@ -1,6 +1,7 @@
 """The data order of a run: the sequence of prompts, each prompt of an epoch exactly once.
 
-An epoch is a permutation of the dataset's rows that depends on (seed, epoch) alone. Laid end to end, the epochs give
+An epoch is a permutation of the dataset's rows that depends on (seed, epoch) alone; without `dataset.shuffle` it is
+their order. Laid end to end, the epochs give
 every prompt a global position, its *order* = epoch · num_rows + position in the epoch, and a name, `e<epoch>-<row>`.
 `PromptQueue` says which of them is played next.
 
@@ -21,8 +22,10 @@ CACHED_EPOCHS = 4
 """Permutations kept: prompts are of one epoch at a time; those that are tried again of the one before, as a rule."""
 
 
-def epoch_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def epoch_order(num_rows: int, seed: int, epoch: int, *, shuffle: bool = True) -> NDArray[np.int64]:
     """The permutation of `num_rows` rows in which epoch `epoch` visits them; shape `[num_rows]`."""
+    if not shuffle:
+        return np.arange(num_rows)
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
@@ -46,10 +49,10 @@ class PromptRef:
 class DataOrder:
     """Positions of the prompts in the order, of a dataset of `num_rows` rows (at least 1) under `seed`."""
 
-    def __init__(self, num_rows: int, seed: int) -> None:
+    def __init__(self, num_rows: int, seed: int, *, shuffle: bool = True) -> None:
         if num_rows < 1:
             raise ValueError(f"num_rows is {num_rows}: the dataset needs at least one row")
-        self.num_rows, self.seed = num_rows, seed
+        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
         self._permutations: dict[int, NDArray[np.int64]] = {}
         self._positions: dict[int, NDArray[np.int64]] = {}
 
@@ -84,7 +87,7 @@ class DataOrder:
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
-            permutation = epoch_order(self.num_rows, self.seed, epoch)
+            permutation = epoch_order(self.num_rows, self.seed, epoch, shuffle=self.shuffle)
             positions = np.empty_like(permutation)
             positions[permutation] = np.arange(self.num_rows)
             while len(self._permutations) >= CACHED_EPOCHS:

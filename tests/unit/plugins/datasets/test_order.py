@@ -4,6 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.import_paths import PluginError
+from asyncrl.plugins import datasets
+from asyncrl.plugins.datasets import load_dataset
 from asyncrl.plugins.datasets.queue.order import DataOrder, epoch_order, prompt_seed, seed_from
 
 
@@ -45,3 +48,33 @@ def test_prompt_seeds_are_distinct_and_fit_31_bits() -> None:
 
 def test_seed_parts_are_kept_apart() -> None:
     assert seed_from("a", 1, 23) != seed_from("a", 12, 3)
+
+
+def test_unshuffled_epochs_visit_the_rows_in_their_order() -> None:
+    order = DataOrder(4, seed=7, shuffle=False)
+    assert [order.ref(place).prompt_id for place in range(9)] == [
+        *("e0-0", "e0-1", "e0-2", "e0-3"),
+        *("e1-0", "e1-1", "e1-2", "e1-3", "e2-0"),
+    ]
+    assert all(order.order_of(order.ref(place).prompt_id) == place for place in range(9))
+
+
+class Items:
+    """A map-style dataset of torch's."""
+
+    def __init__(self, split: str, seed: int, item: object = None) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> object:
+        return {"prompt": f"row {index}"} if self.item is None else self.item
+
+
+def test_a_map_style_dataset_is_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "load_plugin", lambda path: Items)
+    loaded = load_dataset("mine:Items", {}, "train", 0)
+    assert (len(loaded), loaded.row(2)) == (3, {"prompt": "row 2"})
+    with pytest.raises(PluginError, match="item 0 is a str; a row is a mapping with a `prompt`"):
+        load_dataset("mine:Items", {"item": "text"}, "train", 0)
