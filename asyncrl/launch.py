@@ -4,7 +4,8 @@
 `eval MODEL` evaluates one, or such a folder; `audit RUN` checks what a run left on the disk; `chaos EXPERIMENT` runs
 one and does to it what can go wrong; `show RUN` prints samples that it kept; `rollout` generates and keeps without
 training; `replay` trains on what was kept; `attach RUN` shows a run that was started with `--detach`; `join RUN`
-adds GenerationServers or RolloutWorkers to one that goes on.
+adds GenerationServers or RolloutWorkers to one that goes on; `install verifiers VERSION` makes an environment for a
+package that clashes with asyncrl's.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
-COMMANDS = ("attach", "audit", "chaos", "eval", "export", "join", "replay", "rollout", "show")
+COMMANDS = ("attach", "audit", "chaos", "eval", "export", "install", "join", "replay", "rollout", "show")
 """Commands that are not experiments: modules of `asyncrl.commands`, each with its own `main`."""
 
 

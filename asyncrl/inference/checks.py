@@ -120,7 +120,7 @@ def _sglang(config: ExperimentConfig) -> Iterator[str]:
         )
     if not python and importlib.util.find_spec("sglang") is None:
         yield (
-            "generation.backend='sglang': sglang is not installed in this environment; make one for it by launchers/"
-            "install_sglang_gpu.sh (without a GPU: install_sglang_cpu.sh), and name its interpreter in "
+            "generation.backend='sglang': sglang is not installed in this environment; make one for it by "
+            "`asyncrl install sglang_gpu` (without a GPU: sglang_cpu), and name its interpreter in "
             "generation.sglang.python"
         )

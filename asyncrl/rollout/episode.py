@@ -86,6 +86,13 @@ class Tries:
     limit_s: float | None = None
 
 
+_CONTEXT_LIMITS = {
+    "chat/limit_context_length": "generation.context_length",
+    "chat/limit_max_total_tokens": "generation.max_total_tokens",
+}
+"""Settings that bound a conversation's tokens, by the metric of an episode's client that counts their meeting."""
+
+
 @dataclass(slots=True)
 class Group:
     """The policy as a group asks it, and as its episodes do; see `asyncrl.api.GroupClient`.
@@ -103,6 +110,8 @@ class Group:
     """Episodes that were given up, by what failed and how."""
     last_failure: Exception | None = None
     """Error of the last episode that was lost."""
+    _clients_of: dict[int, CountingClient] = field(default_factory=dict)
+    """The newest client of each member."""
     _ends_at: float | None = None
     _failures: Counter[int] = field(default_factory=Counter)
 
@@ -117,12 +126,16 @@ class Group:
         """A new client for one episode of the group."""
         client = self.make_client(_EpisodePolicy(self.policy), prompt)
         self.clients.append(client)
+        self._clients_of[prompt.member] = client
         return client
 
     def try_again(self, prompt: Prompt, error: Exception) -> Prompt | None:
         """As of `GroupClient`; when the rollout's time is over nothing is tried again."""
         self._failures[prompt.member] += 1
         failures, name = self._failures[prompt.member], named_failure(error, self.agent)
+        if setting := self._full_context(prompt.member):  # what is raised then is the error of an agent's framework
+            name += f" after its context was full ({setting})"
+            error.add_note(f"{setting} left no room for an answer: raise it, or have the agent end when it is told so")
         again = failures < self.tries.number and not isinstance(error, EpisodeTimeout)
         _log.warning(
             "episode %d of prompt %s failed, %s: %s",
@@ -134,6 +147,12 @@ class Group:
         self.lost[name] += 1
         self.last_failure = error
         return None
+
+    def _full_context(self, member: int) -> str:
+        """Return the setting that ended the conversation of `member`'s newest episode; empty if none did."""
+        client = self._clients_of.get(member)
+        counts = client.metrics if client else {}
+        return next((setting for metric, setting in _CONTEXT_LIMITS.items() if counts.get(metric)), "")
 
     def seconds_left(self) -> float | None:
         """As of `GroupClient`."""

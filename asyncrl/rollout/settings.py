@@ -33,7 +33,12 @@ class UserCodeConfig:
     """Agents, environments and rewards off the worker's event loop; limits are per RolloutWorker."""
 
     threads: int = setting(256, "plain functions that run at the same time", unit="calls", minimum=1)
-    processes: int = setting(2, "processes for what is marked or set to run in one", unit="processes", minimum=1)
+    processes: int = setting(
+        0,
+        "processes for what is marked or set to run in one, started as they are needed; 0: one per core, at least 2",
+        unit="processes",
+        minimum=0,
+    )
     process_memory_mb: int = setting(4096, "memory of such a process and all that it starts", unit="MB", minimum=64)
     process_children: int = setting(32, "processes that such a process may start", unit="processes", minimum=0)
     process_max_calls: int = setting(1000, "calls after which it is renewed", unit="calls", minimum=1)

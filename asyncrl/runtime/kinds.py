@@ -28,10 +28,6 @@ from asyncrl.runtime.hosts.staging_hosts import staging_hosts
 from asyncrl.runtime.worker_plan import Resources
 from asyncrl.trainer.placement import placement
 
-SHARED_CPU_NICENESS = 10
-"""Niceness of everything but the trainer if training runs on the CPU. The other processes work ahead anyway, up to η,
-and a trainer that waits leaves them the cores.
-"""
 GPU_ALLOCATOR = "expandable_segments:True,pinned_max_round_threshold_mb:64"
 """Settings of torch's allocator in processes that compute on a GPU. Segments that grow fit micro-batches of changing
 sizes without holes, and leave more to another process on the same GPU. Pinned host memory above 64 MiB is not rounded
@@ -88,7 +84,8 @@ def _on_cpu(config: ExperimentConfig, index: int, here: Share) -> Resources:
 
 
 def _niceness(config: ExperimentConfig, here: Share) -> int:
-    return 0 if here.gpus and config.trainer.device != Device.cpu else SHARED_CPU_NICENESS
+    """Return the niceness of a process that shares the cores with training ranks; 0 where these use GPUs."""
+    return 0 if here.gpus and config.trainer.device != Device.cpu else config.system.niceness
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,13 @@ class SystemConfig:
         unit="s",
         minimum=1.0,
     )
+    niceness: int = setting(
+        10,
+        "where training runs on the CPU: niceness of all other processes, which work ahead anyway and take the cores "
+        "while the trainer waits; 0: none is lowered",
+        minimum=0,
+        maximum=19,
+    )
     heartbeat_s: float = setting(
         10.0, "lease of a worker's entry; it is renewed three times per lease", unit="s", minimum=0.5
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.commands.before_start.checks import validate
-from asyncrl.config.context import turns
+from asyncrl.config.context import context_length, turns
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
@@ -102,7 +103,35 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         if left_out == seen.looked_at:
             why = seen.first_bad or f"{seen.first_overlong}, and dataset.max_prompt_tokens={limit}"
             raise ConfigError(f"{group}: none of {seen.looked_at} rows makes a prompt; {why}")
+    answers = {"dataset": ("rollout.sampling.max_new_tokens", config.rollout.sampling.max_new_tokens)}
+    for each in evaluation_sets(config):
+        answers[each.group] = f"{each.group}.sampling.max_new_tokens", each.max_new_tokens
+    if messages := list(_too_few_positions(config, found, answers)):
+        raise ConfigError("\n".join(messages))
     return found
+
+
+def _too_few_positions(
+    config: ExperimentConfig, found: Mapping[str, PromptStats], answers: Mapping[str, tuple[str, int]]
+) -> Iterator[str]:
+    """Yield an error message for each set whose longest prompt leaves the model too few positions for an answer.
+
+    Args:
+        answers: setting and value of the longest answer, by the name of the set's group.
+    """
+    path = config.model.path
+    assert path is not None, "prompts are made with the model's tokenizer"
+    described = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    limit = context_length(config, described)
+    for group, seen in found.items():
+        setting, answer = answers[group]
+        if seen.longest_used + answer > limit:
+            yield (
+                f"{setting}={answer}: model.path={path!r} has {limit} positions (max_position_embeddings), and the "
+                f"longest prompt of {group} takes {seen.longest_used}; use {setting}="
+                f"{max(limit - seen.longest_used, 1)} or less, dataset.max_prompt_tokens={max(limit - answer, 1)} or "
+                "less, or a model with more positions"
+            )
 
 
 def chat_notes(config: ExperimentConfig) -> list[str]:

@@ -1,7 +1,7 @@
 """Environments of the `verifiers` package, trained as they are: its classic API (0.2) and its v1 API (0.4).
 
 Both pin packages that clash with asyncrl's extras and with each other's, so `verifiers` lives in a virtual environment
-of its own (`launchers/install_verifiers.sh`), where `verifiers_host.py` runs the environment: its dataset, its turns,
+of its own (`asyncrl install verifiers`), where `verifiers_host.py` runs the environment: its dataset, its turns,
 tools and rubric. The policy is asked over the episode's endpoint, which records every token; of the environment's
 answer only reward and metrics are used.
 """

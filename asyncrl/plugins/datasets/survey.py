@@ -16,7 +16,8 @@ SHOWN_CHARACTERS = 2000
 class PromptStats:
     """Findings in the `looked_at` rows of a dataset's `rows`.
 
-    `longest` is in tokens, of the prompts as they are before any is shortened and that make one. `bad` counts rows that
+    `longest` is in tokens, of the prompts as they are before any is shortened and that make one; `longest_used` is the
+    longest that is played, shortened if need be. `bad` counts rows that
     make no prompt for another reason than their length, and those up to the first prompt that is used which even
     shortened are too long; `first_bad` says why the first of them does not. `first` is the
     first prompt as it is used: its text and its number of tokens. `tools` of each prompt's tokens are what the template
@@ -26,6 +27,7 @@ class PromptStats:
     rows: int
     looked_at: int
     longest: int
+    longest_used: int
     overlong: int
     bad: int
     first_overlong: str
@@ -55,7 +57,7 @@ def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = No
     rows = len(dataset)
     looked_at = rows if limit is None else min(rows, limit)
     unlimited = replace(prompt_format, max_tokens=None)
-    longest = overlong = bad = 0
+    longest = longest_used = overlong = bad = 0
     first_overlong = first_bad = ""
     first: tuple[str, int] | None = None
     for number in range(looked_at):
@@ -68,6 +70,8 @@ def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = No
             continue
         longest = max(longest, length)
         too_long = prompt_format.max_tokens is not None and length > prompt_format.max_tokens
+        if not too_long or prompt_format.overlong in SHORTENED:
+            longest_used = max(longest_used, min(length, prompt_format.max_tokens or length))
         if first is None and (not too_long or prompt_format.overlong in SHORTENED):
             try:
                 prompt, ids = prompt_format.fitted(row)
@@ -81,7 +85,16 @@ def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = No
             overlong += 1
             first_overlong = first_overlong or f"row {number} has a prompt of {length} tokens"
     return PromptStats(
-        rows, looked_at, longest, overlong, bad, first_overlong, first_bad, first, prompt_format.tool_tokens()
+        rows=rows,
+        looked_at=looked_at,
+        longest=longest,
+        longest_used=longest_used,
+        overlong=overlong,
+        bad=bad,
+        first_overlong=first_overlong,
+        first_bad=first_bad,
+        first=first,
+        tools=prompt_format.tool_tokens(),
     )
 
 

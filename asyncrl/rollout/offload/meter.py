@@ -27,6 +27,8 @@ class Activity(StrEnum):
     """For a free process, where environments have one each."""
     agent_wait = auto()
     """Likewise, of agents."""
+    process_wait = auto()
+    """For a free process of `rollout.user_code.processes`, in which a reward or a tool runs."""
     reward = auto()
     tool = auto()
 

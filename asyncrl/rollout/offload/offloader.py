@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -93,7 +94,7 @@ class Offloader:
         self._users = UserLoop()
         self._threads = DaemonThreads("user-code")
         self._places = asyncio.Semaphore(settings.threads)
-        self._pool = ProcessPool(settings.processes, limits)
+        self._pool = ProcessPool(settings.processes or max(2, len(os.sched_getaffinity(0))), limits)
         self._leased = {
             activity: ProcessPool(seats.processes, replace(limits, max_calls=seats.episodes))
             for activity, seats in (
@@ -187,8 +188,8 @@ class Offloader:
 
     async def _in_process(self, code: Code, args: tuple[Any, ...]) -> Any:
         assert code.target is not None, code.label
-        with self.told(code):
-            return await self._pool.call(code.label, code.target, code.sees, list(args), code.timeout_s)
+        running = partial(self.told, code)
+        return await self._pool.call(code.label, code.target, code.sees, list(args), code.timeout_s, running)
 
     async def _in_thread(self, code: Code, function: Callable[[], Any]) -> Any:
         if self._abandoned.get(code.label, 0) >= MAX_ABANDONED:

@@ -14,11 +14,13 @@ and whatever fails in it ends the process with the object.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,7 @@ from asyncrl.comm.running_time import RunningTimeout
 from asyncrl.rollout.offload.child import main as child
 from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
 from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, decode_reply, packed
+from asyncrl.rollout.offload.meter import Activity, timed
 from asyncrl.rollout.offload.policy import WATCH_EVERY_S, WATCH_FROM_S, Limits, excess, keep
 from asyncrl.rollout.offload.process_tree import kill_tree, usage
 
@@ -164,9 +167,20 @@ class ProcessPool:
         self.started = 0
         """Processes started so far."""
 
-    async def call(self, label: str, target: Target, sees: str, arguments: list[Any], timeout_s: float) -> Any:
+    async def call(
+        self,
+        label: str,
+        target: Target,
+        sees: str,
+        arguments: list[Any],
+        timeout_s: float,
+        running: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> Any:
         """Call `target` with `arguments` and return its result. The wait for a free process does not count towards
         `timeout_s`.
+
+        Args:
+            running: entered once there is a free process, left with its answer.
 
         Raises:
             UserCodeError: it raised, exceeded a limit, or its process died.
@@ -175,10 +189,12 @@ class ProcessPool:
             packed_call = packed(Call(target, sees, arguments))
         except ValueError as error:
             raise UserCodeError(label, f"was given what {error}", how=_CANNOT_TRAVEL) from error
-        process, reply = await self._acquire(label), None
+        with timed(Activity.process_wait):
+            process, reply = await self._acquire(label), None
         try:
-            await self._load(process, label, target)
-            reply = await self.limited(process, label, packed_call, timeout_s)
+            with running():
+                await self._load(process, label, target)
+                reply = await self.limited(process, label, packed_call, timeout_s)
         finally:
             await self.take_back(process, reply)
         if reply.error:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from asyncrl import launch
 from asyncrl.api import SamplingParams
 from asyncrl.inference.openai.anthropic import Messages
 from asyncrl.inference.openai.calls import Call
@@ -168,6 +172,12 @@ def test_the_documents_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         compile(code, "docs/endpoint.md", "exec")
     assert settings[1]["agent"]["path"] == "asyncrl.plugins.agents.verifiers_env:VerifiersAgent"
     assert settings[1]["dataset"]["path"] == "asyncrl.plugins.agents.verifiers_env:VerifiersDataset"
-    launcher = Path(__file__).parents[3] / "launchers" / "install_verifiers.sh"
-    assert all(f"launchers/{launcher.name}" in code for kind, code in blocks if kind == "bash")
-    assert launcher.stat().st_mode & 0o100
+    shells = [shlex.split(line, comments=True) for kind, code in blocks if kind == "bash" for line in code.splitlines()]
+    assert shells
+    ran: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command) or SimpleNamespace(returncode=0))
+    for line in shells:
+        assert line[:3] == ["python", "-m", "asyncrl.launch"]
+        assert launch.main(line[3:]) == 0
+        assert Path(ran[-1][1]).is_file()
+        assert ran[-1][2:] == line[5:]

@@ -26,7 +26,8 @@ from asyncrl.api import (
 )
 from asyncrl.api.agent import agent_of
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
-from asyncrl.plugins.chat.client import EpisodeClient
+from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
+from asyncrl.plugins.chat.request import Limits
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.episode import Tries, run_group
 
@@ -91,6 +92,7 @@ async def roll_out_counted(
     prompt: Prompt = PROMPT,
     tries: Tries = ONCE,
     make: Callable[[list[Env]], Env] | None = None,
+    rules: ChatPolicy | None = None,
 ) -> tuple[Sequence[Sample], dict[str, float]]:
     agent = run if isinstance(run, Agent) else agent_of(run, {})
     environments: list[Env] = [] if made is None else made
@@ -100,7 +102,7 @@ async def roll_out_counted(
             lambda: (make or Env)(environments),
             prompt,
             policy or Policy(),
-            lambda client, own: EpisodeClient(client, own, own.member, None),
+            lambda client, own: EpisodeClient(client, own, own.member, None, rules),
             tries,
         )
 
@@ -254,6 +256,26 @@ async def test_a_member_that_fails_is_tried_again_alone_with_other_numbers_in_an
     samples, counted = await roll_out_counted(fails_twice, policy, made, tries=Tries(2))
     assert [sample.episode for sample in samples] == [0, 2]
     assert counted[f"rollout/lost_episodes: agent fails_twice {how}"] == 1.0
+
+
+async def test_an_episode_that_fails_once_its_context_is_full_names_the_setting() -> None:
+    """The framework of an agent raises an error of its own then, which says nothing of a context."""
+
+    async def goes_on(prompt: Prompt, env: Environment, client: ChatClient) -> float:
+        answer = await client.generate(ask(prompt))
+        if prompt.member == 0:
+            raise KeyError("no tool call")
+        return float(len(answer.completions))
+
+    full = ChatPolicy(Limits(max_context=len(PROMPT.input_ids)))
+    with pytest.raises(KeyError) as caught:
+        await roll_out_counted(goes_on, tries=Tries(1, least=9), rules=full)
+    assert "generation.context_length left no room" in str(caught.value.__notes__)
+    _, counted = await roll_out_counted(goes_on, tries=Tries(1), rules=full)
+    name = "agent goes_on raised KeyError after its context was full (generation.context_length)"
+    assert counted[f"rollout/lost_episodes: {name}"] == 1.0
+    _, counted = await roll_out_counted(goes_on, tries=Tries(1))
+    assert counted["rollout/lost_episodes: agent goes_on raised KeyError"] == 1.0
 
 
 async def test_too_few_episodes_left_are_the_error_of_the_last_one_that_was_given_up() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +381,36 @@ async def test_slow_calls_are_named_and_times_are_the_rollouts_wherever_its_part
     assert metrics["rollout/env_s"] >= 0.25
     assert metrics["reward/right"] == 0.5
     assert any(message.startswith("reward my.py:score took ") for message in caplog.messages)
+
+
+async def test_a_call_runs_from_when_a_process_is_free(
+    offloader: Offloader, hostile: Callable[..., Code], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward of 3 s is not said to have taken the 42 s in which it waited for its turn."""
+    seen: list[str] = []
+    told = Offloader.told
+
+    @contextlib.contextmanager
+    def noted(self: Offloader, code: Code) -> Iterator[None]:
+        seen.append(f"{code.label} begins")
+        with told(self, code):
+            yield
+        seen.append(f"{code.label} ends")
+
+    monkeypatch.setattr(Offloader, "told", noted)
+    with metered() as meter:
+        first = asyncio.create_task(ask(offloader, hostile("waits", folder=str(tmp_path))))
+        while not (tmp_path / "begun").exists():  # noqa: ASYNC110  # it is another process
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(ask(offloader, hostile("fine")))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        (tmp_path / "go").touch()
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(first, second)
+    waits, fine = "reward hostile.py:waits", "reward hostile.py:fine"
+    assert seen == [f"{waits} begins", f"{waits} ends", f"{fine} begins", f"{fine} ends"]
+    assert {"rollout/reward_s", "rollout/process_wait_s"} <= meter.metrics().keys()
 
 
 async def test_what_holds_the_loops_is_named(

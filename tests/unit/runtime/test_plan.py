@@ -14,7 +14,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
-from asyncrl.runtime.kinds import GPU_ALLOCATOR, SHARED_CPU_NICENESS
+from asyncrl.runtime.kinds import GPU_ALLOCATOR
 from asyncrl.runtime.last_step import trains_elsewhere
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.settings import HostConfig, SystemConfig
@@ -26,17 +26,20 @@ def plans_of(config: ExperimentConfig, gpus: int) -> dict[str, WorkerPlan]:
     return {plan.name: plan for plan in plan_workers(config, tuple(map(str, range(gpus))))}
 
 
-def test_on_the_cpu_training_goes_before_everything_else() -> None:
+@pytest.mark.parametrize("others", [10, 0])
+def test_on_the_cpu_training_goes_before_everything_else_unless_told_otherwise(others: int) -> None:
     config = ExperimentConfig()
+    assert config.system.niceness == 10
+    config.system.niceness = others
     config.trainer.parallel = "d2"
     niceness = {name: plan.resources.niceness for name, plan in plans_of(config, gpus=0).items()}
     assert niceness == {
         "model_worker/0": 0,
         "model_worker/1": 0,
-        "generation_server/0": SHARED_CPU_NICENESS,
-        "rollout_worker/0": SHARED_CPU_NICENESS,
-        "gserver_manager/0": SHARED_CPU_NICENESS,
-        "master_worker/0": SHARED_CPU_NICENESS,
+        "generation_server/0": others,
+        "rollout_worker/0": others,
+        "gserver_manager/0": others,
+        "master_worker/0": others,
     }
 
 

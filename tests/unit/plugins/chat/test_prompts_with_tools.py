@@ -69,6 +69,25 @@ def test_a_prompts_tokens_are_those_of_the_agents_first_call(
     assert '"name": "calculator"' in plugins.tokenizer.decode(list(prompt.input_ids))
 
 
+def test_a_model_with_fewer_positions_than_prompt_and_answer_is_refused_with_what_mends_it(
+    config: Callable[..., ExperimentConfig],
+) -> None:
+    made = config()
+    longest = check_prompts(made)["dataset"].longest
+    model = Path(str(made.model.path)) / "config.json"
+    made.rollout.sampling.max_new_tokens = 20
+    model.write_text(json.dumps({"vocab_size": 1000, "max_position_embeddings": longest + 20}))
+    check_prompts(made)
+    model.write_text(json.dumps({"vocab_size": 1000, "max_position_embeddings": longest + 19}))
+    with pytest.raises(
+        ConfigError, match=rf"^rollout\.sampling\.max_new_tokens=20: .* has {longest + 19} positions"
+    ) as it:
+        check_prompts(made)
+    assert "use rollout.sampling.max_new_tokens=19 or less, " in str(it.value)
+    made.dataset.max_prompt_tokens, made.dataset.overlong = longest - 1, Overlong.filter
+    check_prompts(made)
+
+
 def test_the_survey_and_the_limit_count_the_tools(config: Callable[..., ExperimentConfig]) -> None:
     with_tools, without = config(), config()
     without.tools = []
