@@ -6,7 +6,8 @@ one and does to it what can go wrong; `show RUN` prints samples that it kept; `r
 training; `replay` trains on what was kept; `attach RUN` shows a run that was started with `--detach`; `join RUN`
 adds GenerationServers or RolloutWorkers to one that goes on.
 
-Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
+Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
+Ctrl-C or SIGTERM after a checkpoint.
 """
 
 from __future__ import annotations
