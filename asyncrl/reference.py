@@ -53,6 +53,8 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
+from asyncrl.api.columns import TOKEN, column, with_columns
+from asyncrl.api.trajectory import SampleColumns
 from asyncrl.config.catalog import resolve
 from asyncrl.config.load import load_supervised
 from asyncrl.inference.embedded.engine import GenerationEngine
@@ -90,6 +92,8 @@ class ReferenceConfig:
     """Generate with the weights of so many versions ago (of the first, in the first steps)."""
     sampling: SamplingParams = SamplingParams(max_new_tokens=112)
     objective: ObjectiveSpec = field(default_factory=ObjectiveSpec)
+    columns: tuple[str, ...] = ()
+    """Numbers of the rows, rewards and agents that the loss reads; see `asyncrl.api.columns`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +194,10 @@ class ReferenceTrainer:
             played = await asyncio.gather(
                 *(run_group(self.agent, make_env, prompt, policy, self._client) for prompt in prompts)
             )
-            return [samples for samples, _ in played]
+            return [
+                with_columns(samples, prompt.data, self.config.columns)
+                for (samples, _), prompt in zip(played, prompts, strict=True)
+            ]
 
         return asyncio.run(play())
 
@@ -222,7 +229,7 @@ class ReferenceTrainer:
             return 0.0, 0.0, {}
         samples = [item.sample for item in minibatch]
         logprobs_T, entropy_T = packed_logprobs(self.model, samples, self.config.sampling.temperature)
-        inputs = policy_loss_inputs(minibatch, logprobs_T, entropy_T, self.version)
+        inputs = policy_loss_inputs(minibatch, logprobs_T, entropy_T, self.version, self.config.columns)
         normaliser = self.objective.normaliser(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
         loss, stats = self.objective(inputs, None, normaliser)
         torch.autograd.backward(loss)
@@ -287,7 +294,7 @@ def group_advantages(group: Sequence[Sample]) -> list[Tensor]:
 
 
 def policy_loss_inputs(
-    items: Sequence[TrainSample], logprobs_T: Tensor, entropy_T: Tensor, version: int
+    items: Sequence[TrainSample], logprobs_T: Tensor, entropy_T: Tensor, version: int, columns: Sequence[str] = ()
 ) -> PolicyLossInputs:
     """The packed micro-batch as the objective takes it."""
     samples = [item.sample for item in items]
@@ -303,7 +310,15 @@ def policy_loss_inputs(
         versions_T=torch.from_numpy(np.concatenate([sample.versions for sample in samples]).astype(np.int64)),
         current_version=version,
         entropy_T=entropy_T,
+        columns={name: column_by_token(samples, name) for name in columns},
     )
+
+
+def column_by_token(samples: Sequence[Sample], name: str) -> Tensor:
+    """The column `name` of `asyncrl.api.columns`, [T]; one of samples is repeated for its tokens."""
+    joined = SampleColumns.join(samples)
+    values = column(joined, name).astype(np.float32)
+    return torch.from_numpy(values if name.startswith(TOKEN) else np.repeat(values, joined.lengths))
 
 
 def mask_and_ids(samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:

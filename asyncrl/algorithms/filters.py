@@ -10,18 +10,26 @@ from asyncrl.algorithms.registry import filter_
 
 @filter_("success_rate")
 def success_rate(
-    group: GroupView, *, low: float = 0.0, high: float = 1.0, threshold: float = 0.5, return_prompt: bool = False
+    group: GroupView,
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    threshold: float = 0.5,
+    return_prompt: bool = False,
+    on: str | None = None,
 ) -> Verdict:
     """Keeps a group whose share of rewards >= `threshold` lies in [low, high].
+
+    `on` names a part of the reward or another number in place of the sum, `reward/correct` for one.
 
     Too hard a prompt may go back to the dataset for a better policy (`return_prompt`); too easy a one never does.
 
     Raises:
-        ValueError: not 0 <= low <= high <= 1.
+        ValueError: not 0 <= low <= high <= 1, or an episode lacks what `on` names.
     """
     if not 0.0 <= low <= high <= 1.0:
         raise ValueError(f"success_rate bounds are [{low}, {high}]; set 0 <= low <= high <= 1")
-    rate = float(np.mean(group.rewards_S >= threshold))
+    rate = float(np.mean(group.values_S(on) >= threshold))
     if rate < low:
         return Verdict(False, "too_hard", return_prompt)
     if rate > high:
@@ -31,20 +39,26 @@ def success_rate(
 
 @filter_("zero_variance")
 def zero_variance(
-    group: GroupView, *, tolerance: float = 1e-8, return_prompt: bool = False, turns: bool = False
+    group: GroupView,
+    *,
+    tolerance: float = 1e-8,
+    return_prompt: bool = False,
+    turns: bool = False,
+    on: str | None = None,
 ) -> Verdict:
     """Drops a group whose samples' rewards differ by at most `tolerance`: its group-relative advantages are all 0.
 
     DAPO's dynamic sampling (arXiv:2503.14476) eq. 11. A group of one episode is dropped too. Episodes of equal means
     are kept if their samples differ, as in a zero-sum game between copies of the policy. With `turns` a group is kept
     if its samples' turns differ though their sums are equal, as an advantage with `turn_discount` compares turns.
+    `on` names a part of the reward or another number that has to differ between episodes, in place of the sum.
 
     Raises:
-        ValueError: `turns` is set and the group has no rewards of turns.
+        ValueError: `turns` is set and the group has no rewards of turns, or an episode lacks what `on` names.
     """
     if turns and _turns_differ(group, tolerance) and len(group.rewards_S) > 1:
         return Verdict(True)
-    rewards_U = group.rewards_S if group.sample_rewards_U is None else group.sample_rewards_U
+    rewards_U = group.values_S(on) if on is not None or group.sample_rewards_U is None else group.sample_rewards_U
     if len(group.rewards_S) == 1 or float(np.ptp(rewards_U)) <= tolerance:
         return Verdict(False, "zero_variance", return_prompt)
     return Verdict(True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,11 +27,26 @@ class GroupView:
     truncated_S: NDArray[np.bool_]
     sample_rewards_U: NDArray[np.float64] | None = None
     turn_rewards_U: Sequence[tuple[float, ...]] | None = None
+    columns_S: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Numbers by name: `reward/<part>`, `agent/<name>`, `row/<field>`; NaN where an episode has none."""
 
     def __post_init__(self) -> None:
         shapes = {self.rewards_S.shape, self.lengths_S.shape, self.truncated_S.shape}
         if len(shapes) != 1 or self.rewards_S.ndim != 1 or self.rewards_S.size == 0:
             raise ValueError(f"GroupView arrays have shapes {sorted(shapes)}; give one value per episode, at least one")
+
+    def values_S(self, on: str | None) -> NDArray[np.float64]:
+        """The rewards, or where `on` names a column its numbers.
+
+        Raises:
+            ValueError: an episode has no such number.
+        """
+        if on is None:
+            return self.rewards_S
+        found = self.columns_S.get(on)
+        if found is None or np.isnan(found).any():
+            raise ValueError(f"an episode has no {on!r}; there are {', '.join(self.columns_S) or 'none'}")
+        return found
 
     @classmethod
     def of_samples(
@@ -41,11 +56,13 @@ class GroupView:
         truncated: ArrayLike,
         episodes: ArrayLike,
         turn_rewards: Sequence[tuple[float, ...]] | None = None,
+        columns: Mapping[str, ArrayLike] | None = None,
     ) -> tuple[GroupView, NDArray[np.int64]]:
         """The view of a group of samples, and for each sample the position of its episode in the view.
 
         Args:
             rewards: of each sample, its turns' included; all others are one per sample too.
+            columns: numbers by name; an episode has the mean over its samples that have it.
         """
         numbers, position, counts = np.unique(np.asarray(episodes), return_inverse=True, return_counts=True)
         rewards_S, lengths_S = np.zeros(len(numbers)), np.zeros(len(numbers), np.int64)
@@ -53,8 +70,18 @@ class GroupView:
         np.add.at(rewards_S, position, np.asarray(rewards, np.float64))
         np.add.at(lengths_S, position, np.asarray(lengths, np.int64))
         np.logical_or.at(truncated_S, position, np.asarray(truncated, np.bool_))
-        view = cls(rewards_S / counts, lengths_S, truncated_S, np.asarray(rewards, np.float64), turn_rewards)
+        columns_S = {name: _means(np.asarray(own, np.float64), position) for name, own in (columns or {}).items()}
+        rewards_U = np.asarray(rewards, np.float64)
+        view = cls(rewards_S / counts, lengths_S, truncated_S, rewards_U, turn_rewards, columns_S)
         return view, position.astype(np.int64)
+
+
+def _means(values_U: NDArray[np.float64], position_U: NDArray[np.intp]) -> NDArray[np.float64]:
+    there = ~np.isnan(values_U)
+    sums, counts = np.zeros(int(position_U.max()) + 1), np.zeros(int(position_U.max()) + 1)
+    np.add.at(sums, position_U[there], values_U[there])
+    np.add.at(counts, position_U[there], 1.0)
+    return np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
 
 
 def rewards_of_turns(reward: float, token_rewards_T: ArrayLike | None, loss_mask_T: ArrayLike) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ sequence is never split over two micro-batches, a group never over two ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,6 +40,8 @@ class PolicyLossInputs:
     current_version: int
     entropy_T: Tensor | None = None
     old_policy: Literal["behave", "prox"] = "behave"
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """The user's columns (`rollout.columns`), [T] each; one of samples is repeated for its tokens."""
 
     @property
     def required_prox_T(self) -> Tensor:
@@ -128,6 +130,8 @@ class AdvantageInputs:
     greedy_rewards_S: Tensor | None = None
     episodes_S: Tensor | None = None
     all_reduce: AllReduce | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """The user's columns (`rollout.columns`): `token/...` [T], others [S]."""
 
 
 @dataclass(frozen=True, eq=False)

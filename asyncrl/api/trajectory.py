@@ -55,6 +55,9 @@ class Sample:
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """`[T, layers, per_token]`: of a mixture of experts those that each token went through as the engine computed it,
     by layer, and `unrecorded` where nothing was told (`routing_of_turns`)."""
+    token_columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """The agent's own numbers of generated tokens by name, 0 at all others; read as `token/<name>` where
+    `rollout.columns` declares them."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -83,6 +86,8 @@ class Sample:
             raise ValueError(
                 f"Sample.routing has shape {self.routing.shape}, expected ({length}, layers, experts of a token)"
             )
+        for name, column in self.token_columns.items():
+            self._check_token_column(name, column)
         for name, numbers in (("reward_parts", self.reward_parts), ("metrics", self.metrics)):
             for key, number in numbers.items():
                 if not math.isfinite(number):
@@ -104,6 +109,18 @@ class Sample:
             raise ValueError(
                 f"Sample.token_rewards[{position}] is {rewards_T[position]}, and the policy did not generate that "
                 "token: a turn's reward goes to the last token that the policy wrote in it"
+            )
+
+    def _check_token_column(self, name: str, column_T: NDArray[np.float32]) -> None:
+        if column_T.shape != self.tokens.shape or column_T.dtype.kind not in "fiub":
+            raise ValueError(
+                f"Sample.token_columns[{name!r}] is {column_T.dtype} {column_T.shape}, expected numbers "
+                f"({len(self.tokens)},) as Sample.tokens"
+            )
+        if not np.isfinite(column_T).all() or ((column_T != 0) & (self.loss_mask == 0)).any():
+            raise ValueError(
+                f"Sample.token_columns[{name!r}] has a number that is not finite, or not 0 at a token that the policy "
+                "did not generate: give finite numbers to generated tokens and 0 to the others"
             )
 
     @property
@@ -146,6 +163,8 @@ class SampleColumns(Sequence[Sample]):
     metrics: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """`[T, layers, per_token]`; None where any sample has none."""
+    token_columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """`[T]` for each name, 0 where a sample does not have it."""
 
     @classmethod
     def join(cls, samples: Sequence[Sample]) -> SampleColumns:
@@ -167,6 +186,7 @@ class SampleColumns(Sequence[Sample]):
             named_columns([sample.reward_parts for sample in samples]),
             named_columns([sample.metrics for sample in samples]),
             join_routing([sample.routing for sample in samples]),
+            join_token_columns(samples),
         )
 
     @property
@@ -209,6 +229,7 @@ class SampleColumns(Sequence[Sample]):
                 reward_parts,
                 metrics,
                 None if self.routing is None else self.routing[start:end],
+                {name: column[start:end] for name, column in self.token_columns.items()},
             )
 
     @overload
@@ -253,6 +274,17 @@ def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:
             for sample in samples
         ]
     )
+
+
+def join_token_columns(samples: Sequence[Sample]) -> dict[str, NDArray[np.float32]]:
+    """`[T]` by name: the token columns of `samples`, 0 where one does not have it."""
+    names = dict.fromkeys(name for sample in samples for name in sample.token_columns)
+    return {
+        name: np.concatenate(
+            [sample.token_columns.get(name, np.zeros(len(sample.tokens))).astype(np.float32) for sample in samples]
+        )
+        for name in names
+    }
 
 
 def unrecorded(dtype: np.dtype[Any]) -> int:
@@ -336,6 +368,7 @@ class SharedPrompt(Sequence[Sample]):
             rest.reward_parts,
             rest.metrics,
             None if rest.routing is None or self.routing is None else repeat(self.routing, rest.routing),
+            {name: repeat(no_rewards, column) for name, column in rest.token_columns.items()},
         )
 
     def __len__(self) -> int:

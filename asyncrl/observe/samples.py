@@ -57,6 +57,7 @@ def schema() -> Any:
             ("total_reward", pa.float64()),
             ("reward_parts", numbers),
             ("metrics", numbers),
+            ("token_columns", pa.map_(pa.string(), pa.list_(pa.float32()))),
             ("rollout_metrics", numbers),
             ("truncated", pa.bool_()),
             ("staleness", pa.int32()),
@@ -170,6 +171,7 @@ def _sample(row: Row) -> Sample:
         token_rewards=None if rewards is None else np.array(rewards, np.float32),
         reward_parts=dict(row["reward_parts"] or {}),
         metrics=dict(row["metrics"] or {}),
+        token_columns={name: np.array(own, np.float32) for name, own in dict(row.get("token_columns") or {}).items()},
     )
 
 
@@ -194,6 +196,7 @@ def _row(
         "total_reward": sample.total_reward,
         "reward_parts": dict(sample.reward_parts),
         "metrics": dict(sample.metrics),
+        "token_columns": {name: own.tolist() for name, own in sample.token_columns.items()},
         "rollout_metrics": dict(trajectory.metrics),
         "truncated": bool(sample.truncated),
         "staleness": step - 1 - int(generated.min()) if step and len(generated) else None,

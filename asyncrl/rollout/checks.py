@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
 from asyncrl.config import plugin_forms
 from asyncrl.config.evaluation_sets import evaluation_sets
@@ -48,6 +49,9 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         check_stop_strings(sampling.stop)
     except ValueError as error:
         yield f"rollout.sampling.stop={list(sampling.stop)}: {error}"
+    for number, name in enumerate(config.rollout.columns):
+        if (wrong := check_name(name)) or name in config.rollout.columns[:number]:
+            yield f"rollout.columns[{number}]: {wrong or f'{name!r} is there twice'}"
     data, evaluation = config.dataset, config.eval
     yield from datasets.check(data)
     yield from _evaluation(config)

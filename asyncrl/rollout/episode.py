@@ -25,6 +25,7 @@ from asyncrl.api import (
     Sample,
 )
 from asyncrl.api.agent import cancelled_within
+from asyncrl.api.columns import numbers_of
 from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import named_columns
 from asyncrl.comm.drop_reasons import LOST_EPISODES
@@ -230,6 +231,7 @@ def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
         [sample.truncated for sample in samples],
         [sample.episode for sample in samples],
         [rewards_of_turns(sample.reward, sample.token_rewards, sample.loss_mask) for sample in samples],
+        named_columns([numbers_of(sample) for sample in samples]),
     )
     return view, position.tolist()
 

@@ -16,14 +16,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from functools import partial
 from itertools import groupby
+from numbers import Real
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 from asyncrl.api import Agent, Environment, Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer
 from asyncrl.api.agent import tried
-from asyncrl.api.reward import RewardParts, is_verdict, marked_run_in
+from asyncrl.api.reward import is_verdict, marked_run_in
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.rewards.settings import NamedRewardConfig, RewardConfig
+from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
 from asyncrl.rollout.offload.adapters import is_built_in
 from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.offload.messages import Target
@@ -31,6 +33,9 @@ from asyncrl.rollout.offload.meter import Activity, current_meter
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
 
 _NO_REWARD = "returned what is no reward"
+SOURCE = "source"
+"""The column of a row that says which source it is of; a mixture of data sets fills it in."""
+SCORE = "score"
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +60,12 @@ class RewardPart:
     failure_reward: float | None
     verdict: bool = False
     """It is 1 for a right answer and 0 for a wrong one."""
+    sources: frozenset[str] = frozenset()
+    """The sources whose rows it scores; none: all."""
+
+    def scores(self, source: object) -> bool:
+        """True if it scores rows of `source`."""
+        return not self.sources or source in self.sources
 
 
 def load_rewards(single: RewardConfig, several: Sequence[NamedRewardConfig]) -> tuple[RewardPart, ...]:
@@ -96,7 +107,8 @@ def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardP
     )
     marked = is_verdict(found) or is_verdict(function)
     verdict = marked if config.verdict is None else config.verdict
-    return RewardPart(name, weight, sees, code, function, config.failure_reward, verdict)
+    sources = frozenset(config.sources) if isinstance(config, NamedRewardConfig) else frozenset()
+    return RewardPart(name, weight, sees, code, function, config.failure_reward, verdict, sources)
 
 
 def _place(group: str, config: RewardConfig, function: Callable[..., Any], marked: RunIn) -> RunIn:
@@ -119,21 +131,18 @@ def _sees(function: Callable[..., Any]) -> Sees:
 
 
 Added: TypeAlias = "tuple[float, dict[str, float]]"
-"""Sum that rewards add to a sample, and the value of each by name."""
+"""Sum that rewards add to a sample, and what each of them gave by name, before its weight."""
 
 
-def _added(parts: Sequence[RewardPart], values: Sequence[float]) -> Added:
-    given = RewardParts()
-    for part, value in zip(parts, values, strict=True):
-        if part.name and part.weight:
-            given.add(part.name, value / part.weight)
-    return sum(values), given.means()
+def _summed(given: Sequence[Added]) -> Added:
+    return sum(value for value, _ in given), {name: number for _, named in given for name, number in named.items()}
 
 
 class Rewards:
     """The parts, called where they belong."""
 
     def __init__(self, parts: Sequence[RewardPart], offloader: Offloader) -> None:
+        self._parts, self._by_source = tuple(parts), any(part.sources for part in parts)
         by_sees = {sees: tuple(group) for sees, group in groupby(sorted(parts, key=_sees_of), key=_sees_of)}
         self._of_answers = by_sees.get(Sees.answer, ())
         self._of_episodes = by_sees.get(Sees.episode, ())
@@ -151,19 +160,20 @@ class Rewards:
         Raises:
             UserCodeError: one of them failed, and no `failure_reward` stands in for it.
         """
-        if len(self._of_answers) == 1:  # most runs, and a task for each answer would cost more than a cheap reward
-            return await self._one(self._of_answers[0], data, completion)
-        return sum(await asyncio.gather(*(self._one(part, data, completion) for part in self._of_answers)))
+        parts = self._for(self._of_answers, data)
+        if len(parts) == 1:  # most runs, and a task for each answer would cost more than a cheap reward
+            return (await self._one(parts[0], data, completion))[0]
+        return _summed(await asyncio.gather(*(self._one(part, data, completion) for part in parts)))[0]
 
     def answer_blocking(self, data: Mapping[str, Any], completion: str) -> float:
         """As `answer`, for a thread: one after the other."""
         total = 0.0
-        for part in self._of_answers:
+        for part in self._for(self._of_answers, data):
             try:
                 value = self._offloader.call_blocking(part.code, part.function, data, completion)
-                total += _number(part, value)
+                total += _given(part, value)[0]
             except UserCodeError as error:
-                total += _stand_in(part, error)
+                total += _stand_in(part, error)[0]
         return total
 
     async def episode(self, episode: Episode) -> Added:
@@ -172,8 +182,8 @@ class Rewards:
         Raises:
             UserCodeError: as for `answer`.
         """
-        values = await asyncio.gather(*(self._one(part, episode) for part in self._of_episodes))
-        return _added(self._of_episodes, values)
+        parts = self._for(self._of_episodes, episode.data)
+        return _summed(await asyncio.gather(*(self._one(part, episode) for part in parts)))
 
     @property
     def of_groups(self) -> bool:
@@ -186,16 +196,32 @@ class Rewards:
         Raises:
             UserCodeError: as for `answer`.
         """
-        by_part = await asyncio.gather(*(self._of_group(part, group) for part in self._of_groups))
-        return [_added(self._of_groups, [values[number] for values in by_part]) for number in range(len(group))]
+        parts = self._for(self._of_groups, group[0].data)
+        by_part = await asyncio.gather(*(self._of_group(part, group) for part in parts))
+        return [_summed([values[number] for values in by_part]) for number in range(len(group))]
 
-    async def _one(self, part: RewardPart, *args: Any) -> float:
+    def _for(self, parts: tuple[RewardPart, ...], data: Mapping[str, Any]) -> tuple[RewardPart, ...]:
+        """Those of `parts` that score rows of this one's source.
+
+        Raises:
+            UserCodeError: the row has a source that no reward of the run is for.
+        """
+        if not self._by_source:
+            return parts
+        source = data.get(SOURCE)
+        if not any(part.scores(source) for part in self._parts):
+            raise UserCodeError(
+                "rewards", f"has none for rows of {SOURCE} {source!r}; name it in the sources of one", how=_NO_REWARD
+            )
+        return tuple(part for part in parts if part.scores(source))
+
+    async def _one(self, part: RewardPart, *args: Any) -> Added:
         try:
-            return _number(part, await self._offloader.call(part.code, part.function, *args))
+            return _given(part, await self._offloader.call(part.code, part.function, *args))
         except UserCodeError as error:
             return _stand_in(part, error)
 
-    async def _of_group(self, part: RewardPart, group: Sequence[Episode]) -> list[float]:
+    async def _of_group(self, part: RewardPart, group: Sequence[Episode]) -> list[Added]:
         try:
             values = await self._offloader.call(part.code, part.function, list(group))
             try:
@@ -206,7 +232,7 @@ class Rewards:
             if len(values) != len(group):
                 message = f"returned {len(values)} rewards for a group of {len(group)} samples; return one for each"
                 raise UserCodeError(part.code.label, message, how=_NO_REWARD)
-            return [_number(part, value) for value in values]
+            return [_given(part, value) for value in values]
         except UserCodeError as error:
             return [_stand_in(part, error) for _ in group]
 
@@ -215,14 +241,19 @@ def _sees_of(part: RewardPart) -> Sees:
     return part.sees
 
 
-def _number(part: RewardPart, value: object) -> float:
-    """`value` weighted, once it is reported."""
+def _given(part: RewardPart, value: object) -> Added:
+    """What `part` gave, once it is reported: a number, or a mapping of one, `SCORE`, with more numbers beside it."""
+    number, extras = (value.get(SCORE), _extras(part, value)) if isinstance(value, Mapping) else (value, {})
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(number)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise UserCodeError(part.code.label, f"returned {value!r:.80}; a reward is a finite number", how=_NO_REWARD)
+        raise UserCodeError(
+            part.code.label,
+            f"returned {value!r:.80}; a reward is a finite number, or {{'{SCORE}': number, ...}}",
+            how=_NO_REWARD,
+        )
     if part.verdict:
         if number not in (0.0, 1.0):
             raise UserCodeError(
@@ -231,16 +262,31 @@ def _number(part: RewardPart, value: object) -> float:
                 how=_NO_REWARD,
             )
         current_meter().add_verdict(part.name, number == 1.0)
-    return _weighted(part, number)
+    return _weighted(part, number, extras)
 
 
-def _weighted(part: RewardPart, number: float) -> float:
-    if part.name:
-        current_meter().add_reward(part.name, number)
-    return part.weight * number
+def _extras(part: RewardPart, value: Mapping[str, object]) -> dict[str, float]:
+    """The numbers beside the score, by the name of their metric; texts and other things are left out."""
+    named: dict[str, float] = {}
+    for key, each in value.items():
+        if key == SCORE or not isinstance(each, Real):
+            continue
+        name = f"{part.name}.{key}" if part.name else str(key)
+        if name in ROW_METRICS or not math.isfinite(each):
+            why = "is no finite number" if name not in ROW_METRICS else f"would hide the metric reward/{name}"
+            raise UserCodeError(part.code.label, f"returned {key!r}: {each!r:.40}, which {why}", how=_NO_REWARD)
+        named[name] = float(each)
+    return named
 
 
-def _stand_in(part: RewardPart, error: UserCodeError) -> float:
+def _weighted(part: RewardPart, number: float, extras: Mapping[str, float] = MappingProxyType({})) -> Added:
+    named = {part.name: number, **extras} if part.name else dict(extras)
+    for name, each in named.items():
+        current_meter().add_reward(name, each)
+    return part.weight * number, named
+
+
+def _stand_in(part: RewardPart, error: UserCodeError) -> Added:
     """`failure_reward` in place of what `part` did not give; without one the failure is the rollout's."""
     if part.failure_reward is None:
         raise error

@@ -97,6 +97,11 @@ class RolloutConfig:
         minimum=1,
     )
     shaping: list[ChoiceConfig] = setting(help="reward shaping functions, in order", factory=list)
+    columns: list[str] = setting(
+        help="numbers of one's own that graph functions, losses, advantages and filters read: row/<field>, "
+        "agent/<name>, reward/<name> or token/<name>; docs/algorithms.md",
+        factory=list,
+    )
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     user_code: UserCodeConfig = field(default_factory=UserCodeConfig)

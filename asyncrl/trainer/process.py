@@ -327,6 +327,7 @@ class ModelWorker(Worker):
                 version=step.version,
                 num_minibatches=step.num_minibatches,
                 min_version=step.min_version,
+                own=self.config.rollout.columns,
                 device=self._device,
             )
             if self._kept is not None and grid == self._world.placement.actor:

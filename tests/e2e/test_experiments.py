@@ -54,6 +54,31 @@ from asyncrl.algorithms.policy_losses.reinforce import reinforce
 
 def my_loss(inputs: PolicyLossInputs, *, scale: float = 1.0) -> PolicyLossOutput:
     return PolicyLossOutput(scale * reinforce(inputs).loss_T, inputs.mask_T)
+
+
+def by_column(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    assert set(inputs.columns) == {"row/index", "reward/zero", "token/place"}
+    assert all(column.shape == inputs.logprobs_T.shape for column in inputs.columns.values())
+    assert ((inputs.columns["token/place"] > 0) == inputs.mask_T).all()
+    return PolicyLossOutput(inputs.columns["reward/zero"] * reinforce(inputs).loss_T, inputs.mask_T)
+"""
+OWN_COLUMNS = """
+from dataclasses import replace
+
+import numpy as np
+
+from asyncrl.plugins.agents.single_turn import SingleTurnAgent
+
+
+def even(data, completion):
+    return {"score": float(completion[:1] in "02468"), "zero": 0.0, "said": completion}
+
+
+class Placed(SingleTurnAgent):
+    async def run(self, prompt, env, client):
+        sample = await super().run(prompt, env, client)
+        place = np.cumsum(sample.loss_mask).astype(np.float32) * sample.loss_mask
+        return replace(sample, token_columns={"place": place})
 """
 
 
@@ -275,6 +300,23 @@ def test_a_loss_in_a_file_trains_in_an_experiment_of_ones_own_that_is_based_on_a
     )
     run = finished(start_run, f"my_grpo --config-dir {folder}", experiment_name="my_grpo")
     assert {row["grad_norm"] for row in run.rows()} == {0.0}
+
+
+def test_a_loss_reads_columns_of_the_row_the_reward_and_the_agent(start_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "my_loss.py").write_text(OWN_LOSS)
+    (tmp_path / "columns.py").write_text(OWN_COLUMNS)
+    settings = {
+        "agent__path": f"{tmp_path / 'columns.py'}:Placed",
+        "reward__path": f"{tmp_path / 'columns.py'}:even",
+        "algorithm__policy_loss__name": f"{tmp_path / 'my_loss.py'}:by_column",
+        "rollout__columns": "[row/index, reward/zero, token/place]",
+        "rollout__filters": "[{name: success_rate, params: {on: reward/zero, high: 0.5}}]",
+        "trainer__parallel": "d2",
+        "samples__every": 1,
+    }
+    run = finished(start_run, "async_ppo", **settings)
+    assert {row["grad_norm"] for row in run.rows()} == {0.0}, "the factor of the loss is the reward's zero"
+    assert all(row["reward/zero"] == 0.0 for row in run.rows())
 
 
 def test_a_gymnasium_game_is_played_in_turns_that_have_their_own_rewards(start_run: Any) -> None:

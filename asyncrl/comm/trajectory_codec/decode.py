@@ -71,10 +71,12 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     token_rewards = _token_rewards(arrays, sizes, token_ends)
     routing_sizes = _counts(arrays, "routing_sizes", len(header.meta), least=0)
     routing = np.split(_array(arrays, "routing", sum(routing_sizes)), [*accumulate(routing_sizes)][:-1])
+    column_sizes = _counts(arrays, "column_sizes", len(header.meta), least=0)
+    token_columns = np.split(_array(arrays, "token_columns", sum(column_sizes)), [*accumulate(column_sizes)][:-1])
     decoded: list[Trajectory | CodecError] = []
     end = last = prompt_end = 0
-    trajectories = zip(header.meta, sizes, prompt_lengths, token_rewards, routing, strict=True)
-    for raw, size, prompt_length, own_rewards, own_routing in trajectories:
+    trajectories = zip(header.meta, sizes, prompt_lengths, token_rewards, routing, token_columns, strict=True)
+    for raw, size, prompt_length, own_rewards, own_routing, own_columns in trajectories:
         start, end = end, end + size
         first, last = last, token_ends[end - 1]
         prompt_start, prompt_end = prompt_end, prompt_end + prompt_length
@@ -87,8 +89,8 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
                 raise CodecError(fault)
             if not all(map(math.isfinite, entry.metrics.values())):
                 raise CodecError(f"trajectory.metrics is {entry.metrics!r:.80}: use finite numbers")
-            if own_rewards is not None or entry.reward_parts or entry.sample_metrics:
-                rest = _with_more(rest, own_rewards, entry)
+            if own_rewards is not None or entry.reward_parts or entry.sample_metrics or entry.token_columns:
+                rest = _with_more(rest, own_rewards, entry, own_columns)
             if not prompt_length and 0 in lengths[start:end]:
                 raise CodecError("trajectory.lengths has 0 where there is no prompt: a sample has at least one token")
             if routed is not None:
@@ -136,8 +138,10 @@ def _routing(data: Array, header: RoutingHeader | None, tokens: int) -> Array | 
     return routing
 
 
-def _with_more(rest: SampleColumns, token_rewards: Array | None, entry: TrajectoryHeader) -> SampleColumns:
-    """`rest` with what few trajectories have.
+def _with_more(
+    rest: SampleColumns, token_rewards: Array | None, entry: TrajectoryHeader, own_columns: Array
+) -> SampleColumns:
+    """`rest` with what few trajectories have; `own_columns` are its token columns, one after the other.
 
     Raises:
         CodecError: a value is out of bounds, or a list is not one for each sample.
@@ -147,6 +151,17 @@ def _with_more(rest: SampleColumns, token_rewards: Array | None, entry: Trajecto
             raise CodecError("trajectory.token_rewards holds a NaN or an infinity")
         if (token_rewards[rest.loss_mask == 0] != 0).any():
             raise CodecError("trajectory.token_rewards rewards a token that no policy generated")
+    tokens, names = len(rest.tokens), entry.token_columns
+    if len(own_columns) != len(names) * tokens or len({*names}) != len(names):
+        raise CodecError(
+            f"trajectory.token_columns has {len(own_columns)} numbers for {names!r:.80} of {tokens} tokens"
+        )
+    by_name = dict(zip(names, own_columns.reshape(len(names), tokens), strict=True))
+    for name, own in by_name.items():
+        if not np.isfinite(own).all() or (own[rest.loss_mask == 0] != 0).any():
+            raise CodecError(
+                f"trajectory.token_columns[{name!r:.80}] is not finite, or not 0 where nothing was generated"
+            )
     for name, columns in (("reward_parts", entry.reward_parts), ("sample_metrics", entry.sample_metrics)):
         for key, column in columns.items():
             if len(column) != len(rest):
@@ -157,7 +172,7 @@ def _with_more(rest: SampleColumns, token_rewards: Array | None, entry: Trajecto
         {name: np.array(column, np.float64) for name, column in columns.items()}  # None becomes NaN
         for columns in (entry.reward_parts, entry.sample_metrics)
     )
-    return replace(rest, token_rewards=token_rewards, reward_parts=reward_parts, metrics=metrics)
+    return replace(rest, token_rewards=token_rewards, reward_parts=reward_parts, metrics=metrics, token_columns=by_name)
 
 
 def _counts(arrays: dict[str, Array], name: str, length: int, *, least: int) -> list[int]:

@@ -13,7 +13,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, join_token_rewards, named_columns
+from asyncrl.api.trajectory import (
+    SampleColumns,
+    SharedPrompt,
+    Trajectory,
+    join_token_columns,
+    join_token_rewards,
+    named_columns,
+)
 from asyncrl.comm.codec import (
     DEFAULT_MAX_BYTES,
     Array,
@@ -54,6 +61,8 @@ class Prepared:
     episodes: list[int]
     token_rewards: Array | None
     """Rewards of the tokens after the prompt, all samples concatenated."""
+    token_columns: list[Array]
+    """Columns of the agent's own, likewise, in the order of the entry's names."""
     routing: list[Array]
     """Expert choices of the prompt, then of the rest of each sample; empty if there are none."""
     nbytes: int
@@ -76,6 +85,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
         parts = [*_token_arrays(samples)]
         lengths, rewards, truncated = samples.lengths.tolist(), samples.rewards.tolist(), samples.truncated.tolist()
         episodes, token_rewards = samples.episodes.tolist(), samples.token_rewards
+        own_columns = dict(samples.token_columns)
         routing = [] if samples.routing is None else [samples.routing]
         named = samples.reward_parts, samples.metrics
     else:
@@ -86,7 +96,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
             rewards.append(float(sample.reward))
             truncated.append(bool(sample.truncated))
             episodes.append(sample.episode)
-        token_rewards = join_token_rewards(samples)
+        token_rewards, own_columns = join_token_rewards(samples), join_token_columns(samples)
         routing = [sample.routing for sample in samples if sample.routing is not None]
         if len(routing) != len(samples):
             routing = []
@@ -97,7 +107,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
     if isinstance(trajectory.samples, SharedPrompt) and prompt_routing is None:
         routing = []
     header = _routing_header(routing)
-    entry = _encode_entry(trajectory, *named, header)
+    entry = _encode_entry(trajectory, *named, header, list(own_columns))
     if [part.dtype for part in parts] != _TOKEN_DTYPES * (len(parts) // len(_TOKEN_DTYPES)):
         parts = [_convert(name, part) for name, part in zip(cycle(BY_TOKEN), parts, strict=False)]
     if not isinstance(samples, SampleColumns) and (shared := _shared_routing(routing, _shared_prompt(parts))):
@@ -106,9 +116,10 @@ def prepare(trajectory: Trajectory) -> Prepared:
             prompt_routing = routing[0][:shared]
             routing = [own[shared:] for own in routing]
         parts = [part[shared:] for part in parts]
-        if token_rewards is not None:
-            ends = np.cumsum(lengths)
-            token_rewards = np.delete(token_rewards, _ranges(ends - lengths, shared))
+        if token_rewards is not None or own_columns:
+            of_prompt = _ranges(np.cumsum(lengths) - lengths, shared)
+            token_rewards = None if token_rewards is None else np.delete(token_rewards, of_prompt)
+            own_columns = {name: np.delete(column, of_prompt) for name, column in own_columns.items()}
         lengths = [length - shared for length in lengths]
     if not all(map(math.isfinite, rewards)):
         raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use finite numbers")
@@ -116,8 +127,11 @@ def prepare(trajectory: Trajectory) -> Prepared:
         routing = [prompt_routing, *routing]
     routing = [np.ascontiguousarray(own).reshape(-1).view(np.uint8) for own in routing]
     nbytes = prompt.nbytes + _BYTES_PER_TOKEN * sum(lengths) + (0 if token_rewards is None else token_rewards.nbytes)
-    nbytes += sum(own.nbytes for own in routing)
-    return Prepared(entry, prompt, parts, lengths, rewards, truncated, episodes, token_rewards, routing, nbytes)
+    token_columns = [*own_columns.values()]
+    nbytes += sum(own.nbytes for own in (*routing, *token_columns))
+    return Prepared(
+        entry, prompt, parts, lengths, rewards, truncated, episodes, token_rewards, token_columns, routing, nbytes
+    )
 
 
 def _routing_header(routing: Sequence[Array]) -> RoutingHeader | None:
@@ -190,6 +204,8 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
     episodes = [*chain.from_iterable([each.episodes for each in prepared])]
     rewarded = [each.token_rewards is not None for each in prepared]
     token_rewards = [each.token_rewards for each in prepared if each.token_rewards is not None]
+    token_columns = [*chain.from_iterable([each.token_columns for each in prepared])]
+    column_sizes = [sum(map(len, each.token_columns)) for each in prepared]
     prompts = [each.prompt for each in prepared]
     routing = [*chain.from_iterable([each.routing for each in prepared])]
     routing_sizes = [sum(map(len, each.routing)) for each in prepared]
@@ -203,6 +219,8 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
         ("episodes", len(lengths), [struct.pack(f"<{len(lengths)}i", *episodes)]),
         ("token_rewards", sum(map(len, token_rewards)), token_rewards),
         ("rewarded", len(sizes), [bytes(rewarded)]),
+        ("token_columns", sum(map(len, token_columns)), token_columns),
+        ("column_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *column_sizes)]),
         ("routing", sum(map(len, routing)), routing),
         ("routing_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *routing_sizes)]),
         ("sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *sizes)]),
@@ -226,6 +244,7 @@ def _encode_entry(
     reward_parts: Mapping[str, Array],
     sample_metrics: Mapping[str, Array],
     routing: RoutingHeader | None,
+    token_columns: list[str],
 ) -> msgspec.Raw:
     metrics = {name: float(value) for name, value in trajectory.metrics.items()}
     parts, own = (
@@ -233,7 +252,7 @@ def _encode_entry(
         for each in (reward_parts, sample_metrics)
     )
     entry = TrajectoryHeader(
-        trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics, parts, own, routing
+        trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics, parts, own, routing, token_columns
     )
     try:
         return msgspec.Raw(_encode(entry))

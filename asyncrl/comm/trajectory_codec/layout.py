@@ -11,9 +11,9 @@ KIND = "trajectories"
 MAX_ID_LENGTH = 256
 DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(np.int32) for name in ("prompts", "tokens", "versions", "episodes")},
-    **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths", "routing_sizes")},
+    **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths", "routing_sizes", "column_sizes")},
     **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated", "rewarded", "routing")},
-    **{name: np.dtype(np.float32) for name in ("behave_logprobs", "token_rewards")},
+    **{name: np.dtype(np.float32) for name in ("behave_logprobs", "token_rewards", "token_columns")},
     "rewards": np.dtype(np.float64),
 }
 BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
@@ -49,3 +49,5 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     reward_parts: _Named = {}  # msgspec makes a new one for each header
     sample_metrics: _Named = {}
     routing: RoutingHeader | None = None
+    token_columns: list[str] = []
+    """Names of the token columns, which follow one after the other."""

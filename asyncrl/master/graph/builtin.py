@@ -106,7 +106,7 @@ def load_graph(config: ExperimentConfig) -> Graph:
     """
     name = config.algorithm.graph
     graph = _build(name, _builder(name), config)
-    graph.validate(known(MODEL_FUNCTION))
+    graph.validate(known(MODEL_FUNCTION), config.rollout.columns)
     for call in graph.calls:
         if ":" in call.function:
             try:

@@ -152,11 +152,12 @@ class Graph:
                 )
         return models
 
-    def validate(self, functions: Collection[str]) -> None:
+    def validate(self, functions: Collection[str], own: Collection[str] = ()) -> None:
         """Check the graph as it will run.
 
         Args:
             functions: registered model functions; a name with a colon is an import path and checked by its loader.
+            own: the user's columns, which every batch has too (`rollout.columns`).
 
         Raises:
             GraphError: duplicate or unknown call names, two writers of a key, a key nobody writes, a role nobody hosts,
@@ -167,7 +168,7 @@ class Graph:
             raise GraphError(f"graph {self.name!r} has no calls; return at least one Call from its function")
         self._check_names()
         self._check_writers()
-        self._check_reads()
+        self._check_reads(own)
         for call in self.calls:
             if call.role not in hosted_roles:
                 raise GraphError(
@@ -211,9 +212,9 @@ class Graph:
                     )
                 writers[key] = call.name
 
-    def _check_reads(self) -> None:
+    def _check_reads(self, own: Collection[str]) -> None:
         written = {key for call in self.calls for key in call.writes}
-        available = written.union(BATCH_KEYS)
+        available = written.union(BATCH_KEYS, own)
         for call in self.calls:
             for key in call.reads:
                 if key not in available:

@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from asyncrl.config import signatures
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError
-from asyncrl.plugins.rewards.settings import RewardConfig
+from asyncrl.plugins.rewards.settings import ROW_METRICS, RewardConfig
 
-_ROW_METRICS = ("mean", "std", "frac_zero_std")
-"""Names of `reward/...` metrics that are not a reward's."""
 _FORMS_ELSEWHERE = {"TRL's": {"completions"}, "verl's": {"solution_str", "data_source"}}
 """Parameters by which a reward that was written for another system is known."""
 
@@ -25,14 +23,27 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     if config.reward != RewardConfig():
         yield "reward: set together with rewards, which replace it; write it as one of them"
     names: set[str] = set()
+    mixed = [source.name or source.path for source in config.dataset.sources]
+    if all(part.sources for part in config.rewards):
+        scored = {source for part in config.rewards for source in part.sources}
+        for source in (source for source in mixed if source not in scored):
+            yield (
+                f"rewards: rows of dataset.sources {source!r} have none; name it in the sources of one, or leave those "
+                "of one empty, which is for all"
+            )
     for number, part in enumerate(config.rewards):
         group = f"rewards[{number}]"
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", part.name) or part.name in _ROW_METRICS or part.name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", part.name) or part.name in ROW_METRICS or part.name in names:
             yield (
                 f"{group}.name={part.name!r}: names the metric reward/<name>; give each of the rewards another one, of "
-                f"letters, digits, '_', '.' and '-', none of {', '.join(_ROW_METRICS)}"
+                f"letters, digits, '_', '.' and '-', none of {', '.join(ROW_METRICS)}"
             )
         names.add(part.name)
+        if strays := sorted({*part.sources} - {*mixed}) if mixed else ():
+            yield (
+                f"{group}.sources={part.sources}: {strays[0]!r} is no name of dataset.sources, which are "
+                f"{', '.join(mixed)}"
+            )
         if not math.isfinite(part.weight):
             yield f"{group}.weight={part.weight}: no factor; give a finite number"
         if part.timeout_s <= 0:

@@ -12,6 +12,10 @@ from asyncrl.config.setting import PluginConfig, setting
 # ruff: noqa: UP045
 
 
+ROW_METRICS = ("mean", "std", "frac_zero_std")
+"""Names of `reward/...` metrics that are not a reward's."""
+
+
 @dataclass
 class RewardConfig(PluginConfig):
     """The reward, where there is one alone."""
@@ -37,3 +41,6 @@ class NamedRewardConfig(RewardConfig):
     path: str = setting("", "as reward.path")
     name: str = setting("", "its metric is reward/<name>, before the weight")
     weight: float = setting(1.0, "factor of its value in the sum")
+    sources: list[str] = setting(
+        help="sources (column `source` of a row) whose rows it scores; empty: all", factory=list
+    )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from asyncrl.api import Agent, GenerationClient, Prompt
+from asyncrl.api.columns import with_columns
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.episode import Tries, run_group
@@ -61,6 +62,7 @@ class Plugins:
         self.prompts = Prompts(config, form, lambda: toolbox.schemas if offers_tools(config) else (), training=training)
         rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
         agent = load_agent(config.agent, form, toolbox)
+        self._columns = tuple(config.rollout.columns)
         self._greedy_baseline = training and config.algorithm.advantage.name == REMAX
         if self._greedy_baseline and (why := _why_not_greedy(agent, rewards)):
             raise ConfigError(f"algorithm.advantage.name={REMAX}: {why}; use another advantage, rloo for one")
@@ -78,10 +80,16 @@ class Plugins:
         return await run_group(self.agent, envs, prompt, policy, client, tries)
 
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Played:
-        """Play the group of `prompt` and what the advantage needs beside it."""
+        """Play the group of `prompt` and what the advantage needs beside it.
+
+        Raises:
+            ColumnError: a sample lacks a column of `rollout.columns`.
+        """
         if self._greedy_baseline:
-            return await with_greedy_baseline(self.play, prompt, policy, tries)
-        return await self.play(prompt, policy, tries)
+            samples, counted = await with_greedy_baseline(self.play, prompt, policy, tries)
+        else:
+            samples, counted = await self.play(prompt, policy, tries)
+        return with_columns(samples, prompt.data, self._columns) if self._columns else samples, counted
 
 
 def _why_not_greedy(agent: Agent, rewards: Rewards) -> str | None:

@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.api.columns import TOKEN, column
 from asyncrl.api.trajectory import SampleColumns, Trajectory, join_routing, unrecorded
 from asyncrl.master.graph.types import BATCH_KEYS
 from asyncrl.models.routing import UNRECORDED
@@ -51,6 +52,7 @@ class StepBatch:
         lengths_S, starts_S: length and first position in T of each sample (host memory, int64).
         seq_ids_T: sample of each token (int64), on the device.
         num_minibatches: optimizer steps of the whole train step, of all passes; every rank takes part in each.
+        own: names of the user's columns, [T] float32 of tokens, else [S] float64.
         routing: [T, layers, per_token] int16, the experts that each token went through as it was generated
             (`UNRECORDED` where that was not told); None where any sample does not tell.
     """
@@ -62,13 +64,14 @@ class StepBatch:
         version: int,
         num_minibatches: int,
         rollout_ids: Sequence[str],
+        own: Sequence[str] = (),
         metrics: Sequence[dict[str, float]] = (),
         routing: Tensor | None = None,
     ) -> None:
         self.version = version
         self.routing = routing
         self.num_minibatches = num_minibatches
-        self.rollout_ids = tuple(rollout_ids)
+        self.rollout_ids, self.own = tuple(rollout_ids), tuple(own)
         self.metrics = tuple(metrics)
         self._columns: dict[str, Tensor | Compute] = dict(columns)
         lengths = columns["lengths"]
@@ -137,6 +140,11 @@ class StepBatch:
             )
         self._columns[key] = tensor
 
+    def own_by_token(self, targets_N: Tensor) -> dict[str, Tensor]:
+        """The user's columns at tokens `targets_N`, float32 [N] each; one of samples is repeated for its tokens."""
+        seq_ids_N = self.seq_ids_T[targets_N]
+        return {name: self[name][targets_N if name.startswith(f"{TOKEN}/") else seq_ids_N].float() for name in self.own}
+
     def defer(self, key: str, compute: Compute) -> None:
         """Add a column that is computed when it is read."""
         self._columns[key] = compute
@@ -162,14 +170,16 @@ def build_step_batch(
     num_minibatches: int,
     min_version: int = 0,
     device: torch.device | None = None,
+    own: Sequence[str] = (),
 ) -> StepBatch:
     """The batch of `trajectories`, in canonical order, `minibatches` naming that of each, or those of each pass.
 
     Args:
+        own: columns of the user's that every sample has (`asyncrl.api.columns`).
         min_version: generated tokens older than this lose their place in `loss_mask` (`on_stale: mask`).
 
     Raises:
-        ValueError: a trajectory has no samples, or a sample's first token claims to be generated.
+        ValueError: a trajectory has no samples, a sample's first token claims to be generated, or it lacks a column.
     """
     groups: list[SampleColumns] = []
     for trajectory in trajectories:
@@ -195,15 +205,21 @@ def build_step_batch(
         "group_ids": np.repeat(np.arange(len(sizes)), sizes),
         "episodes": _join([group.episodes for group in groups], np.int64),
         "minibatches": np.repeat(_by_pass(minibatches), sizes, axis=0),
+        **{name: _join([column(group, name) for group in groups], _dtype_of(name)) for name in own},
     }
     return StepBatch(
-        {key: torch.from_numpy(column).to(device or torch.device("cpu")) for key, column in columns.items()},
+        {key: torch.from_numpy(values).to(device or torch.device("cpu")) for key, values in columns.items()},
         version=version,
         num_minibatches=num_minibatches,
         rollout_ids=[trajectory.rollout_id for trajectory in trajectories],
+        own=own,
         metrics=[trajectory.metrics for trajectory in trajectories],
         routing=None if routing is None else routing.to(device or torch.device("cpu")),
     )
+
+
+def _dtype_of(name: str) -> type[np.floating[Any]]:
+    return np.float32 if name.startswith(f"{TOKEN}/") else np.float64
 
 
 def _by_pass(minibatches: Sequence[int] | Sequence[Sequence[int]]) -> NDArray[np.int64]:

@@ -131,7 +131,8 @@ class _Loss:
         ids_N = torch.zeros(0, dtype=torch.int64, device=device)
         vocabulary_NV = torch.zeros(0, 1, device=device) if self.exact_kl else None
         inputs = PolicyLossInputs(
-            none_N, none_N, none_N, none_N, ids_N.bool(), ids_N, 0, ids_N, self._batch.version, none_N
+            *(none_N, none_N, none_N, none_N, ids_N.bool(), ids_N, 0, ids_N, self._batch.version, none_N),
+            columns=self._batch.own_by_token(ids_N),
         )
         with torch.no_grad():
             stats = self._objective(
@@ -168,6 +169,7 @@ class _Loss:
             versions_T=batch["versions"][targets_N],
             current_version=batch.version,
             entropy_T=entropy_N,
+            columns=batch.own_by_token(targets_N),
         )
 
     def _proximal_of(self, micro_batch: MicroBatch, logprobs_N: Tensor, number: int) -> Tensor | None:

@@ -48,6 +48,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
             token_rewards_T=token_rewards_T,
             greedy_rewards_S=_greedy_rewards(batch),
             episodes_S=batch["episodes"],
+            columns={name: batch[name] for name in batch.own},
             all_reduce=ctx.ranks.all_reduce_sum if ctx.ranks.world > 1 else None,
         )
     )

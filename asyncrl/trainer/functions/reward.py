@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from asyncrl.algorithms.arithmetic.packed import segment_sum
 from asyncrl.algorithms.arithmetic.sums import count_stat, mean_stat
 from asyncrl.algorithms.group_view import GroupView, rewards_of_turns
+from asyncrl.api.columns import TOKEN
 from asyncrl.config.catalog import resolve
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
@@ -38,6 +39,7 @@ def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
     groups_S, episodes_S = batch["group_ids"].cpu().numpy(), batch["episodes"].cpu().numpy()
     truncated_S, generated_S = batch["truncated"].cpu().numpy(), _generated_lengths(batch)
     turn_rewards_S = _turn_rewards(batch, ctx.args.get("rewards", "rewards"))
+    own_S = {name: batch[name].cpu().numpy() for name in batch.own if not name.startswith(f"{TOKEN}/")}
     keep_S = torch.zeros(batch.num_seqs, dtype=torch.bool)
     dropped = 0
     for group in range(len(batch.rollout_ids)):
@@ -48,6 +50,7 @@ def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
             truncated_S[members],
             episodes_S[members],
             [turn_rewards_S[index] for index in np.flatnonzero(members)],
+            {name: values_S[members] for name, values_S in own_S.items()},
         )
         verdict = decide(view)
         keep_S[torch.from_numpy(members)] = verdict.keep

@@ -71,7 +71,7 @@ def test_every_call_is_named_after_its_type_and_knows_its_reply() -> None:
 
 
 def test_a_wrong_field_deep_inside_is_named_with_its_path() -> None:
-    share = GridShare(("a", "b"), (0, 0), (0, "one"), ((0, 0),))  # type: ignore[arg-type]
+    share = GridShare(("a", "b"), ((0,), (0,)), (0, "one"), ((0, 0),))  # type: ignore[arg-type]
     step = BeginStep(0, 0, 1, (), ((),), (None, share))
     with pytest.raises(MessageError, match=r"BeginStep: Expected `int`, got `str` - at `\$.shares\[1\].sources\[1\]`"):
         decode(memoryview(encode(step)), BeginStep, LIMIT)

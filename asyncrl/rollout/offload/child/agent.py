@@ -139,4 +139,5 @@ def _sample_of(raw: Mapping[str, Any]) -> Sample:
         None if rewards is None else np.array(rewards, np.float32),
         raw["reward_parts"],
         raw["metrics"],
+        token_columns={name: np.array(column, np.float32) for name, column in raw["token_columns"].items()},
     )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.api import SamplingParams, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
@@ -24,6 +25,15 @@ from asyncrl.trainer.roles import TrainingRank
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]
 STEPS = 8
+WEIGHTED = """
+from dataclasses import replace
+
+from asyncrl.algorithms.policy_losses.decoupled_ppo import decoupled_ppo
+
+
+def weighted(inputs):
+    return decoupled_ppo(replace(inputs, advantages_T=inputs.advantages_T * (1 + inputs.columns["row/index"] % 3)))
+"""
 
 
 def length_reward(data: Mapping[str, Any], completion: str) -> float:
@@ -33,9 +43,19 @@ def length_reward(data: Mapping[str, Any], completion: str) -> float:
 
 @pytest.mark.parametrize(("staleness", "passes"), [(0, 1), (2, 1), (0, 3)])
 def test_losses_are_those_of_the_reference_loop(
-    staleness: int, passes: int, config: ExperimentConfig, qwen_dir: Path, make_rank: MakeRank, run_step: RunStep
+    staleness: int,
+    passes: int,
+    config: ExperimentConfig,
+    qwen_dir: Path,
+    make_rank: MakeRank,
+    run_step: RunStep,
+    tmp_path: Path,
 ) -> None:
     config.trainer.ppo_epochs = passes
+    own = tmp_path / "own.py"
+    own.write_text(WEIGHTED)
+    loss = f"{own}:weighted" if passes > 1 else "decoupled_ppo"
+    config.algorithm.policy_loss.name, config.rollout.columns = loss, ["row/index"] if passes > 1 else []
     oracle = ReferenceTrainer(
         ReferenceConfig(
             seed=config.seed,
@@ -43,6 +63,8 @@ def test_losses_are_those_of_the_reference_loop(
             group_size=config.group_size,
             ppo_minibatches=config.trainer.ppo_minibatches,
             ppo_epochs=config.trainer.ppo_epochs,
+            objective=ObjectiveSpec(policy_loss=Choice(loss)),
+            columns=tuple(config.rollout.columns),
             lr=config.optimizer.lr,
             staleness=staleness,
             sampling=SamplingParams(max_new_tokens=12),
@@ -75,4 +97,5 @@ def batch_of(groups: list[list[Any]], config: ExperimentConfig, version: int) ->
     dealing = Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs, config.seed)
     rewards = [[sample.reward for sample in group] for group in groups]
     dealt = minibatches_of_groups(rewards, dealing, version).tolist()
-    return build_step_batch(trajectories, dealt, version=version, num_minibatches=dealing.optimizer_steps)
+    own = config.rollout.columns
+    return build_step_batch(trajectories, dealt, version=version, num_minibatches=dealing.optimizer_steps, own=own)

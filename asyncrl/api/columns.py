@@ -1,0 +1,96 @@
+"""Columns of one's own: numbers of samples and tokens, read by name in graph functions, losses, advantages, filters.
+
+`rollout.columns` declares them once. The name says where the number comes from:
+
+    row/<field>      a number in the data set's row
+    agent/<name>     `Sample.metrics`, of the agent
+    reward/<name>    `Sample.reward_parts`, of a named reward or of what a reward returned beside its score
+    token/<name>     `Sample.token_columns`: one for each generated token
+
+A group in which a sample lacks one is refused where it is played.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.api.trajectory import Sample, SampleColumns
+
+ROW, AGENT, REWARD, TOKEN = "row", "agent", "reward", "token"
+KINDS = (ROW, AGENT, REWARD, TOKEN)
+
+
+class ColumnError(ValueError):
+    """A sample or its row lacks a declared column; the message names it and what there is."""
+
+
+def check_name(name: str) -> str | None:
+    """Return what is wrong with the declaration `name`; None if nothing is."""
+    kind, slash, own = name.partition("/")
+    if kind in KINDS and slash and own:
+        return None
+    return f"{name!r} is no column; write row/<field>, agent/<name>, reward/<name> or token/<name>"
+
+
+def with_columns(samples: Sequence[Sample], data: Mapping[str, Any], declared: Sequence[str]) -> list[Sample]:
+    """The samples, each with the numbers of its row that `declared` names.
+
+    Raises:
+        ColumnError: a sample or the row lacks a declared column, or the row's is no finite number.
+    """
+    of_row: dict[str, float] = {}
+    for name in declared:
+        kind, _, own = name.partition("/")
+        if kind == ROW:
+            value = data.get(own)
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise ColumnError(
+                    f"rollout.columns: {name!r} is {value!r:.40} in this row, whose fields are {', '.join(data)}; a "
+                    "column is a finite number"
+                )
+            of_row[name] = float(value)
+    found = [replace(sample, metrics={**sample.metrics, **of_row}) if of_row else sample for sample in samples]
+    for sample in found:
+        for name in declared:
+            there = _of(sample, name)
+            if name.partition("/")[2] not in there and name not in there:
+                listed = ", ".join(there) or "none"
+                raise ColumnError(
+                    f"rollout.columns: a sample of episode {sample.episode} lacks {name!r}; it has {listed}"
+                )
+    return found
+
+
+def _of(sample: Sample, name: str) -> Mapping[str, Any]:
+    kind = name.partition("/")[0]
+    return {TOKEN: sample.token_columns, REWARD: sample.reward_parts}.get(kind, sample.metrics)
+
+
+def column(samples: SampleColumns, name: str) -> NDArray[Any]:
+    """The declared column `name`, `[T]` float32 of tokens, else `[S]` float64.
+
+    Raises:
+        ColumnError: they lack it, as samples that were kept before it was declared.
+    """
+    kind, _, own = name.partition("/")
+    by_kind: dict[str, Mapping[str, NDArray[Any]]] = {TOKEN: samples.token_columns, REWARD: samples.reward_parts}
+    of_kind = by_kind.get(kind, samples.metrics)
+    found: NDArray[Any] | None = of_kind.get(name if kind == ROW else own)
+    if found is None or np.isnan(found).any():
+        raise ColumnError(f"rollout.columns: {name!r} is missing in a sample that is to be trained")
+    return found
+
+
+def numbers_of(sample: Sample) -> dict[str, float]:
+    """The sample's own numbers by their column's name, declared or not."""
+    named = {f"{REWARD}/{name}": value for name, value in sample.reward_parts.items()}
+    for name, value in sample.metrics.items():
+        named[name if name.startswith(f"{ROW}/") else f"{AGENT}/{name}"] = value
+    return named
