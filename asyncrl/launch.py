@@ -7,7 +7,8 @@ training; `replay` trains on what was kept; `attach RUN` shows a run that was st
 adds GenerationServers or RolloutWorkers to one that goes on; `install verifiers VERSION` makes an environment for a
 package that clashes with asyncrl's.
 
-Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
+Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
+Ctrl-C or SIGTERM after a checkpoint.
 """
 
 from __future__ import annotations
