@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if args.help else EXIT_CONFIG
         from asyncrl.commands.before_start.checks import validate, warnings
         from asyncrl.commands.before_start.hub import resolve_hub_names
-        from asyncrl.commands.before_start.input_checks import check_data, check_graph
+        from asyncrl.commands.before_start.input_checks import check_data, check_graph, resolve_length
         from asyncrl.config.experiment import ExperimentConfig
         from asyncrl.config.load import load_experiment
 
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print(experiment_help(args.experiment, config))
             return 0
         resolve_hub_names(config)
+        resolve_length(config)
         validate(config)
         check_graph(config)
         if args.cfg:

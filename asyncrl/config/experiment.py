@@ -39,6 +39,13 @@ class ExperimentConfig:
     fileroot: str = setting("~/.cache/asyncrl", "where models, checkpoints, logs and metrics go")
     seed: int = setting(1, "seed of data order, sampling and initialisation", minimum=0, fixed=True)
     total_train_steps: int = setting(60, "policy versions to train", unit="steps", minimum=1)
+    total_epochs: float | None = setting(
+        None,
+        "the run's length in passes over the training set: total_train_steps becomes as many steps as train "
+        "total_epochs times its rows, rounded down; null: total_train_steps as set",
+        unit="epochs",
+        minimum=0.0,
+    )
     train_batch_size: int = setting(32, "B: rollouts (groups) per train step", unit="rollouts", minimum=1)
     group_size: int = setting(
         8, "episodes per prompt; each gives one sample, or as many as its agent returns", unit="episodes", minimum=1
