@@ -7,6 +7,7 @@ overrides defaults.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl.config.setting import setting
 from asyncrl.inference.settings import GenerationConfig
@@ -61,6 +62,13 @@ class ExperimentConfig:
     resume: Resume = setting(
         Resume.auto,
         "auto: continue the trial's newest checkpoint if there is one; never: refuse a used trial; restart: wipe it",
+    )
+    my: dict[str, Any] = setting(
+        help="settings of your own code, checked by my_class; others use them as '${my.scale}'",
+        factory=dict,
+    )
+    my_class: str | None = setting(
+        None, "`package.module:Class` or `file.py:Class` of the dataclass that has the fields of `my`; null: none"
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
