@@ -13,6 +13,12 @@ from asyncrl.launch import main
 pytestmark = pytest.mark.slow
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 5) for b in range(1, 4)]
+GRADED = """
+def graded(data, completion):
+    if data.get("broken"):
+        raise RuntimeError("no reference answer")
+    return sum(character in "02468" for character in completion) / max(1, len(completion))
+"""
 
 
 def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weights(
@@ -20,13 +26,18 @@ def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weigh
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    broken = (
-        "{name: broken, path: 'asyncrl.plugins.datasets.arithmetic:ArithmeticDataset', sampling: {max_new_tokens: 200}}"
-    )
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("".join(json.dumps(row | {"broken": True}) + "\n" for row in ROWS))
+    (tmp_path / "graded.py").write_text(GRADED)
     sets = f"[{{name: own, path: {rows}}}, {{name: sampled, path: {rows}, interval: 2, n_samples: 3, "
-    sets += f"sampling: {{temperature: 1.0, max_new_tokens: 4}}}}, {broken}]"
+    sets += f"sampling: {{temperature: 1.0, max_new_tokens: 4}}}}, {{name: broken, path: {bad}}}]"
     run = start_run(
-        total_train_steps=2, eval__interval=1, eval__sets=sets, generation__context_length=0, rollout__workers=2
+        total_train_steps=2,
+        eval__interval=1,
+        eval__sets=sets,
+        generation__context_length=0,
+        rollout__workers=2,
+        reward__path=f"{tmp_path / 'graded.py'}:graded",
     )
     assert run.wait() == 0, run.output + run.logs()
     by_step = {row["step"]: row for row in run.metrics()}
@@ -35,7 +46,7 @@ def test_a_run_evaluates_its_sets_and_the_command_measures_the_same_of_its_weigh
     assert by_step[2]["eval/own/prompts"] == 8.0
     assert by_step[2]["eval/sampled/len_mean"] <= 4.0
     summary = run.summary()
-    assert {item["set"] for item in summary["evaluations_failed"]} == {"broken"}, "longer than the model's positions"
+    assert {item["set"] for item in summary["evaluations_failed"]} == {"broken"}, "its reward fails"
     assert "FAILED     evaluation of version 2 on broken" in run.output
     assert "the evaluation of version 1 on broken failed" in run.output
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.observe.tail import JsonlTail
+from asyncrl.runtime.exit_codes import EXIT_HELD
 
 from ..conftest import LIMIT_S, SHARED_MEMORY, Gate, left_in_memory
 from .clusters import await_that
@@ -31,7 +32,7 @@ def test_a_run_has_its_trial_to_itself_keeps_its_bound_balances_its_books_and_le
     run.wait_for_step(2)
     titles = [title for title in run.remember_processes() if title.startswith("asyncrl ")]
     second = start_run(**held.settings)
-    assert second.wait() == 1
+    assert second.wait() == EXIT_HELD
     assert "another run is using" in second.output
     held.open()
     assert run.wait() == 0, run.output + run.logs()

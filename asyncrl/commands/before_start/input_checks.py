@@ -36,6 +36,24 @@ from asyncrl.trainer.supervised.base_model import base_model_dir, described
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
+def resolve_length(config: Config) -> None:
+    """Put the number of steps that `total_epochs` stands for into `total_train_steps`.
+
+    Raises:
+        ConfigError: the training set cannot be loaded, or has too few rows for a step.
+    """
+    if not isinstance(config, ExperimentConfig) or config.total_epochs is None or config.train_batch_size < 1:
+        return
+    rows = len(load_train_set(config))
+    steps = int(config.total_epochs * rows / config.train_batch_size)
+    if steps < 1:
+        raise ConfigError(
+            f"total_epochs={config.total_epochs:g}: of {rows} rows that is less than one step of "
+            f"train_batch_size={config.train_batch_size}; use more epochs, or a smaller batch"
+        )
+    config.total_train_steps = steps
+
+
 def check_graph(config: Config) -> None:
     """Build the training step's graph, which checks it.
 

@@ -24,7 +24,8 @@ _POLL_S = 0.05
 def kept(command: list[str], grace_s: float = 0.0, held: Sequence[int] = ()) -> list[str]:
     """The command line that runs `command` below a keeper of its own, which takes a pipe as its standard input.
 
-    `grace_s`: once that is closed, `command` gets SIGTERM and so long. `held`: descriptors that the keeper holds on to.
+    `grace_s`: once that is closed, `command` gets `keeper.STOP_SIGNAL` and so long. `held`: descriptors that the
+    keeper holds on to.
     """
     numbers = ",".join(map(str, held)) or "-"
     return [sys.executable, "-I", "-S", keeper.__file__, str(grace_s), numbers, *command]

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl import launch
 from asyncrl.commands.before_start.checks import validate, warnings
-from asyncrl.commands.before_start.input_checks import check_data
+from asyncrl.commands.before_start.input_checks import check_data, resolve_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
@@ -198,3 +199,21 @@ def test_each_evaluation_set_is_loaded_and_one_that_is_the_training_file_is_said
     (warning,) = [line for line in warnings(config) if line.startswith("eval")]
     assert "eval.sets[0].path" in warning
     assert "it is the training file" in warning
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(2.0, 5), (1.5, 3), (0.4, 1)])
+def test_a_length_in_epochs_becomes_whole_steps(write: Write, epochs: float, steps: int) -> None:
+    rows = write(*(json.dumps({"prompt": "1+1=", "answer": "2"}) for _ in range(10)))
+    config = load_experiment(
+        "async_ppo", [f"total_epochs={epochs}", "train_batch_size=4", f"dataset.path={rows}", "dataset.args={}"]
+    )
+    resolve_length(config)
+    assert isinstance(config, ExperimentConfig)
+    assert config.total_train_steps == steps
+
+
+def test_fewer_epochs_than_a_step_are_refused(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    given = ["total_epochs=3", "train_batch_size=4", f"dataset.path={rows}", "dataset.args={}"]
+    assert launch.main(["async_ppo", *given, "--cfg", "job"]) == 2
+    assert "error: total_epochs=3: of 1 rows that is less than one step" in capsys.readouterr().err

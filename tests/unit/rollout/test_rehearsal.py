@@ -169,7 +169,8 @@ def test_the_command_ends_with_2_and_makes_no_folder(
 ) -> None:
     configured()
     reward = f"reward.path={tmp_path / 'code.py'}:no_such_column"
-    assert main(["async_ppo", f"model.path={tiny_model}", f"fileroot={tmp_path / 'runs'}", reward]) == 2
+    short = ["rollout.sampling.max_new_tokens=16", "eval.sampling.max_new_tokens=16"]
+    assert main(["async_ppo", f"model.path={tiny_model}", f"fileroot={tmp_path / 'runs'}", reward, *short]) == 2
     assert "KeyError: 'solution'" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
