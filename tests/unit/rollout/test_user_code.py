@@ -116,7 +116,7 @@ class Tells(Environment):
         return None
 
     async def step(self, action):
-        return "", self.value, True, {}
+        return "", self.value, True, False, {}
 
 """
 
