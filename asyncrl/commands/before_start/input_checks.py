@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.context import context_length, turns
-from asyncrl.config.evaluation_sets import evaluation_sets
+from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
@@ -102,16 +102,17 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         raise ConfigError("\n".join(messages))
     prompt_format = load_prompt_format(config)
     check_format(config, prompt_format.chat.source_with_tools if prompt_format.chat else None)
-    prompt_format = replace(prompt_format, tools=offered_tools(config))
-    sets = {each.group: load_eval_set(config, each) for each in evaluation_sets(config) if each.interval}
+    due = [each for each in evaluation_sets(config) if each.interval]
+    sets = {each.group: (with_code_of(config, each), load_eval_set(config, each)) for each in due}
     if not of_evaluation_alone:
-        sets = {"dataset": load_train_set(config), **sets}
+        sets = {"dataset": (config, load_train_set(config)), **sets}
     found = {}
-    for group, rows in sets.items():
+    for group, (played, rows) in sets.items():
         limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
         of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
-        seen = survey(rows, prompt_format, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
-        found[group] = seen = replace(seen, mcp=bool(config.mcp) and offers_tools(config))
+        form = replace(prompt_format, tools=offered_tools(played))
+        seen = survey(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
+        found[group] = seen = replace(seen, mcp=bool(config.mcp) and offers_tools(played))
         if seen.overlong and overlong is Overlong.refuse:
             raise ConfigError(
                 f"dataset.max_prompt_tokens={limit}: {seen.overlong} of {seen.looked_at} prompts of {group} are longer "
@@ -222,6 +223,9 @@ def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
     metric = config.checkpoint.keep_best
     if metric is None or metric.rpartition("/")[2] in ALWAYS:
         return
+    measures = next((each for each in evaluation_sets(config) if metric.startswith(f"eval/{each.name}/")), None)
+    if measures is not None:
+        config = with_code_of(config, measures)
     try:
         parts = load_rewards(config.reward, config.rewards)
     except ConfigError as error:

@@ -87,7 +87,7 @@ class Evaluator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 episodes = {
-                    row: [tasks.create_task(self._episode(prompt, policy)) for prompt in group]
+                    row: [tasks.create_task(self._episode(name, prompt, policy)) for prompt in group]
                     for row, group in prompts.items()
                 }
         except ExceptionGroup as failed:
@@ -110,12 +110,12 @@ class Evaluator:
             _log.info("%s is left out of the evaluation: %s", name, error)
             return []
 
-    async def _episode(self, prompt: Prompt, policy: _EvaluatedPolicy) -> _Ended:
+    async def _episode(self, name: str, prompt: Prompt, policy: _EvaluatedPolicy) -> _Ended:
         async with self._slots:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     with metered() as meter:
-                        samples, counted = await self._plugins.play(prompt, policy)
+                        samples, counted = await self._plugins.play_to_evaluate(name, prompt, policy)
                     return _Ended(samples, meter.verdict, metrics_of(samples) | counted | meter.metrics())
                 except Exception as error:
                     if attempt == ATTEMPTS:

@@ -185,6 +185,7 @@ def test_the_best_by_accuracy_is_refused_where_no_reward_is_a_verdict(tmp_path: 
     assert "eval/held_out/reward_mean" in message
     check("async_ppo", "checkpoint.keep_best=eval/held_out/reward_mean", *settings)
     check("async_ppo", "checkpoint.keep_best=eval/held_out/accuracy", "reward.verdict=true", *settings)
+    check("async_ppo", "checkpoint.keep_best=eval/held_out/accuracy", "eval.reward.verdict=true", *settings)
 
 
 def test_each_evaluation_set_is_loaded_and_one_that_is_the_training_file_is_said(write: Write) -> None:

@@ -75,7 +75,7 @@ class FakePlugins:
     def prompts(self) -> Any:
         return SimpleNamespace(eval_sets=self.eval_sets, evaluation=self.eval_prompt)
 
-    async def play(self, prompt: Prompt, policy: GenerationClient) -> Any:
+    async def play_to_evaluate(self, name: str, prompt: Prompt, policy: GenerationClient) -> Any:
         return await run_group(self.agent, lambda: SingleTurnEnv(reward=score), prompt, policy, self.client)
 
     def client(self, policy: GenerationClient, prompt: Prompt) -> Any:

@@ -117,6 +117,15 @@ async def test_code_that_fails_on_every_answer_is_an_error_with_its_line(
     assert any(line in each for each in outcome.where) if line else outcome.where == []
 
 
+async def test_the_code_of_an_evaluation_set_is_rehearsed_too(configured: Configured) -> None:
+    outcome = await rehearse(configured("eval.reward.path=CODE:no_such_column"))
+    assert outcome.error is not None
+    assert outcome.error.startswith("eval: reward ")
+    assert "KeyError: 'solution'" in outcome.error
+    assert any('data["solution"] == completion' in line for line in outcome.where)
+    assert await rehearse(configured("eval.reward.path=CODE:number")) == Outcome()
+
+
 @pytest.mark.parametrize(("name", "whose"), [("as_in_trl", "TRL's"), ("as_in_verl", "verl's")])
 def test_rewards_in_the_form_of_another_system_are_refused_by_its_name(
     configured: Configured, name: str, whose: str
