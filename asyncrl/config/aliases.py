@@ -256,6 +256,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("resume_from_checkpoint", "TRL", "resume", "auto, never or restart"),
     Alias("log_completions", "TRL", "samples.every"),
     Alias("rollout_data_dir", "verl, siiRL", "samples.every", "they lie in the run's folder"),
+    Alias("validation_data_dir", "verl, siiRL", "samples.eval_every", "they lie in the run's folder"),
     # Layout
     Alias("allocation_mode", "AReaL", "trainer.parallel", "and generation.servers, generation.sglang.tensor_parallel"),
     Alias("n_gpus_per_node", "verl, siiRL, AReaL", "system.hosts", "on one host: trainer.parallel, generation.servers"),

@@ -42,8 +42,18 @@ class SamplesConfig:
         "extra); `python -m asyncrl.launch show RUN` prints them",
         minimum=0,
     )
+    eval_every: int = setting(
+        0,
+        "keep the answers to every so manieth row of each evaluation set; 1: all, 0: none (needs the `data` extra); "
+        "`python -m asyncrl.launch show RUN --eval` prints them",
+        minimum=0,
+    )
     max_gb: float = setting(
-        2.0, "what the files may take together; beyond it the oldest are removed", unit="GB", minimum=0.001
+        2.0,
+        "what the files of training may take together, and what those of evaluations may; beyond it the oldest are "
+        "removed",
+        unit="GB",
+        minimum=0.001,
     )
     replay: str = setting(
         "", "folder of kept samples that are trained in place of new rollouts; set by the command `replay`"

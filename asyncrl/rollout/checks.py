@@ -99,10 +99,10 @@ def _evaluation(config: ExperimentConfig) -> Iterator[str]:
     names: set[str] = set()
     for each in evaluation_sets(config):
         group = each.group
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", each.name) or each.name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", each.name) or each.name in names:
             yield (
                 f"{group}.name={each.name!r}: names the metrics eval/<name>/...; give each set another one, of "
-                "letters, digits, '_', '.' and '-'"
+                "letters, digits, '_', '-' and, but at its start, '.'"
             )
         names.add(each.name)
         if evaluation.sets:

@@ -214,8 +214,14 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
 
 
 def _not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
-    if brings_inputs(config):
-        yield from named_inputs.check(config)
+    if not brings_inputs(config):
+        return
+    yield from named_inputs.check(config)
+    if config.samples.eval_every:
+        yield (
+            f"samples.eval_every={config.samples.eval_every}: RolloutWorkers write the answers into the run's folder, "
+            "which those on other hosts do not share (system.shared=false); share it, or set samples.eval_every=0"
+        )
 
 
 def _no_verdict(config: ExperimentConfig) -> Iterator[str]:

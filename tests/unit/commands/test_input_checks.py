@@ -18,6 +18,7 @@ from asyncrl.commands.before_start.input_checks import check_data, resolve_lengt
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
+from asyncrl.runtime.settings import HostConfig
 
 Write = Callable[..., Path]
 
@@ -217,3 +218,13 @@ def test_fewer_epochs_than_a_step_are_refused(write: Write, capsys: pytest.Captu
     given = ["total_epochs=3", "train_batch_size=4", f"dataset.path={rows}", "dataset.args={}"]
     assert launch.main(["async_ppo", *given, "--cfg", "job"]) == 2
     assert "error: total_epochs=3: of 1 rows that is less than one step" in capsys.readouterr().err
+
+
+def test_answers_are_not_kept_by_workers_that_do_not_share_the_runs_folder(tiny_model: Path) -> None:
+    config = load_experiment("async_ppo", [f"model.path={tiny_model}", "samples.eval_every=1"])
+    assert isinstance(config, ExperimentConfig)
+    check_data(config, None)
+    config.system.shared = False
+    config.system.hosts = [HostConfig(runs=["generation_server"]), HostConfig(name="b", runs=["rollout_worker"])]
+    with pytest.raises(ConfigError, match=r"^samples\.eval_every=1: .*set samples\.eval_every=0$"):
+        check_data(config, None)

@@ -168,6 +168,7 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["checkpoint.keep_best=eval/held_out/pass@4"], ["no evaluation measures it"]),
         (["eval.n_samples=4"], ["eval.n_samples=4", "greedy", "eval.sampling.temperature=1.0"]),
         (["eval.name=a/b"], ["eval.name='a/b'", "letters, digits"]),
+        (["eval.name=.."], ["eval.name='..'", "but at its start"]),
         (["eval.sets=[{name: a, path: /nowhere.jsonl}]"], ["eval.sets[0].path='/nowhere.jsonl'", "no such file"]),
         (["eval.sets=[{name: a, path: /}, {name: a, path: /}]"], ["eval.sets[1].name='a'", "another one"]),
         (["eval.reward.paht=a:b"], ["eval.reward.paht", "did you mean 'path'?"]),
@@ -243,7 +244,7 @@ def test_a_bad_value_or_combination_names_setting_value_and_what_to_do(overrides
         assert part in message
 
 
-@pytest.mark.parametrize("setting", ["samples.every=4", "samples.only=true"])
+@pytest.mark.parametrize("setting", ["samples.every=4", "samples.only=true", "samples.eval_every=1"])
 def test_samples_without_pyarrow_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pyarrow" else find_spec(name))
