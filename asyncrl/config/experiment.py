@@ -13,7 +13,7 @@ from asyncrl.config.setting import setting
 from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.master.settings import BufferConfig, OnStale
-from asyncrl.observe.settings import LoggingConfig, SamplesConfig
+from asyncrl.observe.settings import LoggingConfig, ProfileConfig, SamplesConfig
 from asyncrl.plugins.agents.settings import AgentConfig
 from asyncrl.plugins.datasets.settings import DatasetConfig
 from asyncrl.plugins.envs.settings import EnvConfig
@@ -97,6 +97,7 @@ class ExperimentConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
 

@@ -33,6 +33,18 @@ class LoggingConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Steps that are looked at closely, in the run's folder `profile/`; see docs/performance.md."""
+
+    steps: list[int] = setting(help="train steps of which traces are written; each takes longer", factory=list)
+    ranks: list[int] = setting(help="ModelWorkers that write torch's trace, by index", factory=lambda: [0])
+    memory: bool = setting(True, "on GPUs: the history of their memory too")
+    stacks: bool = setting(
+        True, "the stacks of the run's processes on the master's host too (needs the `profile` extra: py-spy)"
+    )
+
+
+@dataclass
 class SamplesConfig:
     """Samples that are kept, as Parquet files with text, tokens, log-probabilities and rewards; see docs/samples.md."""
 

@@ -30,25 +30,27 @@ def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, ru
         run: what the launch is for.
     """
     gpus = visible_gpus() if gpus is None else gpus
-    places: dict[tuple[str, int], HostConfig] = {}
 
-    def share_of(host: HostConfig) -> Share:
-        ranks = sum(place is host for (name, _), place in places.items() if name == MODEL_WORKER)
-        return Share(host.gpus if host.name else host.gpus or gpus, ranks)
-
-    for name, kind in KINDS.items():
+    def placed(name: str) -> list[HostConfig]:
+        kind = KINDS[name]
         count = kind.count(config) if run in kind.runs else 0
         hosts = _hosts_of(config, kind.placed_as or name)
         if name == GENERATION_SERVER:
             hosts = _by_room(config, hosts, [share_of(host) for host in hosts])
-        places |= {(name, index): hosts[index * len(hosts) // count] for index in range(count)}
-    before: Counter[tuple[str, int]] = Counter()
+        return [hosts[index * len(hosts) // count] for index in range(count)]
+
+    def share_of(host: HostConfig) -> Share:
+        return Share(host.gpus if host.name else host.gpus or gpus, ranks[id(host)])
+
+    ranks = Counter(id(host) for name in KINDS if name == MODEL_WORKER for host in placed(name))
     plans = []
-    for (name, index), host in places.items():
-        resources = KINDS[name].resources(config, before[name, id(host)], share_of(host))
-        before[name, id(host)] += 1
-        where = Host(host.name, host.address, host.python, _folder_on(host, config))
-        plans.append(WorkerPlan(name, index, resources, host=where, leads=KINDS[name].leads))
+    for name, kind in KINDS.items():
+        before: Counter[int] = Counter()
+        for index, host in enumerate(placed(name)):
+            resources = kind.resources(config, before[id(host)], share_of(host))
+            before[id(host)] += 1
+            where = Host(host.name, host.address, host.python, _folder_on(host, config))
+            plans.append(WorkerPlan(name, index, resources, host=where, leads=kind.leads))
     return plans
 
 
