@@ -25,6 +25,7 @@ def test_relative_paths_of_a_run_mean_the_same_in_every_folder(tmp_path: Path, m
         "eval.path=asyncrl.plugins.datasets.arithmetic:ArithmeticDataset",
         "reward.path=code/my.py:score",
         "reward.args={table: table.txt, other: not_there.txt}",
+        "eval.reward={path: 'code/my.py:grade', args: {table: table.txt}}",
     ]
     config = load_experiment("async_ppo", overrides)
     assert isinstance(config, ExperimentConfig)
@@ -36,4 +37,5 @@ def test_relative_paths_of_a_run_mean_the_same_in_every_folder(tmp_path: Path, m
     found = _settings(args, run, scratch)
     assert found.reward.path == f"{project}/code/my.py:score"
     assert found.reward.args == {"table": f"{project}/table.txt", "other": "not_there.txt"}
+    assert found.eval.reward == {"path": f"{project}/code/my.py:grade", "args": {"table": f"{project}/table.txt"}}
     assert found.eval.path == "mine.jsonl", "what the command line names is meant from here"
