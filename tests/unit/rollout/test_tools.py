@@ -417,6 +417,7 @@ AGENT = "agent: {path: 'asyncrl.plugins.agents.tool_agent:ToolAgent'}\n"
         ),
         (AGENT + "tools: [{path: 'asyncrl.plugins.tools.calculator:calculator', name: 'a b'}]", "tools[0].name='a b'"),
         ("tools: [{path: 'asyncrl.plugins.tools.calculator:calculator'}]", "this agent calls no tools"),
+        (f"eval: {{{AGENT.strip()}}}\ntools: [{{path: 'asyncrl.plugins.tools.calculator:calculator'}}]", None),
         (AGENT + "mcp: [{name: s, command: python3, args: [server.py]}]", None),
         (AGENT + "mcp: [{name: s}]", "give one of them"),
         (AGENT + "mcp: [{name: s, command: python3, url: 'http://h/mcp'}]", "give one of them"),
