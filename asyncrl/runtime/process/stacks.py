@@ -42,7 +42,7 @@ def _write(file: Path, text: str) -> None:
 
 def _title(pid: int) -> str:
     try:
-        return " ".join(psutil.Process(pid).cmdline())
+        return " ".join(psutil.Process(pid).cmdline()).strip()  # a title is padded
     except psutil.Error:
         return "ended"
 
