@@ -7,7 +7,8 @@ training; `replay` trains on what was kept; `attach RUN` shows a run that was st
 adds GenerationServers or RolloutWorkers to one that goes on; `install verifiers VERSION` makes an environment for a
 package that clashes with asyncrl's.
 
-Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 130 stopped by Ctrl-C after a checkpoint.
+Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
+Ctrl-C or SIGTERM after a checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0 if args.help else EXIT_CONFIG
         from asyncrl.commands.before_start.checks import validate, warnings
         from asyncrl.commands.before_start.hub import resolve_hub_names
-        from asyncrl.commands.before_start.input_checks import check_data, check_graph
+        from asyncrl.commands.before_start.input_checks import check_data, check_graph, resolve_length
         from asyncrl.config.experiment import ExperimentConfig
         from asyncrl.config.load import load_experiment
 
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print(experiment_help(args.experiment, config))
             return 0
         resolve_hub_names(config)
+        resolve_length(config)
         validate(config)
         check_graph(config)
         if args.cfg:

@@ -30,6 +30,7 @@ from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.process_tree import kept
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 
@@ -127,7 +128,7 @@ def run(python: str, rounds: int, folder: Path) -> None:
     try:
         asyncio.run(ask(names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url))
     finally:
-        process.terminate()
+        process.send_signal(STOP_SIGNAL)
         process.wait(60)
         resolver.close()
 

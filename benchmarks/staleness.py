@@ -85,8 +85,14 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a run gave: (step, seconds, accuracy) of the kept policies, the run's seconds, the share of the steps' time
-    that was waited for data, the mean age of trained tokens in versions, rollouts dropped as stale.
+    """Results of one run.
+
+    Attributes:
+        curve: (step, seconds, accuracy) of the kept policies.
+        seconds: duration of the run.
+        waited: share of the steps' time in which the trainer waited for data.
+        age: mean age of trained tokens, in versions.
+        dropped: rollouts dropped as stale.
     """
 
     curve: list[tuple[int, float, float]]

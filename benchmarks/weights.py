@@ -41,6 +41,7 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.process_tree import kept
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
@@ -140,7 +141,7 @@ def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, Htt
     try:
         yield names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url, security
     finally:
-        server.terminate()
+        server.send_signal(STOP_SIGNAL)
         server.wait()
         resolver.close()
 

@@ -62,7 +62,11 @@ class Tool:
         raise NotImplementedError(f"tool {type(self).__name__} implements no `schema`")
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
-        """Begin with a sample; `kwargs` is the row's `tool_args[name]`. The default keeps nothing and takes none."""
+        """Begin with a sample; `kwargs` is the row's `tool_args[name]`. The default keeps nothing and takes none.
+
+        A row in verl's form gives `create_kwargs`, and to the other methods, if they have further parameters, its
+        `execute_kwargs`, `calc_reward_kwargs` and `release_kwargs`.
+        """
         if kwargs:
             raise TypeError(f"tool {self.name!r} takes no arguments per sample; the row gives {', '.join(kwargs)}")
 
@@ -101,18 +105,24 @@ class FunctionTool(Tool):
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         """Keep the sample's arguments for its calls."""
-        unknown = [key for key in kwargs if key not in self.per_sample]
-        if unknown:
-            raise TypeError(f"tool {self.name!r} has no argument {unknown[0]!r} after `*` in its signature")
+        self._check_known(kwargs)
         self._of_instance[instance_id] = kwargs
 
-    def arguments_of(self, instance_id: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """All keyword arguments of a call: the model's, the setting's and the sample's.
+    def _check_known(self, given: Mapping[str, Any]) -> None:
+        unknown = [key for key in given if key not in self.per_sample]
+        if unknown:
+            raise TypeError(f"tool {self.name!r} has no argument {unknown[0]!r} after `*` in its signature")
+
+    def arguments_of(
+        self, instance_id: str, arguments: Mapping[str, Any], of_row: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """All keyword arguments of a call: the model's, the setting's, the sample's, and what the row gives calls.
 
         Raises:
-            TypeError: one that is required is given by nobody.
+            TypeError: one that is required is given by nobody, or the row gives an unknown one.
         """
-        given = {**self.hidden, **self._of_instance.get(instance_id, {})}
+        self._check_known(of_row or {})
+        given = {**self.hidden, **self._of_instance.get(instance_id, {}), **(of_row or {})}
         missing = [name for name, required in self.per_sample.items() if required and name not in given]
         if missing:
             raise TypeError(
@@ -121,9 +131,9 @@ class FunctionTool(Tool):
             )
         return {**arguments, **given}
 
-    async def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def execute(self, instance_id: str, arguments: Mapping[str, Any], **of_row: Any) -> ToolResult:
         """Call the function."""
-        value = self.function(**self.arguments_of(instance_id, arguments))
+        value = self.function(**self.arguments_of(instance_id, arguments, of_row))
         return as_result(await value if inspect.isawaitable(value) else value)
 
     async def release(self, instance_id: str) -> None:

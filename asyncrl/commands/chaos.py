@@ -24,6 +24,7 @@ from rich.console import Console
 from asyncrl.comm import names
 from asyncrl.commands.audit import Audit, audit
 from asyncrl.commands.before_start.experiment_args import RL_ONLY, refuse
+from asyncrl.commands.before_start.input_checks import resolve_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
@@ -53,6 +54,7 @@ def main(argv: Sequence[str], program: str) -> int:
         config = load_experiment(args.experiment, settings, args.config_dir)
         if not isinstance(config, ExperimentConfig):
             return refuse(RL_ONLY.format(args.experiment))
+        resolve_length(config)
         plan, left_out = _plan(args, config)
     except (ConfigError, ValueError) as error:
         return refuse(str(error))

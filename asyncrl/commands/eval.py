@@ -2,7 +2,7 @@
 
 MODEL is the folder of a run, whose own settings then hold, a Hugging Face folder, or a name on the hub. Generation
 servers, a GserverManager and workers are started as in training; each set of `eval` is answered once and reported as a
-table and, with `--out`, as JSON.
+table and, with `--out`, as JSON; so is each answer with its scores.
 """
 
 from __future__ import annotations
@@ -27,20 +27,26 @@ from asyncrl.commands.before_start.checks import validate
 from asyncrl.commands.before_start.hub import is_hub_name, resolve_hub_names
 from asyncrl.commands.before_start.input_checks import check_prompts
 from asyncrl.commands.before_start.same_data import keep_inputs
+from asyncrl.commands.eval_answers import write_answers
+from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.observe.metrics import read_rows
+from asyncrl.observe.settings import SamplesConfig
 from asyncrl.rollout.inputs.named import is_file, named_inputs, texts_in_args
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import Run
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.plan import with_types
-from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
+from asyncrl.runtime.run_dir import ANSWERS_DIR, CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
 from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.trainer.settings import LoraConfig
 
+_MEASURED, _ANSWERS = ".json", ".jsonl"
+"""Endings of files for what was measured and for the answers."""
+_NO_LIMIT_GB = 1e6
 _NAME = "run"
 """Name of a run's own settings while they are read as an experiment."""
 
@@ -53,7 +59,15 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the policy after N steps; default: the newest")
     parser.add_argument("--experiment", metavar="NAME", help="whose settings hold; by default, of a run, its own")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own experiments")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write what was measured there too")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write there too what was measured (FILE.json), or each answer with its scores (FILE.jsonl); may be given "
+        "twice",
+    )
     args = parser.parse_intermixed_args(argv)
     os.umask(PRIVATE_UMASK)
     scratch = Path(tempfile.mkdtemp(prefix="asyncrl-eval-"))
@@ -85,10 +99,19 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
         raise ConfigError("--experiment: whose settings are to hold? A Hugging Face folder has none of its own")
     if args.step is not None and not is_run:
         raise ConfigError(f"--step {args.step}: {named!r} is no run, and has no steps")
+    for out in args.out:
+        if out.suffix not in (_MEASURED, _ANSWERS):
+            raise ConfigError(
+                f"--out {out}: name a file that ends in {_MEASURED}, for what was measured, or in {_ANSWERS}, for the "
+                "answers"
+            )
+        if not out.expanduser().absolute().parent.is_dir():
+            raise ConfigError(f"--out {out}: its folder is not there; make it first")
+    answers = any(out.suffix == _ANSWERS for out in args.out)
     config = _settings(args, given if is_run else None, scratch)
     config.model.path = str(_policy(given, args.step, scratch)) if is_run else named
     resolve_hub_names(config)
-    config = _alone(config, scratch)
+    config = _alone(config, scratch, answers=answers)
     validate(config)
     for group, found in check_prompts(config, of_evaluation_alone=True).items():
         for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong):
@@ -99,12 +122,31 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
     code = launcher.run()
     rows = read_rows(run_dir_of(config) / METRICS_FILE)
     console.print(_table(named, rows))
-    if args.out is not None:
-        measured = {"model": named, "step": args.step, "sets": rows}
-        args.out.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
-    if code == EXIT_OK and any("failed" in row for row in rows):
+    complete = True
+    for out in (out.expanduser() for out in args.out):
+        if out.suffix == _MEASURED:
+            measured = {"model": named, "step": args.step, "sets": rows}
+            out.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
+        else:
+            complete = _write_answers(config, out, rows) and complete
+    if code == EXIT_OK and (not complete or any("failed" in row for row in rows)):
         return EXIT_FAILED
     return code
+
+
+def _write_answers(config: ExperimentConfig, out: Path, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Write the answers to those sets that were measured; returns whether all of them were kept."""
+    measured = {str(row["set"]): row for row in rows if "failed" not in row}
+    written = write_answers(run_dir_of(config) / ANSWERS_DIR, out, list(measured))
+    missing = False
+    for each in evaluation_sets(config):
+        if each.name not in measured:
+            continue
+        wanted = int(measured[each.name][f"eval/{each.name}/prompts"]) * each.n_samples
+        if written[each.name] != wanted:
+            missing = True
+            print(f"error: {out} has {written[each.name]} of {wanted} answers to {each.name}", file=sys.stderr)
+    return not missing
 
 
 def _settings(args: argparse.Namespace, run: Path | None, scratch: Path) -> ExperimentConfig:
@@ -154,8 +196,8 @@ def _policy(run: Path, step: int | None, scratch: Path) -> Path:
     return scratch / "model"
 
 
-def _alone(config: ExperimentConfig, scratch: Path) -> ExperimentConfig:
-    """`config` for a launch that evaluates every set once, trains nothing and keeps nothing but its logs."""
+def _alone(config: ExperimentConfig, scratch: Path, *, answers: bool) -> ExperimentConfig:
+    """`config` for a launch that evaluates every set once, trains nothing and keeps its logs and, if so, answers."""
     sets = [replace(each, interval=None) for each in config.eval.sets]
     path = Path(str(config.model.path)).expanduser().resolve()
     return replace(
@@ -165,6 +207,7 @@ def _alone(config: ExperimentConfig, scratch: Path) -> ExperimentConfig:
         fileroot=str(scratch),
         model=replace(config.model, path=str(path), lora=LoraConfig()),
         eval=replace(config.eval, interval=1, sets=sets),
+        samples=SamplesConfig(eval_every=int(answers), max_gb=_NO_LIMIT_GB),
         checkpoint=replace(config.checkpoint, keep_best=None),
         manager=replace(config.manager, weight_transport="disk"),
         trainer=replace(config.trainer, device=Device.cpu),  # so that all GPUs are the servers'

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from asyncrl.commands.before_start.checks import validate
 from asyncrl.commands.before_start.experiment_args import RL_ONLY, parse, refuse
-from asyncrl.commands.before_start.input_checks import check_data, check_graph
+from asyncrl.commands.before_start.input_checks import check_data, check_graph, resolve_length
 from asyncrl.commands.train import train
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
@@ -36,6 +36,7 @@ def main(argv: Sequence[str], program: str) -> int:
         config = load_experiment(args.experiment, ["eval.interval=0", *overrides], args.folder)
         if not isinstance(config, ExperimentConfig):
             return refuse(RL_ONLY.format(args.experiment))
+        resolve_length(config)
         config = of_samples(config, folder)
         validate(config)
         check_graph(config)

@@ -17,7 +17,7 @@ from rich.console import Console
 from asyncrl.comm.files.private_files import PRIVATE_UMASK
 from asyncrl.commands.before_start.checks import validate
 from asyncrl.commands.before_start.experiment_args import RL_ONLY, parse, refuse
-from asyncrl.commands.before_start.input_checks import check_prompts
+from asyncrl.commands.before_start.input_checks import check_prompts, resolve_length
 from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.commands.before_start.same_data import keep_data_record, keep_inputs
 from asyncrl.commands.train import with_model
@@ -44,6 +44,7 @@ def main(argv: Sequence[str], program: str) -> int:
         )
         if not isinstance(config, ExperimentConfig):
             return refuse(RL_ONLY.format(args.experiment))
+        resolve_length(config)
         config = with_model(open_gate(config), args.folder)
         validate(config)
         return _run(config, console)

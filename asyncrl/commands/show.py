@@ -1,4 +1,5 @@
-"""`python -m asyncrl.launch show RUN`: print samples that a run kept (`samples.every`).
+"""`python -m asyncrl.launch show RUN`: print samples that a run kept (`samples.every`), or with `--eval` its answers in
+evaluations (`samples.eval_every`).
 
 Generated text is coloured by the policy version that produced it, or, where there are no colours, marked with it.
 """
@@ -17,8 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl.observe.samples import Row, read_samples, sample_files, step_of
-from asyncrl.runtime.run_dir import SAMPLES_DIR
+from asyncrl.config.suggestions import did_you_mean
+from asyncrl.observe.samples import Row, answer_files, read_samples, sample_files, step_of
+from asyncrl.runtime.run_dir import ANSWERS_DIR, SAMPLES_DIR
 
 EXIT_USAGE = 2
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red")
@@ -31,8 +33,9 @@ def main(argv: Sequence[str], program: str) -> int:
     """The command line; returns the exit code."""
     args = _parse(argv, program)
     folder = args.run.expanduser()
-    folder = folder / SAMPLES_DIR if (folder / SAMPLES_DIR).is_dir() else folder
-    files = sample_files(folder)
+    inside, setting = (SAMPLES_DIR, "every") if args.eval is None else (ANSWERS_DIR, "eval_every")
+    folder = folder / inside if (folder / inside).is_dir() else folder
+    files = sample_files(folder) if args.eval is None else answer_files(folder)
     if importlib.util.find_spec("pyarrow") is None:
         print("error: show reads Parquet: pip install 'asyncrl[data]'", file=sys.stderr)
         return EXIT_USAGE
@@ -41,10 +44,18 @@ def main(argv: Sequence[str], program: str) -> int:
         return EXIT_USAGE
     if not files:
         print(
-            f"error: {args.run} holds no samples: give the folder of a run with the setting samples.every=1 or more",
+            f"error: {args.run} holds no {'samples' if args.eval is None else 'answers of evaluations'}: give the "
+            f"folder of a run with the setting samples.{setting}=1 or more",
             file=sys.stderr,
         )
         return EXIT_USAGE
+    if args.eval:
+        known = sorted({file.parent.name for file in files})
+        files = [file for file in files if file.parent.name == args.eval]
+        if not files:
+            hint = did_you_mean(args.eval, known) or ";"
+            print(f"error: --eval {args.eval}: no such set{hint} there are {', '.join(known)}", file=sys.stderr)
+            return EXIT_USAGE
     console = Console(highlight=False, markup=False, soft_wrap=True, no_color="NO_COLOR" in os.environ or None)
     try:
         shown = _show(args, files, console)
@@ -81,10 +92,14 @@ def _chosen(args: argparse.Namespace, files: Sequence[Path]) -> Iterator[Row]:
 def rendered(row: Row, *, colours: bool) -> Text:
     """A sample for people: a line of figures, then its text."""
     text = Text()
-    text.append(f"step {row['step']}  ", style="bold")
-    text.append(f"{row['prompt']}  sample {row['sample']}  reward {row['total_reward']:g}")
+    evaluated = row.get("set") is not None
+    text.append(f"{'version' if evaluated else 'step'} {row['step']}  ", style="bold")
+    which = f"answer {row['episode']}" if evaluated else f"sample {row['sample']}"
+    text.append(f"{row['prompt']}  {which}  reward {row['total_reward']:g}")
     if row["reward_parts"]:
         text.append(f" ({_numbers(row['reward_parts'])})")
+    if row.get("right") is not None:
+        text.append("  right" if row["right"] else "  wrong")
     if row["staleness"] is not None:
         text.append(f"  staleness {row['staleness']}")
     text.append(f"  {sum(row['loss_mask'])} of {len(row['tokens'])} tokens generated")
@@ -152,10 +167,15 @@ def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         description="Print samples that a run kept. A range is a number, or two with a colon: 2:5, 2: or :5.",
     )
     parser.add_argument("run", type=Path, help="folder of the run, or of its samples")
-    parser.add_argument("--step", type=_range, default=everything, metavar="RANGE", help="train steps")
+    parser.add_argument(
+        "--eval", nargs="?", const="", metavar="SET", help="answers in evaluations instead: of one set, or of all"
+    )
+    parser.add_argument(
+        "--step", type=_range, default=everything, metavar="RANGE", help="train steps; with --eval: versions"
+    )
     parser.add_argument("--reward", type=_range, default=everything, metavar="RANGE", help="rewards")
     parser.add_argument("--staleness", type=_range, default=everything, metavar="RANGE", help="ages of oldest tokens")
-    parser.add_argument("--prompt", help="one prompt, e<epoch>-<row>")
+    parser.add_argument("--prompt", help="one prompt, e<epoch>-<row>; with --eval: <set>-<row>")
     parser.add_argument("--rollout", help="one rollout, by its id, as in the ledger")
     parser.add_argument("-n", "--number", type=_count, default=10, help="at most so many (default: 10; 0: all)")
     parser.add_argument("--newest-first", action="store_true", help="the last step first")

@@ -22,14 +22,14 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.observe.display import make_display, wrapped
 from asyncrl.plugins.datasets.survey import PromptStats, shown
 from asyncrl.runtime.checks import check_place
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.hosts.ssh_check import check_hosts
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import detached_holder
-from asyncrl.runtime.trials.resume import TrialError, changed_settings, check_finished
+from asyncrl.runtime.trials.resume import TrialError, TrialHeld, changed_settings, check_finished
 from asyncrl.runtime.trials.summary import SUMMARY_INDENT, summary_lines
 from asyncrl.trainer.supervised.base_model import BaseModelError, ensure_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
@@ -56,6 +56,8 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
     except (BaseModelError, TrialError, ConfigError) as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
+        if isinstance(error, TrialHeld):
+            return EXIT_HELD
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.config import signatures
-from asyncrl.config.evaluation_sets import longest_answer
+from asyncrl.config.evaluation_sets import codes_of_sets, longest_answer
 from asyncrl.config.experiment import ExperimentConfig
 
 
 def turns(config: ExperimentConfig) -> int:
-    """Return the number of answers that a conversation has room for: `rollout.chat.max_turns`, else the agent's own
-    `max_turns`, else 1.
+    """Return the number of answers that a conversation has room for, in training or in an evaluation:
+    `rollout.chat.max_turns`, else the most of an agent's own `max_turns`, else 1.
     """
-    own = agents_turns(config)
+    own = max(agents_turns(played) for played in (config, *codes_of_sets(config).values()))
     limit = config.rollout.chat.max_turns
     return limit or own or 1
 

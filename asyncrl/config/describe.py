@@ -20,7 +20,7 @@ USAGE = """\
 commands:
   eval MODEL                          evaluate a run's policy, a Hugging Face folder or a model on the hub
   show RUN                            print samples that a run kept
-  install verifiers VERSION [FOLDER]  make an environment for verifiers, sglang_cpu or sglang_gpu
+  install PACKAGE [VERSION] [FOLDER]  make an environment for verifiers, sglang_cpu or sglang_gpu
   export RUN [--step N] OUT           write a run's policy as a Hugging Face folder
   rollout EXPERIMENT                  generate and keep samples, train nothing
   replay EXPERIMENT samples=FOLDER    train on kept samples, without servers

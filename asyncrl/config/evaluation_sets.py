@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.rollout.settings import EvalSetConfig
+from asyncrl.config.setting import ConfigError, PluginConfig
+from asyncrl.config.suggestions import did_you_mean
+from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
+
+CODE: Final = ("agent", "env", "reward")
+"""Groups of settings that an evaluation set may have otherwise than training."""
+_OF_THE_WORKER: Final = ("processes", "process_max_episodes")
+"""Settings of these groups about processes, which all episodes of a worker share."""
+
+_Plugin = TypeVar("_Plugin", bound=PluginConfig)
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """An evaluation set with all its settings; `group` is the group of settings that defines it."""
+    """An evaluation set with all its settings.
+
+    Attributes:
+        group: the group of settings that defines it.
+        code: by group of `CODE`, what the set has otherwise than training; see `with_code_of`.
+    """
 
     group: str
     name: str
@@ -25,6 +42,7 @@ class EvaluationSet:
     temperature: float
     top_p: float
     max_new_tokens: int
+    code: Mapping[str, PluginConfig]
 
     def is_due(self, version: int, total_train_steps: int) -> bool:
         """Return True if `version` is to be evaluated: every `interval`-th, the initial and the last one."""
@@ -52,11 +70,78 @@ def evaluation_sets(config: ExperimentConfig) -> tuple[EvaluationSet, ...]:
             first(own.sampling.temperature, common.sampling.temperature, 0.0),
             first(own.sampling.top_p, common.sampling.top_p, training.top_p),
             first(own.sampling.max_new_tokens, common.sampling.max_new_tokens, training.max_new_tokens),
+            _code(config, group, own),
         )
 
     if not common.sets:
         return (one("eval", EvalSetConfig(args=common.args, fields=fields), common.path, common.name),)
     return tuple(one(f"eval.sets[{number}]", own, own.path, own.name) for number, own in enumerate(common.sets))
+
+
+def with_code_of(config: ExperimentConfig, each: EvaluationSet) -> ExperimentConfig:
+    """Return `config` with the agent, environment and reward of an evaluation set in place of training's."""
+    changed: dict[str, Any] = dict(each.code)
+    if "reward" in changed:
+        changed["rewards"] = []
+    return replace(config, **changed)
+
+
+def codes_of_sets(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
+    """Return `with_code_of` for each set that is evaluated with code of its own, by the set's group of settings."""
+    own = [each for each in evaluation_sets(config) if each.interval and each.code]
+    return {each.group: with_code_of(config, each) for each in own}
+
+
+def given_code(config: ExperimentConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what evaluations have otherwise than training, each by the name of its settings: `eval.sets[0].reward`."""
+    for setting, _, given in _given("eval", config.eval):
+        yield setting, given
+    for number, own in enumerate(config.eval.sets):
+        for setting, _, given in _given(f"eval.sets[{number}]", own):
+            yield setting, given
+
+
+def _given(group: str, owner: EvalConfig | EvalSetConfig) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for name in CODE:
+        if given := getattr(owner, name):
+            yield f"{group}.{name}", name, given
+
+
+def _code(config: ExperimentConfig, group: str, own: EvalSetConfig) -> dict[str, PluginConfig]:
+    """What a set has otherwise than training: first as `eval` says, then as the set itself does.
+
+    Raises:
+        ConfigError: a setting is unknown or of another type, or not for a set to give.
+    """
+    code: dict[str, PluginConfig] = {}
+    of_all = _given("eval", config.eval)
+    for setting, name, given in (*of_all, *(_given(group, own) if config.eval.sets else ())):
+        if name == "reward" and config.rewards and "reward" not in code and "path" not in given:
+            raise ConfigError(f"{setting}={given}: there are several `rewards`, not one to change; give it a path")
+        code[name] = _changed(setting, name, code.get(name, getattr(config, name)), given)
+    return code
+
+
+def _changed(setting: str, name: str, before: _Plugin, given: Mapping[str, Any]) -> _Plugin:
+    """Return `before` as `given` changes it; what another class or function takes is not what this one took."""
+    own = [field.name for field in fields(before)]
+    for key in given:
+        if key not in own:
+            hint = did_you_mean(key, own) or ";"
+            raise ConfigError(f"{setting}.{key}: no such setting{hint} {name} has {', '.join(own)}")
+        if key in _OF_THE_WORKER:
+            raise ConfigError(
+                f"{setting}.{key}={given[key]}: training and all evaluation sets share these processes; set "
+                f"{name}.{key}"
+            )
+    if "path" in given:
+        before = type(before)(**{key: getattr(before, key) for key in own if key in _OF_THE_WORKER})
+    try:
+        made: _Plugin = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(before), given))  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{setting}.{error.full_key or name}: {reason}; it is as {name} in --help") from error
+    return made
 
 
 def longest_answer(config: ExperimentConfig) -> int:

@@ -7,12 +7,13 @@ overrides defaults.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl.config.setting import setting
 from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.master.settings import BufferConfig, OnStale
-from asyncrl.observe.settings import LoggingConfig, SamplesConfig
+from asyncrl.observe.settings import LoggingConfig, ProfileConfig, SamplesConfig
 from asyncrl.plugins.agents.settings import AgentConfig
 from asyncrl.plugins.datasets.settings import DatasetConfig
 from asyncrl.plugins.envs.settings import EnvConfig
@@ -39,6 +40,13 @@ class ExperimentConfig:
     fileroot: str = setting("~/.cache/asyncrl", "where models, checkpoints, logs and metrics go")
     seed: int = setting(1, "seed of data order, sampling and initialisation", minimum=0, fixed=True)
     total_train_steps: int = setting(60, "policy versions to train", unit="steps", minimum=1)
+    total_epochs: float | None = setting(
+        None,
+        "the run's length in passes over the training set: total_train_steps becomes as many steps as train "
+        "total_epochs times its rows, rounded down; null: total_train_steps as set",
+        unit="epochs",
+        minimum=0.0,
+    )
     train_batch_size: int = setting(32, "B: rollouts (groups) per train step", unit="rollouts", minimum=1)
     group_size: int = setting(
         8, "episodes per prompt; each gives one sample, or as many as its agent returns", unit="episodes", minimum=1
@@ -54,6 +62,13 @@ class ExperimentConfig:
     resume: Resume = setting(
         Resume.auto,
         "auto: continue the trial's newest checkpoint if there is one; never: refuse a used trial; restart: wipe it",
+    )
+    my: dict[str, Any] = setting(
+        help="settings of your own code, checked by my_class; others use them as '${my.scale}'",
+        factory=dict,
+    )
+    my_class: str | None = setting(
+        None, "`package.module:Class` or `file.py:Class` of the dataclass that has the fields of `my`; null: none"
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
@@ -82,6 +97,7 @@ class ExperimentConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
 

@@ -28,6 +28,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf reads fi
 
 from asyncrl.config.aliases import answer, elsewhere
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.own_settings import complete_own_settings
 from asyncrl.config.setting import ConfigError, SettingInfo, not_a_choice, setting_info
 from asyncrl.config.suggestions import did_you_mean, nearest_setting
 from asyncrl.trainer.supervised.settings import SFTConfig
@@ -171,8 +172,9 @@ def _compose(name: str) -> tuple[DictConfig, type[Config]]:
     raise ConfigError(f"experiment {name!r}: its defaults list must begin with one of {', '.join(SCHEMAS)}")
 
 
-def _overridden(base: DictConfig, overrides: list[str]) -> Config:
+def _overridden(base: DictConfig, overrides: list[str], *, alone: bool = False) -> Config:
     """`base` with these settings, as Hydra sets them; it composes everything anew for that, which takes as long again.
+    `alone`: an override by itself, without those that name the class of `my`.
 
     Raises:
         ConfigError: a value is not of its setting's type.
@@ -180,6 +182,8 @@ def _overridden(base: DictConfig, overrides: list[str]) -> Config:
     config = copy.deepcopy(base)
     try:
         ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(overrides), config)
+        if "my" in config and not alone:
+            complete_own_settings(config)
         made: Config = OmegaConf.to_object(config)  # type: ignore[assignment]  # `_compose` looked at its type
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from error
@@ -189,7 +193,7 @@ def _overridden(base: DictConfig, overrides: list[str]) -> Config:
 def _refusal(base: DictConfig, override: str) -> list[str]:
     """The reason why `override` alone is refused; nothing where it is not."""
     try:
-        _overridden(base, [override])
+        _overridden(base, [override], alone=True)
     except ConfigError as error:
         return [str(error)]
     return []

@@ -7,8 +7,8 @@ own, the registry's or folder's names (`choices=`). Code compares with the enum'
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,15 @@ def setting_info(dataclass_field: Field[Any]) -> SettingInfo:
     """The `SettingInfo` of a field made by `setting`; an empty one for a group of settings."""
     info = dataclass_field.metadata.get(_KEY)
     return info if isinstance(info, SettingInfo) else SettingInfo(help="")
+
+
+def least_problems(group: str, config: Any) -> Iterator[str]:
+    """Yield an error message for each number in the group of settings `config` that is below its least value."""
+    for item in fields(config):
+        value, info = getattr(config, item.name), setting_info(item)
+        if isinstance(value, (int, float)) and info.minimum is not None and value < info.minimum:
+            unit = f" {info.unit}" if info.unit else ""
+            yield f"{group}.{item.name}={value}: below the least allowed value; use {info.minimum:g}{unit} or more"
 
 
 def not_a_choice(name: str, value: object, choices: Iterable[str]) -> str:

@@ -20,10 +20,10 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def nearest_setting(name: str, settings: Iterable[str]) -> str | None:
     """The setting that `name` is probably a slip of; None where none is near.
 
-    A setting of the same last part is nearest (`lr`: `optimizer.lr`), of several the one whose group is most like what
-    was written, then the shallowest, then the first. After those come settings that hold all the words of `name`
-    (`batch_size`: `train_batch_size`), then those that are spelt like it; `.` and `_` are the same there (`model_path`:
-    `model.path`).
+    A setting of the same last part is nearest (`lr`: `optimizer.lr`; `steps`: `total_train_steps`), of several the one
+    whose group is most like what was written, then the shallowest, then the first. After those come settings that hold
+    all the words of `name` (`batch_size`: `train_batch_size`), then those that are spelt like it; `.` and `_` are the
+    same there (`model_path`: `model.path`).
     """
     group, _, leaf = name.rpartition(".")
     flat, words = name.replace(".", "_"), set(leaf.split("_"))
@@ -31,7 +31,7 @@ def nearest_setting(name: str, settings: Iterable[str]) -> str | None:
     def distance(path: str) -> tuple[float, ...]:
         own_group, _, own_leaf = path.rpartition(".")
         depth, flat_path = path.count("."), path.replace(".", "_")
-        if own_leaf == leaf or flat_path == flat:
+        if own_leaf == leaf or flat_path == flat or (not group and not own_group and own_leaf.endswith(f"_{leaf}")):
             return 0, -_similarity(group, own_group) if group else 0, depth
         similarity = max(_similarity(flat, flat_path), _similarity(leaf, own_leaf))
         if len(leaf) > 2 and words <= set(own_leaf.split("_")):

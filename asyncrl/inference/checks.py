@@ -13,7 +13,7 @@ from asyncrl.config.context import context_length, needed_context, single_answer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference import gpu_checks
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import GenerationBackend, server_shape
 from asyncrl.inference.sglang.command import check_args
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
 from asyncrl.runtime.settings import SystemConfig
@@ -66,14 +66,20 @@ def _positions(config: ExperimentConfig) -> Iterator[str]:
 def _gpus(config: ExperimentConfig) -> Iterator[str]:
     """Servers share too few GPUs in turn, but one server cannot be split over more than there are."""
     generation = config.generation
-    gpus, wanted = count_gpus(), generation.sglang.tensor_parallel
+    try:
+        shape = server_shape(generation)
+    except ValueError as error:
+        yield str(error)
+        return
+    gpus, wanted = count_gpus(), shape.gpus
     if generation.device == Device.cuda and gpus == 0:
         yield (
             "generation.device='cuda': no NVIDIA GPU is visible here (see nvidia-smi and CUDA_VISIBLE_DEVICES); use "
             "cpu or auto"
         )
     elif generation.backend == GenerationBackend.sglang and generation.device != Device.cpu and 0 < gpus < wanted:
-        yield f"generation.sglang.tensor_parallel={wanted}: this machine has {gpus} GPUs; use {gpus} or less"
+        ranks = f"a server takes {wanted}, and " if wanted > shape.tensor else ""
+        yield f"{shape}: {ranks}this machine has {gpus} GPUs; use {gpus} or less"
     else:
         yield from gpu_checks.problems(config)
 

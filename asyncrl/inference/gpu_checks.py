@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import GenerationBackend, adopts, sglang_flags
+from asyncrl.inference.settings import GenerationBackend, adopts, server_shape, sglang_flags
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.worker_plan import WorkerPlan
 
@@ -28,10 +28,12 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
     servers = [plan for plan in plans if plan.kind == GENERATION_SERVER and plan.resources.gpus]
     if not servers:
         return
-    least, wanted = min(len(plan.resources.gpus) for plan in servers), generation.sglang.tensor_parallel
+    shape = server_shape(generation)
+    least, wanted = min(len(plan.resources.gpus) for plan in servers), shape.gpus
     if least < wanted:
+        ranks = f"a server has {wanted} ranks, and " if wanted > shape.tensor else ""
         yield (
-            f"generation.sglang.tensor_parallel={wanted}: training ranks leave a server {least} GPU{'s'[: least - 1]}; "
+            f"{shape}: {ranks}training ranks leave a server {least} GPU{'s'[: least - 1]}; "
             f"use {least}, fewer training ranks (trainer.parallel), or a host with more GPUs"
         )
     flags = sglang_flags(generation)

@@ -57,6 +57,64 @@ class GenerationConfig:
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class ServerShape:
+    """Ranks of one SGLang server along each axis.
+
+    With `shared_attention` (`enable_dp_attention`) the data axis lies within the tensor axis and adds no ranks.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    shared_attention: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the server takes: one for each rank."""
+        return self.tensor * self.pipeline * (1 if self.shared_attention else self.data)
+
+    def __str__(self) -> str:
+        axes = {"tensor_parallel": self.tensor, "args.pp_size": self.pipeline, "args.dp_size": self.data}
+        named = [f"generation.sglang.{name}={value}" for name, value in axes.items() if value > 1]
+        return ", ".join(named) or "generation.sglang.tensor_parallel=1"
+
+
+def server_shape(generation: GenerationConfig) -> ServerShape:
+    """Ranks of each server that is started.
+
+    Raises:
+        ValueError: a flag of SGLang does not fit; the message names it.
+    """
+    if generation.backend != GenerationBackend.sglang:
+        return ServerShape(tensor=generation.sglang.tensor_parallel)
+    flags = sglang_flags(generation)
+
+    def size(*names: str) -> int:
+        value = next((flags[name] for name in names if flags.get(name) is not None), 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"generation.sglang.args.{names[0]}={value!r}: it is a number of ranks; use 1 or more")
+        return value
+
+    if (nodes := size("nnodes")) > 1:
+        raise ValueError(
+            f"generation.sglang.args.nnodes={nodes}: a server is started on one host; start one over several yourself "
+            "and name it in generation.sglang.urls"
+        )
+    shape = ServerShape(
+        generation.sglang.tensor_parallel,
+        size("pp_size", "pipeline_parallel_size"),
+        size("dp_size", "data_parallel_size"),
+        bool(flags.get("enable_dp_attention")),
+    )
+    if shape.shared_attention and shape.tensor % shape.data:
+        raise ValueError(
+            f"generation.sglang.args.dp_size={shape.data}: with enable_dp_attention it divides "
+            f"generation.sglang.tensor_parallel={shape.tensor}"
+        )
+    return shape
+
+
 def adopts(generation: GenerationConfig) -> bool:
     """True if the servers are SGLang's and were started by somebody else."""
     return generation.backend == GenerationBackend.sglang and bool(generation.sglang.urls)

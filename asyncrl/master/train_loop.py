@@ -29,6 +29,7 @@ from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.data.step_plan import Dealing, plan_batch
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
 from asyncrl.master.metrics.metric_rows import Row
+from asyncrl.master.metrics.profile import profiled
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.connections import GRACE_S
 from asyncrl.master.recovery.beginning import Beginning
@@ -109,9 +110,10 @@ class TrainLoop:
         self._model_in_step = True
         config = parts.config
         dealing = Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs, config.seed)
-        await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
-        stats: Row = await parts.executor.run()
-        await parts.ranks.all(EndStep())
+        async with profiled(config.profile, parts.run_dir, parts.version + 1):
+            await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
+            stats: Row = await parts.executor.run()
+            await parts.ranks.all(EndStep())
         parts.buffer.mark_trained(batch)
         parts.version += 1
         self._model_in_step = False

@@ -12,10 +12,9 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
     if (config.samples.replay or config.samples.only) and importlib.util.find_spec("pyarrow") is None:
         yield "samples: pyarrow is not installed, which reads and writes kept samples; install the `data` extra"
-    if config.samples.every and importlib.util.find_spec("pyarrow") is None:
-        yield (
-            f"samples.every={config.samples.every}: pyarrow is not installed; install the `data` extra, or set it to 0"
-        )
+    for name, every in (("every", config.samples.every), ("eval_every", config.samples.eval_every)):
+        if every and importlib.util.find_spec("pyarrow") is None:
+            yield f"samples.{name}={every}: pyarrow is not installed; install the `data` extra, or set it to 0"
     if (config.samples.replay or config.samples.only) and config.eval.interval:
         yield (
             f"eval.interval={config.eval.interval}: what only replays or only keeps rollouts evaluates nothing; leave "

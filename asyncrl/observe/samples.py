@@ -1,7 +1,8 @@
 """Kept samples: Parquet files with a row per sample, `docs/samples.md` describes the columns. Needs pyarrow.
 
 A file holds what one writer kept of one train step, `samples/step-<step>.<writer>.parquet`, and appears whole. So a
-launch that forgets steps removes their files, and rotation removes the oldest ones.
+launch that forgets steps removes their files, and rotation removes the oldest ones. Answers of evaluations are kept the
+same way, a file for each version, in a folder for each set.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def schema() -> Any:
             ("text", pa.string()),
             ("segments", pa.list_(segment)),
             *((name, pa.list_(kind)) for name, kind in (*tokens, *scores)),
+            ("set", pa.string()),
+            ("right", pa.bool_()),
         ]
     )
 
@@ -110,6 +113,11 @@ def forget_after(folder: Path, step: int, writer: str) -> None:
 def sample_files(folder: Path) -> list[Path]:
     """The files in `folder`, by step and writer."""
     return sorted(folder.glob("step-*.parquet"))
+
+
+def answer_files(folder: Path) -> list[Path]:
+    """The files of kept answers in `folder`, which has a folder for each evaluation set: by version, set and writer."""
+    return sorted(folder.glob("*/step-*.parquet"), key=lambda file: (step_of(file), file.parent.name, file.name))
 
 
 def step_of(file: Path) -> int:

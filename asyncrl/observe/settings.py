@@ -33,6 +33,18 @@ class LoggingConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Steps that are looked at closely, in the run's folder `profile/`; see docs/performance.md."""
+
+    steps: list[int] = setting(help="train steps of which traces are written; each takes longer", factory=list)
+    ranks: list[int] = setting(help="ModelWorkers that write torch's trace, by index", factory=lambda: [0])
+    memory: bool = setting(True, "on GPUs: the history of their memory too")
+    stacks: bool = setting(
+        True, "the stacks of the run's processes on the master's host too (needs the `profile` extra: py-spy)"
+    )
+
+
+@dataclass
 class SamplesConfig:
     """Samples that are kept, as Parquet files with text, tokens, log-probabilities and rewards; see docs/samples.md."""
 
@@ -42,8 +54,18 @@ class SamplesConfig:
         "extra); `python -m asyncrl.launch show RUN` prints them",
         minimum=0,
     )
+    eval_every: int = setting(
+        0,
+        "keep the answers to every so manieth row of each evaluation set; 1: all, 0: none (needs the `data` extra); "
+        "`python -m asyncrl.launch show RUN --eval` prints them",
+        minimum=0,
+    )
     max_gb: float = setting(
-        2.0, "what the files may take together; beyond it the oldest are removed", unit="GB", minimum=0.001
+        2.0,
+        "what the files of training may take together, and what those of evaluations may; beyond it the oldest are "
+        "removed",
+        unit="GB",
+        minimum=0.001,
     )
     replay: str = setting(
         "", "folder of kept samples that are trained in place of new rollouts; set by the command `replay`"

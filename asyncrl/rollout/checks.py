@@ -10,8 +10,9 @@ from pathlib import Path
 from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
 from asyncrl.config import plugin_forms
-from asyncrl.config.evaluation_sets import evaluation_sets
+from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import least_problems
 from asyncrl.plugins.chat.stop_strings import check_stop_strings
 from asyncrl.plugins.datasets import checks as datasets
 from asyncrl.plugins.datasets.checks import field_problems, held_out_problems, source_problems
@@ -66,11 +67,26 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     elif evaluation.interval:
         yield from held_out_problems(data, evaluation)
+    yield from _agent(config)
+    yield from envs.check(config.env)
+    yield from rewards.check(config)
+    yield from _code_of_sets(config)
+
+
+def _agent(config: ExperimentConfig) -> Iterator[str]:
     yield from plugin_forms.agent_problems("agent", config.agent.path, config.agent.args)
     if config.agent.run_in == RunIn.loop:
         yield "agent.run_in=loop: an agent of yours is never called on the worker's own event loop; use auto"
-    yield from envs.check(config.env)
-    yield from rewards.check(config)
+
+
+def _code_of_sets(config: ExperimentConfig) -> Iterator[str]:
+    """Yield what is wrong with agents, environments and rewards that evaluation sets have otherwise than training."""
+    for each in evaluation_sets(config):
+        of_set = with_code_of(config, each)
+        checks = {"agent": _agent(of_set), "env": envs.check(of_set.env), "reward": rewards.check(of_set)}
+        for name, plugin in each.code.items():
+            for problem in (*least_problems(name, plugin), *checks[name]):
+                yield f"{each.group}.{problem}"
 
 
 def _evaluation(config: ExperimentConfig) -> Iterator[str]:
@@ -83,10 +99,10 @@ def _evaluation(config: ExperimentConfig) -> Iterator[str]:
     names: set[str] = set()
     for each in evaluation_sets(config):
         group = each.group
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", each.name) or each.name in names:
+        if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", each.name) or each.name in names:
             yield (
                 f"{group}.name={each.name!r}: names the metrics eval/<name>/...; give each set another one, of "
-                "letters, digits, '_', '.' and '-'"
+                "letters, digits, '_', '-' and, but at its start, '.'"
             )
         names.add(each.name)
         if evaluation.sets:

@@ -24,6 +24,7 @@ from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.evaluation.evaluator import Evaluator
+from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.inputs.copied import Inputs, check_rows, import_named, read_from
 from asyncrl.rollout.loop import RolloutLoop
@@ -33,7 +34,7 @@ from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
-from asyncrl.runtime.run_dir import DATA_RECORD_FILE
+from asyncrl.runtime.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.weights.staging.client import StagingClient
 from asyncrl.weights.staging.messages import INPUTS, LAUNCHER_HOST
 
@@ -179,7 +180,18 @@ class RolloutWorker(AsyncWorker):
             index=self.index,
             workers=self.config.rollout.workers,
             max_concurrent=self._evaluations_at_a_time,
+            keep=self._kept_answers(),
         )
+
+    def _kept_answers(self) -> KeptAnswers | None:
+        """What keeps answers of evaluations; None if none are to be kept."""
+        samples, workers = self.config.samples, self.config.rollout.workers
+        if not samples.eval_every:
+            return None
+        sets = len(self._plugins.prompts.eval_sets) or 1
+        max_bytes, decode = int(samples.max_gb * 1e9 / workers / sets), self._plugins.tokenizer.decode
+        folder = self.run_dir / ANSWERS_DIR
+        return KeptAnswers(folder, samples.eval_every, max_bytes, decode, index=self.index, workers=workers)
 
     def _request_server(self) -> RequestServer:
         return RequestServer(self.config.system.host, self.security, immediate={Evaluate: self._evaluate})

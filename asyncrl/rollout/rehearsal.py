@@ -16,13 +16,24 @@ import json
 import random
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
-from asyncrl.api import Completion, EpisodeError, FinishReason, GenerationRequest, GenerationResult, Prompt, Tokenizer
+from asyncrl.api import (
+    Completion,
+    EpisodeError,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    Prompt,
+    Sample,
+    Tokenizer,
+)
 from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.config.catalog import resolve
+from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompts import BadPrompt
@@ -86,7 +97,7 @@ class MadeUpPolicy:
 
 
 async def rehearse(config: ExperimentConfig) -> Outcome:
-    """Play the first row of the training set that makes a prompt."""
+    """Play the first row that makes a prompt: of the training set, and of evaluation sets with code of their own."""
     try:
         plugins = Plugins(config)
         algorithm, rollout = config.algorithm, config.rollout
@@ -96,18 +107,22 @@ async def rehearse(config: ExperimentConfig) -> Outcome:
         )
         async with plugins.offloader, plugins.tools:
             prompt = next(_prompts(plugins), None)
-            if prompt is None:
-                return Outcome()
             policy = MadeUpPolicy(plugins.tokenizer, config.seed)
             tries = Tries(1, algorithm.least_episodes, rollout.rollout_timeout_s)
+            samples: Sequence[Sample] = ()
+            counted: Mapping[str, float] = {}
             try:
-                with metered():
-                    samples, counted = await plugins.play_to_train(prompt, policy, tries)
+                if prompt is not None:
+                    with metered():
+                        samples, counted = await plugins.play_to_train(prompt, policy, tries)
+                    if samples:
+                        judge(samples, filters)
+                        shape(samples, shapings)
+                failed = await _evaluations(plugins, config, policy)
             finally:
                 await plugins.conversations.endpoint.close()
-            if samples:
-                judge(samples, filters)
-                shape(samples, shapings)
+            if failed is not None:
+                return failed
     except ConfigError as error:
         return Outcome(str(error))
     except Exception as error:  # whatever user code raises
@@ -117,11 +132,34 @@ async def rehearse(config: ExperimentConfig) -> Outcome:
 
 
 def _prompts(plugins: Plugins) -> Iterator[Prompt]:
-    for row in range(min(ROWS_TRIED, len(plugins.prompts.train_set))):
+    rows = range(min(ROWS_TRIED, len(plugins.prompts.train_set)))
+    return _that_are(partial(plugins.prompts.train, PromptRef(f"rehearsal-{row}", row, row)) for row in rows)
+
+
+def _that_are(made: Iterable[Callable[[], Prompt]]) -> Iterator[Prompt]:
+    """Yield the prompts of those rows that make one."""
+    for make in made:
         try:
-            yield plugins.prompts.train(PromptRef(f"rehearsal-{row}", row, row))
+            yield make()
         except BadPrompt:
             continue
+
+
+async def _evaluations(plugins: Plugins, config: ExperimentConfig, policy: MadeUpPolicy) -> Outcome | None:
+    """Play the first row of each evaluation set that has code of its own; returns what failed."""
+    for name, (each, rows) in plugins.prompts.eval_sets.items():
+        if not each.code:
+            continue
+        numbers = range(min(ROWS_TRIED, each.size, len(rows)))
+        prompt = next(_that_are(partial(plugins.prompts.evaluation, name, row, 0) for row in numbers), None)
+        if prompt is None:
+            continue
+        try:
+            with metered():
+                await plugins.play_to_evaluate(name, prompt, policy)
+        except Exception as error:  # whatever user code raises
+            return Outcome(f"{each.group}: {_told(error, with_code_of(config, each))}", _users_lines(error))
+    return None
 
 
 def _told(error: BaseException, config: ExperimentConfig) -> str:

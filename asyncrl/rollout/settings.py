@@ -138,6 +138,9 @@ class EvalSetConfig:
     interval: Optional[int] = setting(None, "as eval.interval", unit="steps")
     size: Optional[int] = setting(None, "as eval.size", unit="prompts")
     n_samples: Optional[int] = setting(None, "as eval.n_samples", unit="samples")
+    agent: dict[str, Any] = setting(help="as eval.agent, over which it goes", factory=dict)
+    env: dict[str, Any] = setting(help="as eval.env, over which it goes", factory=dict)
+    reward: dict[str, Any] = setting(help="as eval.reward, over which it goes", factory=dict)
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
 
 
@@ -155,9 +158,15 @@ class EvalConfig:
     size: int = setting(256, "prompts evaluated, from the set's start", unit="prompts", minimum=1)
     n_samples: int = setting(1, "answers to each prompt; more than one give pass@k", unit="samples", minimum=1)
     timeout_s: float = setting(300.0, "limit of one evaluation of one set", unit="s", minimum=1.0)
+    agent: dict[str, Any] = setting(
+        help="settings of agent that evaluations have otherwise than training; one with a path of its own is whole",
+        factory=dict,
+    )
+    env: dict[str, Any] = setting(help="likewise of env", factory=dict)
+    reward: dict[str, Any] = setting(help="likewise of reward; with a path, also in place of rewards", factory=dict)
     sets: list[EvalSetConfig] = setting(
         help="several sets in place of name, path, args and fields; each with these, and with its own interval, size, "
-        "n_samples and sampling where it gives them",
+        "n_samples, sampling, agent, env and reward where it gives them",
         factory=list,
     )
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)

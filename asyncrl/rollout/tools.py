@@ -139,8 +139,8 @@ class ProcessTool:
 class _InProcess(FunctionTool):
     """A function that runs in a process: what is sent there is its arguments."""
 
-    def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> Any:
-        return self.arguments_of(instance_id, arguments)
+    def execute(self, instance_id: str, arguments: Mapping[str, Any], **of_row: Any) -> Any:
+        return self.arguments_of(instance_id, arguments, of_row)
 
 
 class _Host:
@@ -221,8 +221,8 @@ def _called(tool: FunctionTool) -> Tool:
 
 
 class _PlainFunction(FunctionTool):
-    def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> Any:
-        return self.function(**self.arguments_of(instance_id, arguments))
+    def execute(self, instance_id: str, arguments: Mapping[str, Any], **of_row: Any) -> Any:
+        return self.function(**self.arguments_of(instance_id, arguments, of_row))
 
 
 def _instance(group: str, config: ToolConfig, found: Any) -> Tool:

@@ -9,10 +9,11 @@ ports, and outlives it. So this process, which does nothing else, is the "child 
 hands every orphan of the tree to it. It waits for the first of two things: the end of the command; or the end of its
 standard input, a pipe from the launcher, which means that the launcher is gone, however that came about. Then it kills
 all that is below it and takes note of each end, until nothing is left. It ends as the command did: with its exit code,
-or by its signal. SIGTERM is passed on.
+or by its signal. `STOP_SIGNAL`, the launcher's order to end, is passed on. SIGTERM and SIGINT are ignored: a batch
+system or a terminal sends them to the whole tree at once, and the launcher stops the processes in order.
 
-The leading process saves before it ends: with a GRACE_S it gets SIGTERM, and so many seconds, when the launcher is
-gone. It needs the others for that. So this keeper holds descriptors, FDS (their numbers, with commas; `-` for none),
+The leading process saves before it ends: with a GRACE_S it gets `STOP_SIGNAL`, and so many seconds, when the launcher
+is gone. It needs the others for that. So this keeper holds descriptors, FDS (their numbers, with commas; `-` for none),
 one of them the writing end of the pipe that is the others' standard input: they hear of the launcher's end once this
 one is gone too. Nothing below inherits them.
 
@@ -22,10 +23,10 @@ it tells the two apart, by the kernel's count of such kills: where that grew whi
 
 On another host there is no process of the launcher to send signals to, and what is on a command line can be read by
 everybody there. So without a command all comes over standard input: first a line of JSON, the `Order`; then a byte at a
-time, `STOP` to pass SIGTERM on, `KILL` to kill the command, and `ALIVE` now and then. A connection can be cut without
-its end being told: after `silence_s` without a byte the launcher counts as gone. An end by signal n is told as exit
-code 128 + n, since ssh and srun tell no signals; exit code 1 is told as `TOLD_FAILED`, since srun and kubectl end with
-1 when they fail themselves. There is no grace there.
+time, `STOP` to pass `STOP_SIGNAL` on, `KILL` to kill the command, and `ALIVE` now and then. A connection can be cut
+without its end being told: after `silence_s` without a byte the launcher counts as gone. An end by signal n is told as
+exit code 128 + n, since ssh and srun tell no signals; exit code 1 is told as `TOLD_FAILED`, since srun and kubectl end
+with 1 when they fail themselves. There is no grace there.
 
 A host that was cut off may still run what the launcher has given up, for as long as that keeper's `silence_s` lasts, or
 longer where everything there was stopped. So before a keeper starts a process it kills whatever runs there of earlier
@@ -71,6 +72,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 PLACE_VARIABLE = "ASYNCRL_PLACE"
 """Environment variable of a process on another host: a number that grows from start to start, a space, and its place:
 whose process it is of which run."""
+STOP_SIGNAL = signal.SIGUSR2
+"""Order of the launcher to end. It is not SIGTERM, which batch systems send to every process of a job."""
 STOP, KILL, ALIVE = b"s", b"k", b"."
 TOLD_FAILED = 101
 TOLD_OUT_OF_MEMORY = 102
@@ -117,21 +120,22 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's to handle
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until there is someone to pass it on to
+    for number in (signal.SIGINT, signal.SIGTERM):  # the launcher's to handle
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])  # until there is someone to pass it on to
     kills_before = _out_of_memory_kills()
     child = _start(command)
 
     def pass_on(*_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGTERM)
+            os.kill(child, STOP_SIGNAL)
 
     def kill_child() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
 
-    signal.signal(signal.SIGTERM, pass_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    signal.signal(STOP_SIGNAL, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
     status, watched, ends_at = None, [0, woken], math.inf
     while status is None and (left_s := ends_at - time.monotonic()) > 0:
         readable, _, _ = select.select(watched, [], [], silence_s if ends_at == math.inf else left_s)
@@ -147,7 +151,7 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
         status = reap().get(child)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is ended now in any case, and the child's id may be another's
+    signal.signal(STOP_SIGNAL, signal.SIG_IGN)  # all is ended now in any case, and the child's id may be another's
     if status is None:
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
@@ -202,7 +206,7 @@ def _start(command: list[str]) -> int:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != keeper:  # it ended before the call above

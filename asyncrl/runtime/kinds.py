@@ -23,7 +23,7 @@ from asyncrl.comm.names import (
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import GenerationBackend, server_shape
 from asyncrl.runtime.hosts.staging_hosts import staging_hosts
 from asyncrl.runtime.worker_plan import Resources
 from asyncrl.trainer.placement import placement
@@ -129,17 +129,22 @@ def _generation_servers(config: ExperimentConfig) -> int:
     return 0 if config.samples.replay else len(config.generation.sglang.urls) or config.generation.servers
 
 
+def gpus_of_servers(config: ExperimentConfig, here: Share) -> Sequence[str]:
+    """GPUs of a host that its training ranks leave to generation servers; the last one is shared if they take all."""
+    if config.generation.device == Device.cpu:
+        return ()
+    taken = here.ranks if config.trainer.device != Device.cpu else 0
+    return here.gpus[min(taken, max(len(here.gpus) - 1, 0)) :]
+
+
 def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
-    """The GPUs that training leaves, `generation.sglang.tensor_parallel` each; too few are shared in turn."""
+    """The GPUs that training leaves, as many as the server has ranks; too few are shared in turn."""
     generation = config.generation
-    ours: Sequence[str] = ()
-    if generation.device != Device.cpu:
-        taken = here.ranks if config.trainer.device != Device.cpu else 0
-        ours = here.gpus[min(taken, max(len(here.gpus) - 1, 0)) :]
+    ours = gpus_of_servers(config, here)
     niceness = 0 if ours else _niceness(config, here)
     in_process = generation.backend == GenerationBackend.embedded
     allocator = GPU_ALLOCATOR if ours and in_process else ""
-    return Resources(generation.threads, _dealt(index, generation.sglang.tensor_parallel, ours), niceness, allocator)
+    return Resources(generation.threads, _dealt(index, server_shape(generation).gpus, ours), niceness, allocator)
 
 
 def _staging_servers(config: ExperimentConfig) -> int:

@@ -36,6 +36,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Display
 from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.last_step import keeps_last_step
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
@@ -135,8 +136,8 @@ class Launcher:
     async def _run(self, backend: LauncherBackend) -> int:
         self._backend = backend
         self._ends: asyncio.Queue[WorkerHandle | None] = asyncio.Queue()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
         showing = asyncio.create_task(self._show_metrics())
         rotating = asyncio.create_task(self._rotate_logs())
         guarding = asyncio.create_task(self._guard_claim())
@@ -182,7 +183,7 @@ class Launcher:
         """True if the leading process ended normally: with exit code 0, or by a stop request that came before it was
         ready.
         """
-        if self._interrupts and leader.exit_code in (-signal.SIGTERM, EXIT_RESTART_TRAINER):
+        if self._interrupts and leader.exit_code in (-STOP_SIGNAL, EXIT_RESTART_TRAINER):
             self._display.note(
                 f"{leader.plan.name} had just begun, so no checkpoint was written; the same command goes on from the "
                 "newest one"
@@ -220,8 +221,13 @@ class Launcher:
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
 
+    def _terminate(self) -> None:
+        """SIGTERM: asks for a checkpoint and the end. It comes twice from a batch system and a script in between."""
+        if not self._interrupts:
+            self._interrupt()
+
     def _interrupt(self) -> None:
-        """SIGINT or SIGTERM: the first asks for a checkpoint and the end, the second for the end at once."""
+        """SIGINT: the first asks for a checkpoint and the end, the second for the end at once."""
         self._interrupts += 1
         if self._interrupts == 1:
             self._display.note("stopping after a checkpoint; once more to stop at once")
@@ -269,7 +275,8 @@ class Launcher:
             counted = TRAINER if ended.exit_code == EXIT_RESTART_TRAINER else name  # its own death was counted before
             after = self._policy.died(counted, time.monotonic(), lost=lost)
         replaced = after is AfterDeath.alone
-        if kind.essential and not replaced:
+        essential = kind.essential and not (self._interrupts and kind.serves)  # SIGTERM may end what a server started
+        if essential and not replaced:
             return after
         outcome = "it is started again" if replaced else "the run goes on without it"
         if replaced and together:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER, STAGING_SERVER
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import adopts
+from asyncrl.inference.settings import adopts, server_shape
 from asyncrl.runtime.hosts.staging_hosts import staging_hosts
-from asyncrl.runtime.kinds import KINDS, Run, Share
+from asyncrl.runtime.kinds import KINDS, Run, Share, gpus_of_servers
 from asyncrl.runtime.process.hardware import visible_gpus
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.worker_plan import Host, WorkerPlan
@@ -21,7 +21,8 @@ def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, ru
     """Every process of the launch, in the order of `KINDS`.
 
     The processes of a kind are dealt out in blocks of neighbours over the hosts that run it, in the order of
-    `system.hosts`, so that the innermost axes of a layout stay on one host.
+    `system.hosts`, so that the innermost axes of a layout stay on one host. A host gets as many of them as any other;
+    of generation servers in proportion to those that fit on the GPUs which training leaves there.
 
     Args:
         config: the experiment.
@@ -29,22 +30,27 @@ def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, ru
         run: what the launch is for.
     """
     gpus = visible_gpus() if gpus is None else gpus
-    places: dict[tuple[str, int], HostConfig] = {}
-    for name, kind in KINDS.items():
+
+    def placed(name: str) -> list[HostConfig]:
+        kind = KINDS[name]
         count = kind.count(config) if run in kind.runs else 0
         hosts = _hosts_of(config, kind.placed_as or name)
-        places |= {(name, index): hosts[index * len(hosts) // count] for index in range(count)}
-    ranks = Counter(id(host) for (name, _), host in places.items() if name == MODEL_WORKER)
-    shares = {
-        id(host): Share(host.gpus if host.name else host.gpus or gpus, ranks[id(host)]) for host in places.values()
-    }
-    before: Counter[tuple[str, int]] = Counter()
+        if name == GENERATION_SERVER:
+            hosts = _by_room(config, hosts, [share_of(host) for host in hosts])
+        return [hosts[index * len(hosts) // count] for index in range(count)]
+
+    def share_of(host: HostConfig) -> Share:
+        return Share(host.gpus if host.name else host.gpus or gpus, ranks[id(host)])
+
+    ranks = Counter(id(host) for name in KINDS if name == MODEL_WORKER for host in placed(name))
     plans = []
-    for (name, index), host in places.items():
-        resources = KINDS[name].resources(config, before[name, id(host)], shares[id(host)])
-        before[name, id(host)] += 1
-        where = Host(host.name, host.address, host.python, _folder_on(host, config))
-        plans.append(WorkerPlan(name, index, resources, host=where, leads=KINDS[name].leads))
+    for name, kind in KINDS.items():
+        before: Counter[int] = Counter()
+        for index, host in enumerate(placed(name)):
+            resources = kind.resources(config, before[id(host)], share_of(host))
+            before[id(host)] += 1
+            where = Host(host.name, host.address, host.python, _folder_on(host, config))
+            plans.append(WorkerPlan(name, index, resources, host=where, leads=kind.leads))
     return plans
 
 
@@ -53,6 +59,13 @@ def _hosts_of(config: ExperimentConfig, kind: str) -> list[HostConfig]:
     if kind == STAGING_SERVER:
         return staging_hosts(config)
     return [host for host in config.system.hosts if kind in host.runs] or [_HERE]
+
+
+def _by_room(config: ExperimentConfig, hosts: list[HostConfig], shares: list[Share]) -> list[HostConfig]:
+    """The hosts of generation servers, each as often as servers fit on the GPUs left there; all once if none fits."""
+    each = server_shape(config.generation).gpus
+    fits = [len(gpus_of_servers(config, share)) // each for share in shares]
+    return [host for host, count in zip(hosts, fits, strict=True) for _ in range(count)] or hosts
 
 
 def _folder_on(host: HostConfig, config: ExperimentConfig) -> str:

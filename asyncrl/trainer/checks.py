@@ -19,6 +19,7 @@ from asyncrl.master.graph.types import GraphError
 from asyncrl.models.routers import routing_shape
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
+from asyncrl.runtime.process.stacks import py_spy
 from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.layout import Layout
@@ -46,10 +47,30 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _proximal(config)
     yield from _warmup("optimizer", config.optimizer)
     yield from _warmup("algorithm.critic.optimizer", config.algorithm.critic.optimizer)
+    yield from _profile(config)
     unknown = list(_algorithms(config))
     yield from unknown
     if not unknown:
         yield from _critic(config)
+
+
+def _profile(config: ExperimentConfig) -> Iterator[str]:
+    profile = config.profile
+    if not profile.steps:
+        return
+    last = config.total_train_steps
+    for step in profile.steps:
+        if not 1 <= step <= last:
+            yield f"profile.steps={profile.steps}: {step} is none of the run's steps; use 1 to {last}"
+    try:
+        ranks = placement(config, load_graph(config)).workers
+    except ValueError:  # no layout, or no graph
+        return  # reported by others
+    for rank in profile.ranks:
+        if not 0 <= rank < ranks:
+            yield f"profile.ranks={profile.ranks}: there is no model_worker/{rank}; use 0 to {ranks - 1}"
+    if profile.stacks and py_spy() is None:
+        yield "profile.stacks=true: py-spy is not installed; install the `profile` extra, or use profile.stacks=false"
 
 
 def _warmup(name: str, optimizer: OptimizerConfig) -> Iterator[str]:

@@ -37,7 +37,7 @@ from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
-from asyncrl.runtime.run_dir import SAMPLES_DIR, SPILLED_DIR
+from asyncrl.runtime.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.trainer.batches.columns import move_columns
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.redistribute import hand_down, redistribute
@@ -76,6 +76,7 @@ from asyncrl.trainer.parallel.collectives import Collectives
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.parallel.world import all_have_started, training_world
 from asyncrl.trainer.placement import placement
+from asyncrl.trainer.profile import StepProfile
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.trajectories.arrivals import ArrivalCheck
 from asyncrl.trainer.trajectories.intake import Intake
@@ -135,6 +136,7 @@ class ModelWorker(Worker):
         self._open.callback(self._rank.last_step.close)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._kept = self._keep_samples()
+        self._profile = StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device)
         all_have_started(config)
         self._take_connections()
 
@@ -308,6 +310,7 @@ class ModelWorker(Worker):
         """Bring the samples to every grid's ranks: each role trains or scores all of them, dealt in its own way."""
         self._check_master(step)
         self._standing = Standing(in_step=True, master_state=None)
+        self._profile.begin(step.version + 1)
         held = self._intake.inbox.get(step.leaving)
         self._shares = {}
         for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
@@ -354,7 +357,8 @@ class ModelWorker(Worker):
             ranks=self._world.places[grid].data,
             state=self._rank.state,
         )
-        stats = run_call(self._functions[call.function], context, self._batches[grid])
+        with self._profile.call(call.name):
+            stats = run_call(self._functions[call.function], context, self._batches[grid])
         if self._kept is not None and grid == self._world.placement.actor:
             self._kept.called(call.writes, self._batches[grid])
         return CallStats(stats)
@@ -363,6 +367,7 @@ class ModelWorker(Worker):
         if self._kept is not None and (batch := self._batches.get(self._world.placement.actor)) is not None:
             self._kept.end(batch)
         self._batches.clear()
+        self._profile.end()
         return Done()
 
     def _publish(self, request: Publish) -> PublishedWeights:

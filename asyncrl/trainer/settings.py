@@ -323,15 +323,21 @@ class CheckpointConfig:
     interval: int = setting(
         10, "train steps between checkpoints; one is always written at exit; 0: only at exit", unit="steps", minimum=0
     )
+    interval_minutes: float = setting(
+        0.0,
+        "a checkpoint is also written after the first step that ends so long after the one before began; 0: by "
+        "`checkpoint.interval` alone",
+        unit="minutes",
+        minimum=0.0,
+    )
     keep: int = setting(2, "newest checkpoints kept", minimum=1)
     keep_every: int = setting(
         0, "older checkpoints of every so manieth step are kept too; 0: none", unit="steps", minimum=0
     )
     keep_last_step: bool = setting(
         True,
-        "the state of each step and the waiting trajectories are kept in the host's memory (/dev/shm), with a copy in "
-        "another host's where there is one, so that a death of the MasterWorker or a ModelWorker costs that step at "
-        "most; false: the steps since the last checkpoint",
+        "the state of each step and the waiting trajectories are kept in the host's memory (/dev/shm), so that a death "
+        "of the MasterWorker or a ModelWorker costs that step at most; false: the steps since the last checkpoint",
     )
     keep_best: Optional[str] = setting(
         None, "metric of an evaluation, like eval/<set>/accuracy, whose best checkpoint is kept too; null: none"

@@ -23,6 +23,8 @@ TRAIN_SHARE = 0.4
 """Share of the device's peak that training attains (model FLOPs utilisation)."""
 TRAIN_OPERATIONS = 8
 """For a token and parameter: 2 forward, 4 backward, 2 for the proximal log-probabilities."""
+REFERENCE_OPERATIONS = 2
+"""Added to those where a reference model scores each token."""
 LAUNCH_S = 0.001
 """Seconds that the host adds to a decode step: scheduling, sampling, launches."""
 MEMORY_SHARE = 0.88

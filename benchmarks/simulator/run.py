@@ -283,7 +283,8 @@ class Simulation:
         batch = await self._next_batch()
         has_data = self._loop.time()
         await self.on.master.work(self.on.host.master_s / 2)
-        await self.on.rank.work(self.trainer.step_s(sum(map(self._trained_tokens, batch.records))))
+        tokens = sum(map(self._trained_tokens, batch.records))
+        await self.on.rank.work(self.trainer.step_s(tokens, has_data - begun))
         self.buffer.mark_trained(batch)
         self.version += 1
         for record in batch.records:

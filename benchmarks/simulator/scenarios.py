@@ -7,6 +7,7 @@ trains on all of them; each row of it has another number of devices to a server,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,18 @@ from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.rollout.settings import Pacing
 from simulator.agents import Turns
-from simulator.devices import H100, QWEN_7B, QWEN_32B, Device, Model, engine_model, switch_s, trainer_model
+from simulator.devices import (
+    H100,
+    QWEN_7B,
+    QWEN_32B,
+    REFERENCE_OPERATIONS,
+    TRAIN_OPERATIONS,
+    Device,
+    Model,
+    engine_model,
+    switch_s,
+    trainer_model,
+)
 from simulator.faults import Faults
 from simulator.lengths import LogNormal
 from simulator.setup import Setup
@@ -282,12 +294,28 @@ def _prompts(devices: int, quick: bool) -> list[Cell]:
     return cells
 
 
+def _ahead(devices: int, quick: bool) -> list[Cell]:
+    """A frozen reference's log-probabilities in the step, or as rollouts arrive while the trainer waits for data."""
+    share = REFERENCE_OPERATIONS / (TRAIN_OPERATIONS + REFERENCE_OPERATIONS)
+    cells = []
+    for eta, sixteenths in itertools.product((1, 4), (9, 10, 11, 12)):
+        more = in_flight(min(3, eta + 1), devices)
+        setup = asynchronous(devices, _generating(devices, sixteenths), 4, eta, quick=quick, **more)
+        dearer = replace(setup.trainer, token_s=setup.trainer.token_s / (1 - share))
+        for name, ahead in (("in the step", 0.0), ("as rollouts arrive", share)):
+            trainer = replace(dearer, ahead_share=ahead)
+            table = f"{devices} devices, a reference, η = {eta}: {_generating(devices, sixteenths)} generate"
+            cells.append(Cell(table, f"reference {name}", replace(setup, trainer=trainer), baseline=not ahead))
+    return cells
+
+
 TABLES: dict[str, Table] = {
     "splits64": _splits(64, (9, 10, 11, 12, 13), (1, 2, 4, 8), (1, 2)),
     "eta64": lambda quick: _etas(64, quick),
     "beyond64": lambda quick: _beyond(64, quick),
     "inflight": _in_flight,
     "prompts64": lambda quick: _prompts(64, quick),
+    "ahead64": lambda quick: _ahead(64, quick),
     "assumptions": _assumptions,
     "updates": _updates,
     "faults64": lambda quick: _faults(64, quick),

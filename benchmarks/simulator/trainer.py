@@ -18,16 +18,20 @@ from asyncrl.trainer.trajectories.inbox import Inbox
 class TrainerModel:
     """A step takes `fixed_s` and `token_s` for each token of its batch, prompts included; then its weights are
     published in `publish_s`. `switch_s`: where the same devices generate, to change from that to training and back.
+    `ahead_share`: the part of `token_s` that needs no newest weights (a frozen reference) and is done while the trainer
+    waits for data, as if all tokens were there by then.
     """
 
     token_s: float
     fixed_s: float
     publish_s: float
     switch_s: float = 0.0
+    ahead_share: float = 0.0
 
-    def step_s(self, tokens: float) -> float:
-        """Return the seconds of a step on a batch of `tokens`, without publishing."""
-        return self.fixed_s + self.token_s * tokens + self.switch_s
+    def step_s(self, tokens: float, waited_s: float = 0.0) -> float:
+        """Return the seconds of a step on a batch of `tokens` that was waited for, without publishing."""
+        ahead_s = min(waited_s, self.ahead_share * self.token_s * tokens)
+        return self.fixed_s + self.token_s * tokens - ahead_s + self.switch_s
 
     def coarse(self, grain: int) -> TrainerModel:
         """In units of `grain` tokens."""

@@ -88,13 +88,13 @@ def slurm(folder: Path, nodes: int) -> Iterator[dict[str, str]]:
     conf.write_text(
         f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser={getpass.getuser()}\n"
         f"SlurmdUser={getpass.getuser()}\nAuthType=auth/munge\nCredType=cred/munge\n"
-        f"AuthInfo=socket={folder}/munge/socket\nSlurmctldPort={ports[0]}\n"
+        f"AuthInfo=socket={folder}/munge/socket,cred_expire=5\nSlurmctldPort={ports[0]}\n"
         f"SlurmctldPidFile={folder}/run/ctld.pid\nSlurmdPidFile={folder}/run/%n.pid\n"
         f"SlurmctldLogFile={folder}/ctld.log\nSlurmdLogFile={folder}/%n.log\nStateSaveLocation={folder}/state\n"
         f"SlurmdSpoolDir={folder}/spool-%n\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
         "JobAcctGatherType=jobacct_gather/none\nSelectType=select/cons_tres\nSelectTypeParameters=CR_Core\n"
         "SchedulerType=sched/backfill\nSlurmdParameters=config_overrides\nMpiDefault=none\nMailProg=/bin/true\n"
-        "AccountingStorageType=accounting_storage/none\nReturnToService=2\nSwitchType=switch/none\nKillWait=5\n"
+        "AccountingStorageType=accounting_storage/none\nReturnToService=2\nSwitchType=switch/none\nKillWait=30\n"
         f"NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[-1]}] CPUs=8 "
         "RealMemory=2000\nPartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
     )

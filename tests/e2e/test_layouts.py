@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 from typing import Any
 
@@ -14,6 +16,8 @@ LAYOUTS: dict[str, dict[str, str]] = {
     "a critic in slices on the ranks of a sharded actor": {
         "trainer__parallel": "d2",
         "algorithm__critic__parallel": "t2",
+        "profile__steps": "[2]",
+        "profile__ranks": "[0,1]",
     },
     "idle roles and moments in host memory": {
         "trainer__parallel": "d2",
@@ -45,6 +49,22 @@ def test_a_run_trains_in_any_layout(start_run: Any, name: str) -> None:
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert (run.run_dir / "weights" / "actor" / "v3" / "manifest.json").exists()
     assert run.survivors() == []
+    if "profile__steps" in layout:
+        check_profile(run)
+
+
+def check_profile(run: Any) -> None:
+    """Step 2 was looked at on both ranks, and the terminal says where."""
+    folder = run.run_dir / "profile"
+    files = ["step-2.rank-0.trace.json.gz", "step-2.rank-1.trace.json.gz", "step-2.stacks.txt"]
+    assert sorted(file.name for file in folder.iterdir()) == files
+    assert "profile of step 2: " in run.output
+    trace = json.loads(gzip.decompress((folder / files[1]).read_bytes()))
+    calls = {event.get("name") for event in trace["traceEvents"]}
+    assert {"actor_train", "critic_train"} <= calls
+    stacks = (folder / files[2]).read_text()
+    kinds = ("model_worker/0", "model_worker/1", "master_worker/0", "gserver_manager/0", "rollout_worker/0")
+    assert all(f"== asyncrl {kind} [" in stacks for kind in kinds), stacks[:2000]
 
 
 def check_losses(rows: list[dict[str, Any]], *, with_critic: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.observe.tail import JsonlTail
+from asyncrl.runtime.exit_codes import EXIT_HELD
 
 from ..conftest import LIMIT_S, SHARED_MEMORY, Gate, left_in_memory
 from .clusters import await_that
@@ -31,7 +32,7 @@ def test_a_run_has_its_trial_to_itself_keeps_its_bound_balances_its_books_and_le
     run.wait_for_step(2)
     titles = [title for title in run.remember_processes() if title.startswith("asyncrl ")]
     second = start_run(**held.settings)
-    assert second.wait() == 1
+    assert second.wait() == EXIT_HELD
     assert "another run is using" in second.output
     held.open()
     assert run.wait() == 0, run.output + run.logs()
@@ -200,9 +201,7 @@ def test_a_broken_reward_fails_the_run_and_shows_its_traceback(start_run: Any, t
 def test_a_mixture_of_experts_is_served_as_it_is_trained(
     engine: str, parallel: str, replay: bool, start_run: Any, tiny_moe: Path
 ) -> None:
-    """What a server has read of experts after an update is what the trainer has: every weight is 1, whether or not the
-    trainer is told which experts the server chose.
-    """
+    """After an update the server's experts equal the trainer's: every weight is 1, with or without routing replay."""
     run = start_run(
         model__path=str(tiny_moe),
         trainer__engine=engine,

@@ -46,6 +46,7 @@ from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation.client import FORK_SAVES, RolloutClient
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.process_tree import kept
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.weights.transports.disk import DiskManagerEnd
@@ -153,7 +154,7 @@ def backend(
         yield Backend(request.param, registration.url, secret.http(), paths, hold)
         assert process.poll() is None, (folder / "log").read_text()[-3000:]
     finally:
-        process.terminate()
+        process.send_signal(STOP_SIGNAL)
         process.wait(LIMIT_S)
         resolver.close()
 

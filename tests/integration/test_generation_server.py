@@ -21,6 +21,7 @@ from asyncrl.comm.name_resolve import NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.exit_codes import EXIT_LOST
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 
 LIMIT_S = 300.0
@@ -138,7 +139,7 @@ def test_it_registers_its_engine_while_it_serves_and_ends_cleanly_when_asked(
     assert psutil.Process(process.pid).cmdline()[0].startswith("asyncrl generation_server/0 [")
     children = psutil.Process(process.pid).children(recursive=True)
 
-    process.terminate()
+    process.send_signal(STOP_SIGNAL)
 
     assert process.wait(LIMIT_S) == 0
     assert status(resolver).state == "done"

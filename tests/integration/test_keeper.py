@@ -30,7 +30,7 @@ LIMIT_S = 90.0
 WORKER = r"""
 import os, signal, time
 
-signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+signal.signal(signal.SIGUSR2, lambda *_: os._exit(7))
 for forks in (["plain"], ["setsid"], ["setsid", "again"], ["ignoring"]):
     if os.fork() == 0:
         if "setsid" in forks:
@@ -50,7 +50,7 @@ time.sleep(600)
 
 SAYS_AND_WAITS = """
 import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
+signal.signal(signal.SIGUSR2, lambda *_: os._exit(7))
 print(os.getpid(), os.getcwd(), os.environ["MINE"], flush=True)
 time.sleep(600)
 """
@@ -155,7 +155,7 @@ def test_the_kernels_count_of_kills_for_memory_is_read_where_there_is_one(tmp_pa
     assert keeper._out_of_memory_kills(counts) == 17
 
 
-def test_sigterm_that_comes_while_the_worker_is_being_started_reaches_it_too(tmp_path: Path) -> None:
+def test_a_stop_that_comes_while_the_worker_is_being_started_reaches_it_too(tmp_path: Path) -> None:
     """The keeper has started it, and gets no turn before it is asked to stop."""
     slow = tmp_path / "slow.py"
     slow.write_text(SLOW)
@@ -165,14 +165,15 @@ def test_sigterm_that_comes_while_the_worker_is_being_started_reaches_it_too(tmp
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline()
-        process.terminate()
+        process.send_signal(keeper.STOP_SIGNAL)
         process.stdin.write(b"g")  # it goes on
         process.stdin.flush()
         assert process.wait(LIMIT_S) == 7
 
 
-def test_sigterm_reaches_the_worker_and_its_exit_code_is_told(worker: Kept) -> None:
-    worker.keeper.terminate()
+def test_a_stop_reaches_the_worker_and_its_exit_code_is_told(worker: Kept) -> None:
+    worker.keeper.terminate()  # as a batch system does with all processes: it is not for this one
+    worker.keeper.send_signal(keeper.STOP_SIGNAL)
     assert worker.keeper.wait(LIMIT_S) == 7
     worker.assert_nothing_is_left()
 
@@ -274,7 +275,7 @@ def save(*_):
     (folder / "saved").touch()
     sys.exit(0)
 
-signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGUSR2, save)
 print("here", flush=True)
 time.sleep(600)
 """
@@ -332,7 +333,7 @@ def test_a_killed_launchers_leading_process_saves_before_the_others_end_and_keep
 
 
 def test_a_killed_launchers_leading_process_that_does_not_end_is_killed() -> None:
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    deaf = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     command = kept([sys.executable, "-c", deaf], grace_s=0.2)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
         assert keeper.stdin is not None
@@ -509,7 +510,7 @@ class Detached:
         self._told = -1
 
     def end(self) -> bytes:
-        """What it told at its end; the output has ended too."""
+        """Wait for the end of the process and of its output; return the status that it reported."""
         try:
             with os.fdopen(self.status, "rb") as status, os.fdopen(self.printed, "rb") as printed:
                 told = status.read()

@@ -29,6 +29,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.data.step_plan import Assignment, Dealing, assign, plan_step
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.trainer.messages import (
     CollectWeights,
@@ -185,7 +186,7 @@ class Workers:
             client.close()
         self.resolver.close()
         for process in self.processes:
-            process.terminate()
+            process.send_signal(STOP_SIGNAL)
         return [await asyncio.to_thread(process.wait, LIMIT_S) for process in self.processes]
 
 
@@ -315,7 +316,7 @@ async def test_a_rank_that_waits_for_a_peer_in_a_collective_ends_when_it_is_aske
         beginning = asyncio.create_task(workers.clients[0].call(step, timeout_s=LIMIT_S))
         while not (await workers.clients[0].call(IsStepRunning(), timeout_s=LIMIT_S)).in_step:
             pass
-        waiting.terminate()
+        waiting.send_signal(STOP_SIGNAL)
         assert await asyncio.to_thread(waiting.wait, LIMIT_S) == 0
         status = workers.resolver.get(names.status_key("model_worker", 0))
         assert names.WorkerStatus.decode(status).state == "done"

@@ -24,6 +24,7 @@ from asyncrl.comm.name_resolve import (
     subtree,
 )
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.run_dir import write_run_config
 
 from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
@@ -370,7 +371,7 @@ def test_a_process_that_is_asked_to_stop_ends_as_it_should_while_etcd_is_silent(
                 assert worker.stdout is not None
                 assert worker.stdout.readline() == "ready\n"
                 cluster.pause()
-                worker.terminate()
+                worker.send_signal(STOP_SIGNAL)
                 _, log = worker.communicate(timeout=LIMIT_S)
             finally:
                 worker.kill()

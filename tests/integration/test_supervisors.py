@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ..e2e.clusters import await_that, slurm
 
 LAUNCHERS = Path(__file__).parents[2] / "launchers"
 LIMIT_S = 60.0
@@ -34,53 +36,96 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print(*sys.argv[1:], flush=True)
 if "asked" in sys.argv:
     print("asked", signal.sigtimedwait([signal.SIGTERM], 120).si_signo, flush=True)
-sys.exit(int(os.environ["CODE"]))
+codes = sys.argv[3].split(",")
+starts = "starts"
+open(starts, "a").write("x")
+sys.exit(int(codes[min(os.path.getsize(starts), len(codes)) - 1]))
 """
 
 
-def environment_of(tmp_path: Path, code: int) -> dict[str, str]:
-    """Return the environment of a job whose launcher ends with `code`; the file `told` has what it tells Slurm."""
-    (tmp_path / "launcher.py").write_text(LAUNCHER)
-    python, scontrol = tmp_path / "python", tmp_path / "scontrol"
-    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path / "launcher.py"} "$@"\n')
-    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path / "told"}\n')
-    python.chmod(0o755)
-    scontrol.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ASYNCRL_PYTHON": str(python)}
-    return environment | {"SLURM_JOB_ID": "17", "CODE": str(code)}
+@pytest.fixture(scope="module")
+def slurm_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with slurm(tmp_path_factory.mktemp("slurm") / "cluster", nodes=1) as environment:
+        yield environment
+
+
+class Job:
+    """A job of the script, whose launcher is a program that ends with the given codes, one each start."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], what: str, codes: str, **others: str) -> None:
+        (folder / "launcher.py").write_text(LAUNCHER)
+        python = folder / "python"
+        python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {folder / "launcher.py"} "$@"\n')
+        python.chmod(0o755)
+        self._folder = folder
+        self._environment = environment | {"ASYNCRL_PYTHON": str(python), "ASYNCRL_RETRY_S": "0"} | others
+        script = [str(LAUNCHERS / "slurm_requeue.sh"), "async_ppo", what, codes]
+        self.id = self._command("sbatch", "--parsable", f"--chdir={folder}", f"--output={folder}/log", *script).strip()
+
+    def _command(self, *words: str) -> str:
+        ended = subprocess.run(
+            words, env=self._environment, capture_output=True, text=True, timeout=LIMIT_S, check=True
+        )
+        return ended.stdout
+
+    def signal(self, *arguments: str) -> None:
+        self._command("scancel", *arguments, self.id)
+
+    @property
+    def log(self) -> str:
+        file = self._folder / "log"
+        return file.read_text() if file.exists() else ""
+
+    def state(self) -> tuple[str, int]:
+        """Its state, as Slurm calls it, and how often it was requeued."""
+        told = dict(part.partition("=")[::2] for part in self._command("scontrol", "show", "job", self.id).split())
+        return told["JobState"], int(told["Restarts"])
+
+    def end(self, *ends: tuple[str, int]) -> None:
+        """Wait until it is in one of these states."""
+        await_that(lambda: self.state() in ends, f"one of {ends}: {self.log}", LIMIT_S)
 
 
 @pytest.mark.parametrize(
-    ("asked", "code", "requeued"),
-    [(True, 130, True), (True, 0, False), (True, 2, False), (False, 1, False), (False, 0, False)],
+    ("codes", "end"), [("0", ("COMPLETED", 0)), ("1", ("FAILED", 0)), ("2", ("FAILED", 0)), ("4,4,0", ("COMPLETED", 0))]
 )
-def test_the_slurm_job_is_requeued_where_it_was_stopped_before_its_end(
-    tmp_path: Path, asked: bool, code: int, requeued: bool
+def test_a_slurm_job_that_ends_by_itself_is_not_requeued_and_tries_again_while_another_run_holds_the_trial(
+    tmp_path: Path, slurm_environment: dict[str, str], codes: str, end: tuple[str, int]
 ) -> None:
-    """The launcher gets the signal once, and the time that it takes."""
-    environment = environment_of(tmp_path, code)
-    what = "asked" if asked else "by_itself"
-    command = ["bash", str(LAUNCHERS / "slurm_requeue.sh"), "async_ppo", what]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
-        assert job.stdout is not None
-        assert job.stdout.readline() == f"async_ppo {what} logging.display=plain\n"
-        if asked:
-            job.send_signal(signal.SIGTERM)
-            assert job.stdout.readline() == "asked 15\n"
-        assert job.wait(LIMIT_S) == code
-    told = tmp_path / "told"
-    assert (told.read_text() if told.exists() else "") == ("requeue 17\n" if requeued else "")
+    job = Job(tmp_path, slurm_environment, "by_itself", codes)
+    job.end(end)
+    assert job.log == f"async_ppo by_itself {codes} logging.display=plain\n" * len(codes.split(","))
 
 
-SIGNALLED_EARLY = """trap '[ "$BASH_COMMAND" != "launcher=\\$!" ] || kill -TERM $$' DEBUG\n"""
+@pytest.mark.parametrize(
+    ("arguments", "codes", "end"),
+    [
+        (["--batch", "--signal=USR1"], "130", ("PENDING", 1)),  # as before a time limit
+        (["--batch", "--signal=USR1"], "0", ("COMPLETED", 0)),
+        (["--batch", "--signal=USR1"], "2", ("FAILED", 0)),
+        (["--batch", "--signal=TERM"], "130", ("FAILED", 0)),
+        ([], "130", ("CANCELLED", 0)),
+    ],
+)
+def test_a_slurm_job_is_requeued_before_its_time_limit_and_not_when_it_is_cancelled(
+    tmp_path: Path, slurm_environment: dict[str, str], arguments: list[str], codes: str, end: tuple[str, int]
+) -> None:
+    """The launcher is asked to stop in each case, and gets the time that it takes."""
+    job = Job(tmp_path, slurm_environment, "asked", codes)
+    await_that(lambda: "async_ppo" in job.log, "the launcher", LIMIT_S)
+    job.signal(*arguments)
+    job.end(end)
+    assert "asked 15\n" in job.log
+    job.signal()
+
+
+SIGNALLED_EARLY = """trap '[ "$BASH_COMMAND" != "launcher=\\$!" ] || kill -USR1 $$' DEBUG; set -T\n"""
 
 
 def test_a_signal_that_comes_as_the_slurm_job_starts_the_launcher_is_passed_on_and_the_job_requeued(
-    tmp_path: Path,
+    tmp_path: Path, slurm_environment: dict[str, str]
 ) -> None:
     (tmp_path / "early").write_text(SIGNALLED_EARLY)
-    environment = environment_of(tmp_path, 130) | {"BASH_ENV": str(tmp_path / "early")}
-    command = ["bash", str(LAUNCHERS / "slurm_requeue.sh"), "async_ppo", "asked"]
-    ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=LIMIT_S, check=False)
-    assert ended.returncode in (128 + signal.SIGTERM, 130), "it may have come before the launcher's handler"
-    assert (tmp_path / "told").read_text() == "requeue 17\n"
+    job = Job(tmp_path, slurm_environment, "asked", "130", BASH_ENV=str(tmp_path / "early"))
+    job.end(("PENDING", 1))
+    job.signal()

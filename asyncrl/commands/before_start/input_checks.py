@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.context import context_length, turns
-from asyncrl.config.evaluation_sets import evaluation_sets
+from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
@@ -34,6 +34,24 @@ from asyncrl.trainer.parallel.checks import base_model_problems
 from asyncrl.trainer.parallel.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import base_model_dir, described
 from asyncrl.trainer.supervised.settings import SFTConfig
+
+
+def resolve_length(config: Config) -> None:
+    """Put the number of steps that `total_epochs` stands for into `total_train_steps`.
+
+    Raises:
+        ConfigError: the training set cannot be loaded, or has too few rows for a step.
+    """
+    if not isinstance(config, ExperimentConfig) or config.total_epochs is None or config.train_batch_size < 1:
+        return
+    rows = len(load_train_set(config))
+    steps = int(config.total_epochs * rows / config.train_batch_size)
+    if steps < 1:
+        raise ConfigError(
+            f"total_epochs={config.total_epochs:g}: of {rows} rows that is less than one step of "
+            f"train_batch_size={config.train_batch_size}; use more epochs, or a smaller batch"
+        )
+    config.total_train_steps = steps
 
 
 def check_graph(config: Config) -> None:
@@ -84,16 +102,17 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         raise ConfigError("\n".join(messages))
     prompt_format = load_prompt_format(config)
     check_format(config, prompt_format.chat.source_with_tools if prompt_format.chat else None)
-    prompt_format = replace(prompt_format, tools=offered_tools(config))
-    sets = {each.group: load_eval_set(config, each) for each in evaluation_sets(config) if each.interval}
+    due = [each for each in evaluation_sets(config) if each.interval]
+    sets = {each.group: (with_code_of(config, each), load_eval_set(config, each)) for each in due}
     if not of_evaluation_alone:
-        sets = {"dataset": load_train_set(config), **sets}
+        sets = {"dataset": (config, load_train_set(config)), **sets}
     found = {}
-    for group, rows in sets.items():
+    for group, (played, rows) in sets.items():
         limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
         of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
-        seen = survey(rows, prompt_format, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
-        found[group] = seen = replace(seen, mcp=bool(config.mcp) and offers_tools(config))
+        form = replace(prompt_format, tools=offered_tools(played))
+        seen = survey(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
+        found[group] = seen = replace(seen, mcp=bool(config.mcp) and offers_tools(played))
         if seen.overlong and overlong is Overlong.refuse:
             raise ConfigError(
                 f"dataset.max_prompt_tokens={limit}: {seen.overlong} of {seen.looked_at} prompts of {group} are longer "
@@ -195,8 +214,14 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
 
 
 def _not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
-    if brings_inputs(config):
-        yield from named_inputs.check(config)
+    if not brings_inputs(config):
+        return
+    yield from named_inputs.check(config)
+    if config.samples.eval_every:
+        yield (
+            f"samples.eval_every={config.samples.eval_every}: RolloutWorkers write the answers into the run's folder, "
+            "which those on other hosts do not share (system.shared=false); share it, or set samples.eval_every=0"
+        )
 
 
 def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
@@ -204,6 +229,9 @@ def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
     metric = config.checkpoint.keep_best
     if metric is None or metric.rpartition("/")[2] in ALWAYS:
         return
+    measures = next((each for each in evaluation_sets(config) if metric.startswith(f"eval/{each.name}/")), None)
+    if measures is not None:
+        config = with_code_of(config, measures)
     try:
         parts = load_rewards(config.reward, config.rewards)
     except ConfigError as error:

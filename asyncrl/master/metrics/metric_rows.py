@@ -17,6 +17,7 @@ import numpy as np
 
 from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.plugins.datasets.queue.order import epoch_of
 
 Row = dict[str, Any]
 
@@ -62,17 +63,11 @@ def batch_statistics(batch: TrainBatch) -> Row:
             "rollout/truncated": float(truncated.mean()),
             "staleness/max": float(max(ages, default=0)),
             "staleness/mean": sum(age * count for age, count in ages.items()) / tokens,
-            "data/epoch": float(max(_epoch(record.prompt_id) for record in batch.records)),
+            "data/epoch": float(max(epoch_of(record.prompt_id) for record in batch.records)),
             "tokens/trained": float(sum(ages.values())),
             "tokens/batch": float(sum(record.tokens for record in batch.records)),
         }
     )
-
-
-def _epoch(prompt_id: str) -> int:
-    """The epoch, from 0, of the prompt `e<epoch>-<row>`."""
-    number = prompt_id[1:].partition("-")[0]
-    return int(number) if number.isdecimal() else 0
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ Once all have, one rank makes the whole visible at once.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,16 +39,25 @@ class Checkpoints:
 
     Args:
         check: raises if a rank is gone, which would be waited for.
+        clock: the time in s, which only grows.
     """
 
     def __init__(
-        self, keeping: CheckpointConfig, run_dir: Path, ranks: Ranks, journal: Journal, check: Callable[[], None]
+        self,
+        keeping: CheckpointConfig,
+        run_dir: Path,
+        ranks: Ranks,
+        journal: Journal,
+        check: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved: Progress | None = None
         """Progress of the newest checkpoint that is whole on disk."""
         self._keeping, self._root = keeping, checkpoint_root(run_dir)
         self._ranks, self._journal, self._check = ranks, journal, check
         self._under_way: asyncio.Task[None] | None = None
+        self._asked, self._due = -1, False
+        self._clock, self._begun_s = clock, clock()  # a process that begins counts from then
         self._owed = False  # a checkpoint was due when a master before this one died
 
     def make_up(self, version: int) -> None:
@@ -56,9 +66,12 @@ class Checkpoints:
         self._owed = bool(interval) and self.newest() < version - version % interval
 
     def is_due(self, version: int) -> bool:
-        """True if a checkpoint is due after the step that made `version`."""
-        interval = self._keeping.interval
-        return bool(interval) and (version % interval == 0 or self._owed)
+        """True if a checkpoint is due after the step that made `version`; the same whenever it is asked of that one."""
+        if version != self._asked:
+            interval, minutes = self._keeping.interval, self._keeping.interval_minutes
+            by_time = bool(minutes) and self._clock() - self._begun_s >= 60 * minutes
+            self._asked, self._due = version, by_time or (bool(interval) and (version % interval == 0 or self._owed))
+        return self._due
 
     async def begin(self, progress: Progress, state: dict[str, Any]) -> None:
         """Begin a checkpoint of `progress`, with the master's `state`, once the one before it is complete.
@@ -68,6 +81,7 @@ class Checkpoints:
         await self.finish()
         path = str(self._root / f"v{progress.version}")
         self._check()  # there may be little time
+        self._begun_s = self._clock()
         await self._ranks.all(SaveCheckpoint(path, progress.version, state, master=self._ranks.master))
         self._owed = False
         self._under_way = asyncio.create_task(self._complete(path, progress))

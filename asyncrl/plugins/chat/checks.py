@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.config.context import agents_turns
+from asyncrl.config.evaluation_sets import codes_of_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import not_a_choice
 from asyncrl.plugins.chat.parsers import FORMATS
@@ -16,9 +17,12 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     chat = config.rollout.chat
     if chat.parser not in (AUTO, *FORMATS):
         yield not_a_choice("rollout.chat.parser", chat.parser, (AUTO, *FORMATS))
-    own = agents_turns(config)
-    if 0 < chat.max_turns < own:
+    of_sets = {f"{group}.": played for group, played in codes_of_sets(config).items() if played.agent != config.agent}
+    for whose, played in {"": config, **of_sets}.items():
+        own = agents_turns(played)
+        if not 0 < chat.max_turns < own:
+            continue
         yield (
-            f"rollout.chat.max_turns={chat.max_turns}: agent.args.max_turns={own} is more, and would never be reached; "
-            f"use 0 (no limit) or {own} or more, or fewer turns of the agent"
+            f"rollout.chat.max_turns={chat.max_turns}: {whose}agent.args.max_turns={own} is more, and would never be "
+            f"reached; use 0 (no limit) or {own} or more, or fewer turns of the agent"
         )

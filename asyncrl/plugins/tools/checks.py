@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.api.tool_schema import TOOL_NAME
 from asyncrl.config import signatures
+from asyncrl.config.evaluation_sets import codes_of_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError
 from asyncrl.config.suggestions import did_you_mean
@@ -30,7 +31,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield from _name(f"{group}.name", server.name, servers)
         yield from _limits(group, server.timeout_s, server.max_result_chars)
         yield from _server(group, server)
-    if (config.tools or config.mcp) and not signatures.takes(config.agent.path, "tools"):
+    agents = {config.agent.path, *(played.agent.path for played in codes_of_sets(config).values())}
+    if (config.tools or config.mcp) and not any(signatures.takes(path, "tools") for path in agents):
         yield (
             f"agent.path={config.agent.path!r}: this agent calls no tools, and there are some in the settings; use "
             "asyncrl.plugins.agents.tool_agent:ToolAgent, or give its constructor a parameter `tools`"

@@ -17,8 +17,8 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -67,6 +67,68 @@ class HostedTool:
     label: str
     host: Host
     max_result_chars: int
+
+
+_NESTED = {f"{method}_kwargs": method for method in ("create", "execute", "calc_reward", "release")}
+
+
+@dataclass(frozen=True, slots=True)
+class RowArguments:
+    """Arguments that a row gives to one tool's methods, beside those of the model."""
+
+    create: Mapping[str, Any] = field(default_factory=dict)
+    execute: Mapping[str, Any] = field(default_factory=dict)
+    calc_reward: Mapping[str, Any] = field(default_factory=dict)
+    release: Mapping[str, Any] = field(default_factory=dict)
+
+
+def row_arguments(data: Mapping[str, Any], tools: Collection[str]) -> dict[str, RowArguments]:
+    """A row's arguments by tool.
+
+    Two forms: `tool_args`, `{name: {...}}`, for `create`; and verl's `tools_kwargs`, in the row or in its `extra_info`,
+    `{name: {"create_kwargs": {...}, "execute_kwargs": {...}, "calc_reward_kwargs": {...}, "release_kwargs": {...}}}`.
+
+    Raises:
+        ValueError: a name is of no tool, or given twice; a method is unknown; or something is no mapping.
+    """
+    extra = data.get("extra_info")
+    found: dict[str, RowArguments] = {}
+    for place, given in (
+        ("tool_args", data.get("tool_args")),
+        ("tools_kwargs", data.get("tools_kwargs")),
+        ("extra_info.tools_kwargs", extra.get("tools_kwargs") if isinstance(extra, Mapping) else None),
+    ):
+        for name, arguments in _mapping(place, given).items():
+            if arguments is None:  # Parquet gives each row the fields of all
+                continue
+            if name not in tools:
+                there_are = ", ".join(tools) or "none"
+                raise ValueError(f"the row's {place} names {name!r}, which is no tool; there are: {there_are}")
+            if name in found:
+                raise ValueError(f"the row's {place} has arguments for {name!r}, which it has elsewhere too")
+            arguments = _mapping(f"{place}[{name!r}]", arguments)
+            if place == "tool_args":
+                found[name] = RowArguments(create=arguments)
+                continue
+            if unknown := arguments.keys() - _NESTED.keys():
+                raise ValueError(
+                    f"the row's {place}[{name!r}] has {sorted(unknown)[0]!r}; it may have {', '.join(_NESTED)}"
+                )
+            found[name] = RowArguments(
+                **{_NESTED[key]: _mapping(f"{place}[{name!r}].{key}", each) for key, each in arguments.items()}
+            )
+    return found
+
+
+def _mapping(place: str, value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"the row's {place} is a {type(value).__name__}; it is a mapping by name")
+    return value
+
+
+_NOTHING = RowArguments()
 
 
 class Toolbox:
@@ -122,14 +184,14 @@ class Toolbox:
         return self._schemas[name]
 
     def session(self, data: Mapping[str, Any]) -> ToolSession:
-        """The tools for one sample of the row `data`, whose `tool_args` has arguments by tool.
+        """The tools for one sample of the row `data`, which may have arguments for them (`row_arguments`).
 
         Raises:
             RuntimeError: the toolbox is not whole yet.
+            ValueError: the row's arguments are wrong.
         """
         self._check_whole()
-        given = data.get("tool_args") or {}
-        return ToolSession(self, given if isinstance(given, Mapping) else {}, f"sample-{next(self._numbers)}")
+        return ToolSession(self, row_arguments(data, self.tools), f"sample-{next(self._numbers)}")
 
     def _check_whole(self) -> None:
         if self.waits_for:
@@ -149,7 +211,7 @@ class ToolSession:
     Calls may be under way at the same time.
     """
 
-    def __init__(self, toolbox: Toolbox, arguments: Mapping[str, Any], instance_id: str) -> None:
+    def __init__(self, toolbox: Toolbox, arguments: Mapping[str, RowArguments], instance_id: str) -> None:
         self._toolbox, self._arguments, self._id = toolbox, arguments, instance_id
         self._created: dict[str, asyncio.Task[None]] = {}
         self._counts: defaultdict[str, float] = defaultdict(float)
@@ -166,7 +228,7 @@ class ToolSession:
             hosted = self._toolbox.tools[name]
             creating.cancel()
             try:
-                await hosted.host(hosted.tool.release, self._id)
+                await hosted.host(hosted.tool.release, self._id, **self._of_row(name).release)
             except ToolFailure as failure:  # the sample is complete without it
                 self._counts[f"tool/{name}/errors"] += 1
                 self._toolbox.note_failure(hosted.label, f"release: {failure}")
@@ -206,7 +268,7 @@ class ToolSession:
         for name in self._created:
             hosted = self._toolbox.tools[name]
             try:
-                value = float(await hosted.host(hosted.tool.calc_reward, self._id))
+                value = float(await hosted.host(hosted.tool.calc_reward, self._id, **self._of_row(name).calc_reward))
             except (TypeError, ValueError):
                 value = math.nan
             if not math.isfinite(value):
@@ -228,16 +290,20 @@ class ToolSession:
             raise ToolFailure(wrong)
         try:
             await self._create(hosted)
-            return _checked(await hosted.host(hosted.tool.execute, self._id, dict(call.arguments)))
+            more = self._of_row(hosted.tool.name).execute
+            return _checked(await hosted.host(hosted.tool.execute, self._id, dict(call.arguments), **more))
         except ToolFailure as failure:
             self._toolbox.note_failure(hosted.label, str(failure))
             raise
+
+    def _of_row(self, name: str) -> RowArguments:
+        return self._arguments.get(name, _NOTHING)
 
     async def _create(self, hosted: HostedTool) -> None:
         """Begin with the tool, once a sample; who comes meanwhile waits."""
         name = hosted.tool.name
         if name not in self._created:
-            given = self._arguments.get(name) or {}
+            given = self._of_row(name).create
             self._created[name] = asyncio.create_task(_none(hosted.host(hosted.tool.create, self._id, **given)))
         await asyncio.shield(self._created[name])
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
 from asyncrl.plugins.datasets.prompts import BadPrompt
 from asyncrl.rollout.episode import metrics_of
+from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
 from asyncrl.rollout.offload.meter import metered
@@ -29,15 +30,6 @@ ATTEMPTS = 3
 
 _OF_THE_RUN = "rollout/"
 """Times: they tell of the machine while it also trains, nothing of the policy."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """The samples of one episode, none where the agent rejects the prompt, the verdict on it, and its metrics."""
-
-    samples: Sequence[Sample]
-    right: bool | None
-    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +48,22 @@ class Evaluator:
 
     Args:
         max_concurrent: episodes at the same time.
+        keep: takes the answers of each evaluation; None: they are not kept.
     """
 
     def __init__(
-        self, plugins: Plugins, client: RolloutClient, *, index: int, workers: int, max_concurrent: int
+        self,
+        plugins: Plugins,
+        client: RolloutClient,
+        *,
+        index: int,
+        workers: int,
+        max_concurrent: int,
+        keep: KeptAnswers | None = None,
     ) -> None:
         self._plugins, self._client = plugins, client
         self._index, self._workers = index, workers
-        self._slots = asyncio.Semaphore(max_concurrent)
+        self._slots, self._keep = asyncio.Semaphore(max_concurrent), keep
         self._running: asyncio.Task[EvaluationResult] | None = None
 
     async def evaluate(self, name: str, version: int) -> EvaluationResult:
@@ -87,13 +87,15 @@ class Evaluator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 episodes = {
-                    row: [tasks.create_task(self._episode(prompt, policy)) for prompt in group]
+                    row: [tasks.create_task(self._episode(name, prompt, policy)) for prompt in group]
                     for row, group in prompts.items()
                 }
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         ended = {row: [episode.result() for episode in group] for row, group in episodes.items()}
         kept = {row: group for row, group in ended.items() if group and all(each.samples for each in group)}
+        if self._keep is not None:
+            await self._keep.keep(name, version, kept)
         versions = [v for group in kept.values() for each in group for v in _versions(each.samples)]
         return EvaluationResult(
             tuple(_answer(row, each) for row, group in kept.items() for each in group),
@@ -110,13 +112,13 @@ class Evaluator:
             _log.info("%s is left out of the evaluation: %s", name, error)
             return []
 
-    async def _episode(self, prompt: Prompt, policy: _EvaluatedPolicy) -> _Ended:
+    async def _episode(self, name: str, prompt: Prompt, policy: _EvaluatedPolicy) -> Answer:
         async with self._slots:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     with metered() as meter:
-                        samples, counted = await self._plugins.play(prompt, policy)
-                    return _Ended(samples, meter.verdict, metrics_of(samples) | counted | meter.metrics())
+                        samples, counted = await self._plugins.play_to_evaluate(name, prompt, policy)
+                    return Answer(samples, meter.verdict, _of_policy(metrics_of(samples) | counted | meter.metrics()))
                 except Exception as error:
                     if attempt == ATTEMPTS:
                         raise
@@ -124,12 +126,15 @@ class Evaluator:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _answer(row: int, ended: _Ended) -> EvaluatedAnswer:
+def _of_policy(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_RUN)}
+
+
+def _answer(row: int, ended: Answer) -> EvaluatedAnswer:
     """One episode's outcome; of several samples, its conversation's branches, the last one holds its end and reward."""
     last = ended.samples[-1]
     tokens = sum(sample.generated_length for sample in ended.samples)
-    metrics = {name: value for name, value in ended.metrics.items() if not name.startswith(_OF_THE_RUN)}
-    return EvaluatedAnswer(row, float(last.total_reward), ended.right, tokens, last.truncated, metrics)
+    return EvaluatedAnswer(row, float(last.total_reward), ended.right, tokens, last.truncated, dict(ended.metrics))
 
 
 def _versions(samples: Sequence[Sample]) -> set[int]:

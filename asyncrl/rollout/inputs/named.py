@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.evaluation_sets import evaluation_sets
+from asyncrl.config.evaluation_sets import evaluation_sets, given_code
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, definition, split_path
 from asyncrl.plugins.datasets.readers import is_data_path
@@ -57,6 +57,9 @@ def named_inputs(config: ExperimentConfig, *, training: bool = True) -> Iterator
         yield NamedInput("dataset.chat_template", template, put, Path(template).expanduser())
     for group, owner in _plugins(config):
         yield _code(f"{group}.path", owner.path, _putter(owner, "path"))
+    for group, given in given_code(config):
+        if "path" in given:
+            yield _code(f"{group}.path", given["path"], _item_putter(given, "path"))
     for group, choice in _choices(config):
         if ":" in choice.name:
             yield _code(f"{group}.name", choice.name, _putter(choice, "name"))
@@ -71,6 +74,8 @@ def texts_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterato
     """Every text in `args` and `params`, whatever it says; of data, code and filters, not of MCP servers."""
     for group, owner in _data_owners(config, training) + _plugins(config):
         yield from _texts(f"{group}.args", owner.args)
+    for group, given in given_code(config):
+        yield from _texts(f"{group}.args", given.get("args", {}))
     for group, choice in _choices(config):
         yield from _texts(f"{group}.params", choice.params)
 

@@ -28,18 +28,21 @@ class Environments:
         config: the settings `env`.
         reward: offered to those that take it.
         at_once: whether the agent plays a whole group at once.
+        places: of all environments with a process of their own.
 
     Raises:
         ConfigError: `env` names no environment, or one that cannot run where it is to.
     """
 
-    def __init__(self, config: EnvConfig, reward: AnswerReward, offloader: Offloader, at_once: bool) -> None:
+    def __init__(
+        self, config: EnvConfig, reward: AnswerReward, offloader: Offloader, at_once: bool, places: Places
+    ) -> None:
         self._config, self._reward, self._offloader, self._at_once = config, reward, offloader, at_once
         self._env = environment_of(config)
         found = loaded("env", self._env)
         self._off_the_loop = not is_built_in(found) or not is_async(getattr(found, "step", found))
         self._in_process = _place(config, found) == RunIn.process
-        self._places = Places(config.processes)
+        self._places = places
 
     def check_places(self, agent: str, group_size: int) -> None:
         """Check that a group which is played at once finds a process for each environment.

@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncrl.api import Agent, GenerationClient, Prompt
+from asyncrl.api import GenerationClient, Prompt
 from asyncrl.api.columns import with_columns
+from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.rollout.episode import Tries, run_group
+from asyncrl.rollout.episode import Tries
 from asyncrl.rollout.greedy_baseline import Played, with_greedy_baseline
-from asyncrl.rollout.offload.adapters import adapted_agent
 from asyncrl.rollout.offload.offloader import EpisodeProcesses, Offloader
-from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
+from asyncrl.rollout.offload.places import Places
 from asyncrl.rollout.tools import RunTools, check_format
-from asyncrl.rollout.user_code.agents import agent_process, load_agent, offers_tools, plays_at_once
+from asyncrl.rollout.user_code.agents import offers_tools
+from asyncrl.rollout.user_code.cast import ONCE, Cast
 from asyncrl.rollout.user_code.conversations import Conversations
-from asyncrl.rollout.user_code.environments import Environments
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
 
 REMAX = "remax"
-ONCE = Tries()
 
 
 class Plugins:
@@ -37,8 +36,8 @@ class Plugins:
         conversations: clients of episodes.
         offloader: runs the user's code; to be entered in the worker's event loop.
         tools: of agents; entered in the worker's event loop, after the offloader.
-        environments: of episodes.
-        agent: the agent, with rewards.
+        environments: of training's episodes.
+        agent: training's, with rewards.
 
     Raises:
         ConfigError: a path names nothing or something of another kind, a module fails while it is imported, or a
@@ -59,25 +58,38 @@ class Plugins:
         check_format(config, form.chat.source_with_tools if form.chat else None)
         self.tools = RunTools(config.tools, config.mcp, self.offloader)
         toolbox = self.tools.toolbox
-        self.prompts = Prompts(config, form, lambda: toolbox.schemas if offers_tools(config) else (), training=training)
-        rewards = Rewards(load_rewards(config.reward, config.rewards), self.offloader)
-        agent = load_agent(config.agent, form, toolbox)
+        self.prompts = Prompts(
+            config,
+            form,
+            lambda each: toolbox.schemas if offers_tools(with_code_of(config, each) if each else config) else (),
+            training=training,
+        )
         self._columns = tuple(config.rollout.columns)
-        self._greedy_baseline = training and config.algorithm.advantage.name == REMAX
-        if self._greedy_baseline and (why := _why_not_greedy(agent, rewards)):
-            raise ConfigError(f"algorithm.advantage.name={REMAX}: {why}; use another advantage, rloo for one")
-        self.environments = Environments(config.env, AnswerReward(rewards), self.offloader, plays_at_once(agent))
+        places = Places(config.env.processes)
+
+        def cast(played: ExperimentConfig) -> Cast:
+            return Cast(played, form, toolbox, self.offloader, self.conversations, places)
+
+        self._cast = cast(config)
+        self.agent, self.environments = self._cast.agent, self._cast.environments
         self.environments.check_places(config.agent.path, config.group_size)
-        try:
-            process = agent_process(config, chat=form.chat is not None)
-            self.agent: Agent = scored_agent(adapted_agent(agent, self.offloader, process), rewards, self.tokenizer)
-        except TypeError as error:
-            raise ConfigError(f"agent.path={config.agent.path!r}: {error}") from error
+        self._greedy_baseline = training and config.algorithm.advantage.name == REMAX
+        if self._greedy_baseline and (why := _why_not_greedy(self._cast)):
+            raise ConfigError(f"algorithm.advantage.name={REMAX}: {why}; use another advantage, rloo for one")
+        self._casts_of_sets: dict[str, Cast] = {}
+        for name, (each, _) in self.prompts.eval_sets.items():
+            try:
+                self._casts_of_sets[name] = cast(with_code_of(config, each)) if each.code else self._cast
+            except ConfigError as error:
+                raise ConfigError(f"{each.group}.{error}") from error
 
     async def play(self, prompt: Prompt, policy: GenerationClient, tries: Tries = ONCE) -> Played:
         """Play the group of `prompt`; see `run_group`."""
-        envs, client = self.environments.of_group(prompt.group_size), self.conversations.client
-        return await run_group(self.agent, envs, prompt, policy, client, tries)
+        return await self._cast.play(prompt, policy, tries)
+
+    async def play_to_evaluate(self, name: str, prompt: Prompt, policy: GenerationClient) -> Played:
+        """Play the episode of `prompt`, which is of the evaluation set `name`."""
+        return await self._casts_of_sets[name].play(prompt, policy)
 
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Played:
         """Play the group of `prompt` and what the advantage needs beside it.
@@ -92,10 +104,10 @@ class Plugins:
         return with_columns(samples, prompt.data, self._columns) if self._columns else samples, counted
 
 
-def _why_not_greedy(agent: Agent, rewards: Rewards) -> str | None:
+def _why_not_greedy(cast: Cast) -> str | None:
     """Return the reason why a single greedy episode has no reward that the group's can be compared with."""
-    if plays_at_once(agent):
+    if cast.at_once:
         return "its baseline is a single greedy episode, and the agent plays its group at once"
-    if rewards.of_groups:
+    if cast.rewards.of_groups:
         return "its baseline is the reward of a single greedy answer, and a reward compares the answers of a group"
     return None

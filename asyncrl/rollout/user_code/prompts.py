@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,8 +25,8 @@ class Prompts:
 
     Args:
         form: the format of prompts, without tools.
-        offered: gives the tools that the agent offers from its first call on; called with the first prompt, as tools
-            of MCP servers are known only once these run.
+        offered: gives the tools that the agent of training (None), or of an evaluation set, offers from its first call
+            on; called with the first prompt, as tools of MCP servers are known only once these run.
         training: whether the run trains, and needs the training set.
 
     Attributes:
@@ -38,10 +37,11 @@ class Prompts:
         self,
         config: ExperimentConfig,
         form: PromptFormat,
-        offered: Callable[[], tuple[ToolSchema, ...]],
+        offered: Callable[[EvaluationSet | None], tuple[ToolSchema, ...]],
         training: bool,
     ) -> None:
         self._config, self._form, self._offered = config, form, offered
+        self._formats: dict[str, PromptFormat] = {}
         sampling = config.rollout.sampling
         self._sampling = SamplingParams(**asdict(sampling) | {"stop": tuple(sampling.stop)})
         self._train_set = load_train_set(config) if training else None
@@ -61,7 +61,7 @@ class Prompts:
         Raises:
             BadPrompt: its row makes none, or one longer than `dataset.max_prompt_tokens` that is not to be cut.
         """
-        return self._prompt(ref, self.train_set, self._config.group_size, self._sampling)
+        return self._prompt(ref, self.train_set, self._config.group_size, self._sampling, None)
 
     def evaluation(self, name: str, row: int, member: int) -> Prompt:
         """Row `row` of the evaluation set `name`, for one answer, the `member`-th.
@@ -74,16 +74,20 @@ class Prompts:
             self._sampling, temperature=each.temperature, top_p=each.top_p, max_new_tokens=each.max_new_tokens
         )
         ref = PromptRef(f"eval-{name}-{row}-{member}", row, row, attempt=member)
-        return self._prompt(ref, rows, 1, sampling)
+        return self._prompt(ref, rows, 1, sampling, each)
 
-    @functools.cached_property
-    def _first(self) -> PromptFormat:
-        """Return the format in which a row is rendered for its agent's first call."""
-        return replace(self._form, tools=self._offered())
+    def _first(self, each: EvaluationSet | None) -> PromptFormat:
+        """Return the format in which a row is rendered for its agent's first call, of `each` or of training."""
+        group = "" if each is None else each.group
+        if group not in self._formats:
+            self._formats[group] = replace(self._form, tools=self._offered(each))
+        return self._formats[group]
 
-    def _prompt(self, ref: PromptRef, dataset: Dataset, group_size: int, sampling: SamplingParams) -> Prompt:
+    def _prompt(
+        self, ref: PromptRef, rows: Dataset, group_size: int, sampling: SamplingParams, each: EvaluationSet | None
+    ) -> Prompt:
         return make_prompt(
-            ref, dataset, self._first, group_size=group_size, sampling=sampling, run_seed=self._config.seed
+            ref, rows, self._first(each), group_size=group_size, sampling=sampling, run_seed=self._config.seed
         )
 
 

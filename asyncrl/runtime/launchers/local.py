@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from pathlib import Path
 
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.process.process_tree import adopt_orphans, kept, kill_descendants
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
@@ -59,7 +59,7 @@ class _Child(WorkerHandle):
 
     def terminate(self) -> None:
         if self.exit_code is None:
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(STOP_SIGNAL)
 
     def kill(self) -> None:
         if self.exit_code is None:

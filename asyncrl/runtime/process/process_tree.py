@@ -24,7 +24,8 @@ _POLL_S = 0.05
 def kept(command: list[str], grace_s: float = 0.0, held: Sequence[int] = ()) -> list[str]:
     """The command line that runs `command` below a keeper of its own, which takes a pipe as its standard input.
 
-    `grace_s`: once that is closed, `command` gets SIGTERM and so long. `held`: descriptors that the keeper holds on to.
+    `grace_s`: once that is closed, `command` gets `keeper.STOP_SIGNAL` and so long. `held`: descriptors that the
+    keeper holds on to.
     """
     numbers = ",".join(map(str, held)) or "-"
     return [sys.executable, "-I", "-S", keeper.__file__, str(grace_s), numbers, *command]
@@ -70,10 +71,9 @@ def end_launch(launch: str) -> list[int]:
     A process is known by the launch's mark in its environment, which is of 128 random bits, and killed as the very
     process that has it: its id and start time are looked at again once the kernel's handle on it is held.
     """
-    mark = f"{LAUNCH_VARIABLE}={launch}".encode()
     killed: set[keeper.Identity] = set()
     deadline = time.monotonic() + _LEFTOVERS_LIMIT_S
-    while found := _marked(mark):  # again: one may have forked meanwhile
+    while found := marked(launch):  # again: one may have forked meanwhile
         for process in found:
             keeper.kill(process)
         killed.update(found)
@@ -83,9 +83,9 @@ def end_launch(launch: str) -> list[int]:
     return sorted(process.pid for process in killed)
 
 
-def _marked(mark: bytes) -> list[keeper.Identity]:
-    """The living processes of this user with this entry in their environment, but for this one."""
-    found = []
+def marked(launch: str) -> list[keeper.Identity]:
+    """The living processes of this user and machine that are of the launch, but for this one."""
+    mark, found = f"{LAUNCH_VARIABLE}={launch}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         identity = keeper.identity_of(pid)

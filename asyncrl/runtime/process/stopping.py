@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from asyncrl.runtime.exit_codes import EXIT_OK
+from asyncrl.runtime.keeper import STOP_SIGNAL
 
 LEAVE_LIMIT_S = 2.5
 """Just below what the launcher waits before it kills a process, which could not say any more where it was."""
@@ -72,11 +73,10 @@ def _path(task: asyncio.Task[Any]) -> str:
 
 @contextmanager
 def heard_at_once(act: Callable[[], None], limit_s: float = LEAVE_LIMIT_S) -> Iterator[None]:
-    """Within it `act` is called, by a thread of its own, when SIGTERM comes first, beside the handler that it has.
+    """Within it `act` is called, by a thread of its own, when `STOP_SIGNAL` comes first, beside its handler.
 
     Where it is not left within `limit_s` seconds after that, the process ends in the middle of what it does, with the
-    stacks of all threads in its log. Enter it in the main thread, once; SIGTERM needs a handler in Python by the time
-    it comes.
+    stacks of all threads in its log. Enter it in the main thread, once; the signal needs a handler in Python by then.
     """
     heard, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -84,7 +84,7 @@ def heard_at_once(act: Callable[[], None], limit_s: float = LEAVE_LIMIT_S) -> It
     left = threading.Event()
 
     def listen() -> None:
-        while signal.SIGTERM not in os.read(heard, 64):
+        while STOP_SIGNAL not in os.read(heard, 64):
             pass
         act()
         if not left.wait(limit_s):

@@ -9,7 +9,7 @@ Life cycle of a worker process
    While it starts the status counts the process's progress, for whoever waits for it
    (`asyncrl.runtime.process.starting`).
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
-   (SIGTERM). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
+   (`keeper.STOP_SIGNAL`). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
    Whoever finds that another process has this entry, or that it may add none, was given up while it was cut off or
    stopped. All that it would still do is its successor's to do, so it ends at once, and puts nothing back before
    (`NameResolver.fences`).
@@ -48,6 +48,7 @@ from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_RESTART_TRAINER
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE
 from asyncrl.runtime.process.starting import Effort, StartLimit, StartWait
@@ -161,11 +162,13 @@ class Worker(ABC):
         """Run the whole life cycle; returns the process's exit code."""
         setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
         allow_all_files()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which stops its workers in order
+        # Both reach the launcher too, which stops its workers in order. What a worker starts ends by SIGTERM as usual.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: None)
         try:
             with contextlib.suppress(_Stopped):
                 try:
-                    signal.signal(signal.SIGTERM, self._on_sigterm)
+                    signal.signal(STOP_SIGNAL, self._on_stop_signal)
                     self.set_status("starting")
                     threading.Thread(target=self._report_progress, name="start-progress", daemon=True).start()
                     self.configure()
@@ -207,7 +210,7 @@ class Worker(ABC):
         self.stop_requested.set()
         self.resolver.hurry()
 
-    def _on_sigterm(self, *_: object) -> None:
+    def _on_stop_signal(self, *_: object) -> None:
         self.request_stop()
         if self._interrupts:  # nothing looks at the request: loading a model takes its time
             raise _Stopped
@@ -300,7 +303,7 @@ class AsyncWorker(Worker):
     async def _main(self) -> None:
         self.stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_signal_handler(signal.SIGTERM, self.request_stop)
+        self._loop.add_signal_handler(STOP_SIGNAL, self.request_stop)
         if self.stop_requested.is_set():
             self.stop.set()
         await self.main()

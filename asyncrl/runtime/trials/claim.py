@@ -34,7 +34,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.keeper import GONE_LIMIT_S, identity_of
 from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.run_dir import LOCK_FILE, run_dir_of
-from asyncrl.runtime.trials.resume import TrialError
+from asyncrl.runtime.trials.resume import TrialError, TrialHeld
 
 LEASE_S = 60.0
 """Lease of the claim in name resolution, in s: a launcher may be paused that long without losing it."""
@@ -65,7 +65,8 @@ class TrialClaim:
         Where its launcher was killed, the leading process is still saving: its end is waited for.
 
         Raises:
-            TrialError: another launch has it; its folder is another user's, or others can write there; or name
+            TrialHeld: another launch has it.
+            TrialError: its folder is another user's, or others can write there; or name
                 resolution cannot be reached.
         """
         run_dir = run_dir_of(config)
@@ -77,7 +78,7 @@ class TrialClaim:
             raise TrialError(f"fileroot={config.fileroot!r}: {error}") from error
         if not _locked(lock, run_dir, note):
             os.close(lock)
-            raise TrialError(
+            raise TrialHeld(
                 f"trial_name={config.trial_name!r}: another run is using {run_dir}{_who(read_holder(run_dir))}; choose "
                 "another trial_name"
             )
@@ -105,7 +106,7 @@ class TrialClaim:
                     break
         except NameResolveError as error:
             raise TrialError(f"{where}: {error}") from error
-        raise TrialError(
+        raise TrialHeld(
             f"trial_name={config.trial_name!r}: another run of {config.experiment_name}/{config.trial_name} uses these "
             f"names in {where} (system.name_resolve_root={config.system.name_resolve_root!r}){_who(other)}; choose "
             f"another trial_name. If that one is dead, its claim is free within {LEASE_S:g} s"

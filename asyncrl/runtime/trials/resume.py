@@ -38,6 +38,10 @@ class TrialError(RuntimeError):
     """The trial's folder cannot be used as asked; the message says why and what to do."""
 
 
+class TrialHeld(TrialError):
+    """Another launch holds the trial; once it has ended the same command works."""
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A setting that differs from the earlier launch's; `fixed` if a checkpoint of that one cannot be continued so."""

@@ -68,7 +68,8 @@ class Trial:
         """Make the trial's folder ready for this launch.
 
         Raises:
-            TrialError: another run holds the trial, it was used before and `resume` or the changed settings forbid to
+            TrialHeld: another run holds the trial.
+            TrialError: it was used before and `resume` or the changed settings forbid to
                 go on, or name resolution cannot be reached.
         """
         self._claim = TrialClaim.take(self.config, self._note, detached=self._detached)

@@ -21,6 +21,7 @@ class StepTotals:
     """Sum over those tokens that are within max_head_offpolicyness, of which there are `young_tokens`."""
     young_tokens: int = 0
     oldest_age: int = 0
+    newest_epoch: int = 0
     whole_tokens: int | None = 0
     """Tokens with those of prompts and environments; None where a rollout was trained before it was told finished."""
 

@@ -89,9 +89,11 @@ def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: R
         "staleness/mean": totals.ages / max(1, totals.young_tokens),
         "staleness/max": float(totals.oldest_age),
         "tokens/trained": float(totals.young_tokens),
+        "data/epoch": float(totals.newest_epoch),
     }
     if totals.whole_tokens is not None:
         means["tokens/batch"] = totals.whole_tokens
+        means["rollout/context_len_mean"] = (totals.whole_tokens - totals.tokens) / samples
     for name, value in means.items():
         if not _close(told := row.get(name), value):
             report(place, f"step {row['step']} has {name} {told}, its rollouts in the ledger have {value:.6g}")

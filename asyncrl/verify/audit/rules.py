@@ -30,6 +30,7 @@ from asyncrl.comm.ledger_lines import (
     Step,
     Trained,
 )
+from asyncrl.plugins.datasets.queue.order import epoch_of
 from asyncrl.verify.audit.clocks import Clock
 from asyncrl.verify.audit.data_order import DataOrder
 from asyncrl.verify.audit.history import Entry, Report
@@ -266,6 +267,7 @@ class Replay:
         totals.tokens += sum(line.versions.values())
         totals.episodes += line.episodes
         totals.reward += line.reward * line.episodes
+        totals.newest_epoch = max(totals.newest_epoch, epoch_of(line.prompt))
         for version, count in line.versions.items():
             if self._settings and 0 <= (age := line.step - 1 - version) <= self._settings.max_head_offpolicyness:
                 totals.ages += age * count

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl import launch
 from asyncrl.commands.before_start.checks import validate, warnings
-from asyncrl.commands.before_start.input_checks import check_data
+from asyncrl.commands.before_start.input_checks import check_data, resolve_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
+from asyncrl.runtime.settings import HostConfig
 
 Write = Callable[..., Path]
 
@@ -184,6 +186,7 @@ def test_the_best_by_accuracy_is_refused_where_no_reward_is_a_verdict(tmp_path: 
     assert "eval/held_out/reward_mean" in message
     check("async_ppo", "checkpoint.keep_best=eval/held_out/reward_mean", *settings)
     check("async_ppo", "checkpoint.keep_best=eval/held_out/accuracy", "reward.verdict=true", *settings)
+    check("async_ppo", "checkpoint.keep_best=eval/held_out/accuracy", "eval.reward.verdict=true", *settings)
 
 
 def test_each_evaluation_set_is_loaded_and_one_that_is_the_training_file_is_said(write: Write) -> None:
@@ -197,3 +200,31 @@ def test_each_evaluation_set_is_loaded_and_one_that_is_the_training_file_is_said
     (warning,) = [line for line in warnings(config) if line.startswith("eval")]
     assert "eval.sets[0].path" in warning
     assert "it is the training file" in warning
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(2.0, 5), (1.5, 3), (0.4, 1)])
+def test_a_length_in_epochs_becomes_whole_steps(write: Write, epochs: float, steps: int) -> None:
+    rows = write(*(json.dumps({"prompt": "1+1=", "answer": "2"}) for _ in range(10)))
+    config = load_experiment(
+        "async_ppo", [f"total_epochs={epochs}", "train_batch_size=4", f"dataset.path={rows}", "dataset.args={}"]
+    )
+    resolve_length(config)
+    assert isinstance(config, ExperimentConfig)
+    assert config.total_train_steps == steps
+
+
+def test_fewer_epochs_than_a_step_are_refused(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    given = ["total_epochs=3", "train_batch_size=4", f"dataset.path={rows}", "dataset.args={}"]
+    assert launch.main(["async_ppo", *given, "--cfg", "job"]) == 2
+    assert "error: total_epochs=3: of 1 rows that is less than one step" in capsys.readouterr().err
+
+
+def test_answers_are_not_kept_by_workers_that_do_not_share_the_runs_folder(tiny_model: Path) -> None:
+    config = load_experiment("async_ppo", [f"model.path={tiny_model}", "samples.eval_every=1"])
+    assert isinstance(config, ExperimentConfig)
+    check_data(config, None)
+    config.system.shared = False
+    config.system.hosts = [HostConfig(runs=["generation_server"]), HostConfig(name="b", runs=["rollout_worker"])]
+    with pytest.raises(ConfigError, match=r"^samples\.eval_every=1: .*set samples\.eval_every=0$"):
+        check_data(config, None)

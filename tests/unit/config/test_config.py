@@ -168,8 +168,26 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["checkpoint.keep_best=eval/held_out/pass@4"], ["no evaluation measures it"]),
         (["eval.n_samples=4"], ["eval.n_samples=4", "greedy", "eval.sampling.temperature=1.0"]),
         (["eval.name=a/b"], ["eval.name='a/b'", "letters, digits"]),
+        (["eval.name=.."], ["eval.name='..'", "but at its start"]),
         (["eval.sets=[{name: a, path: /nowhere.jsonl}]"], ["eval.sets[0].path='/nowhere.jsonl'", "no such file"]),
         (["eval.sets=[{name: a, path: /}, {name: a, path: /}]"], ["eval.sets[1].name='a'", "another one"]),
+        (["eval.reward.paht=a:b"], ["eval.reward.paht", "did you mean 'path'?"]),
+        (["eval.env.processes=3"], ["eval.env.processes=3", "share these processes; set env.processes"]),
+        (["eval.reward.timeout_s=0"], ["eval.reward.timeout_s=0", "use 0.01 s or more"]),
+        (["eval.reward.timeout_s=soon"], ["eval.reward.timeout_s", "soon"]),
+        (["eval.agent.path=nowhere:X"], ["eval.agent.path='nowhere:X'", "no module or file"]),
+        (["eval.env.path=asyncrl.nowhere:X"], ["eval.env.path=", "no module or file"]),
+        (["eval.agent.run_in=loop"], ["eval.agent.run_in=loop", "use auto"]),
+        (["eval.reward.args.least=3"], ["eval.reward.args=", "'least'"]),
+        (["rewards=[{name: a, path: 'x:y'}]", "eval.reward.verdict=true"], ["eval.reward=", "give it a path"]),
+        (
+            ["eval.sets=[{name: a, path: /, agent: {path: 'nowhere:X'}}]"],
+            ["eval.sets[0].agent.path='nowhere:X'", "no module or file"],
+        ),
+        (
+            ["eval.agent={path: 'asyncrl.plugins.agents.tool_agent:ToolAgent'}", "rollout.chat.max_turns=2"],
+            ["rollout.chat.max_turns=2: eval.agent.args.max_turns="],
+        ),
         (["eval.sets=[{name: a, path: /, size: 0}]"], ["eval.sets[0].size=0", "use 1 or more"]),
         (["eval.sets=[{name: a, path: /}]", "eval.path=/"], ["eval.path='/'", "together with eval.sets"]),
         (["eval.sampling.max_new_tokens=500", "generation.context_length=400"], ["= 532", "or more"]),
@@ -226,7 +244,7 @@ def test_a_bad_value_or_combination_names_setting_value_and_what_to_do(overrides
         assert part in message
 
 
-@pytest.mark.parametrize("setting", ["samples.every=4", "samples.only=true"])
+@pytest.mark.parametrize("setting", ["samples.every=4", "samples.only=true", "samples.eval_every=1"])
 def test_samples_without_pyarrow_are_refused_by_name(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pyarrow" else find_spec(name))

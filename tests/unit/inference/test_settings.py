@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,39 @@ def test_a_server_over_more_gpus_than_there_are_is_refused_but_many_servers_shar
     config.generation.sglang.tensor_parallel = 4
     assert list(check(config)) == ["generation.sglang.tensor_parallel=4: this machine has 2 GPUs; use 2 or less"]
     config.generation.device = "cpu"
+    assert not list(check(config))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            {"pp_size": 2},
+            r"=2, generation\.sglang\.args\.pp_size=2: a server takes 4, and this machine has 3",
+        ),
+        (
+            {"dp_size": 2},
+            r"=2, generation\.sglang\.args\.dp_size=2: a server takes 4, and this machine has 3",
+        ),
+        ({"pp_size": "two"}, r"args\.pp_size='two': it is a number of ranks; use 1 or more$"),
+        ({"--dp-size": 0}, r"args\.dp_size=0: it is a number of ranks; use 1 or more$"),
+        ({"nnodes": 2}, r"args\.nnodes=2: a server is started on one host; start one over several yourself"),
+        (
+            {"dp_size": 3, "enable_dp_attention": True},
+            r"dp_size=3: with enable_dp_attention it divides .*=2",
+        ),
+    ],
+)
+def test_ranks_of_sglang_that_do_not_fit_are_refused_by_name(
+    args: dict[str, object], message: str, machine: Path
+) -> None:
+    with_gpus(machine, 3)
+    config = config_of("sglang")
+    config.trainer.device = Device.cpu
+    config.generation.sglang.tensor_parallel, config.generation.sglang.args = 2, {"mem_fraction_static": 0.1} | args
+    (found,) = check(config)
+    assert re.search(message, found)
+    config.generation.sglang.args |= {"pp_size": 1, "--dp-size": 1, "dp_size": 1, "nnodes": 1}
     assert not list(check(config))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ pytest.importorskip("pyarrow")
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.commands import show
+from asyncrl.commands.eval_answers import write_answers
 from asyncrl.observe.sample_tables import SampleTables, as_markdown
 from asyncrl.observe.samples import (
     forget_after,
@@ -214,3 +216,49 @@ def test_show_refuses_what_chooses_nothing(
 def test_show_refuses_what_has_no_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert show.main([str(tmp_path)], "asyncrl") == 2
     assert "samples.every=1" in capsys.readouterr().err
+
+
+def answers(folder: Path, name: str, version: int) -> Path:
+    extra = {"set": name, "right": True, "staleness": None}
+    rows = [row | extra for row in rows_of(rollout(version), version, decode, {})]
+    return write_samples(folder / name, version, "worker-0", rows, GIB)
+
+
+def test_show_prints_answers_of_evaluations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, version in (("maths", 3), ("words", 3), ("maths", 4)):
+        answers(tmp_path / "eval_samples", name, version)
+    shown = {}
+    for options in ("--eval", "--eval maths", "--eval maths --step 4 --reward :0.5"):
+        assert show.main([str(tmp_path), *options.split()], "asyncrl") == 0
+        shown[options] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("version ")]
+    assert shown["--eval maths"][0] == (
+        "version 3  e0-3  answer 0  reward 1.25 (exact 1)  right  3 of 6 tokens generated  turns 2"
+    )
+    assert [line.split()[1] for line in shown["--eval"]] == ["3", "3", "3", "3", "4", "4"]
+    assert len(shown["--eval maths"]) == 4
+    (last,) = shown["--eval maths --step 4 --reward :0.5"]
+    assert last.startswith("version 4  e0-4  answer 1  reward 0  right")
+
+
+def test_show_names_the_sets_that_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show.main([str(tmp_path), "--eval"], "asyncrl") == 2
+    assert "holds no answers of evaluations" in capsys.readouterr().err
+    answers(tmp_path / "eval_samples", "maths", 3)
+    assert show.main([str(tmp_path), "--eval", "math"], "asyncrl") == 2
+    assert "--eval math: no such set, did you mean 'maths'? there are maths" in capsys.readouterr().err
+
+
+def test_answers_are_written_as_lines_by_row_and_member_with_their_scores(tmp_path: Path) -> None:
+    for name, version in (("maths", 0), ("words", 0)):
+        answers(tmp_path / "kept", name, version)
+    out = tmp_path / "answers.jsonl"
+    assert write_answers(tmp_path / "kept", out, ["words", "none"]) == {"words": 2, "none": 0}
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert [first[name] for name in ("set", "row", "answer", "prompt", "completion")] == ["words", 0, 0, "ab", "=c!d"]
+    assert [first[name] for name in ("reward", "reward_parts", "right", "generated_tokens")] == [
+        1.25,
+        {"exact": 1.0},
+        True,
+        3,
+    ]
+    assert (second["answer"], second["truncated"], second["reward"]) == (1, True, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,6 +31,7 @@ from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.evaluation.evaluator import Evaluator
+from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer
 from asyncrl.rollout.offload.meter import Activity, current_meter
@@ -75,7 +76,7 @@ class FakePlugins:
     def prompts(self) -> Any:
         return SimpleNamespace(eval_sets=self.eval_sets, evaluation=self.eval_prompt)
 
-    async def play(self, prompt: Prompt, policy: GenerationClient) -> Any:
+    async def play_to_evaluate(self, name: str, prompt: Prompt, policy: GenerationClient) -> Any:
         return await run_group(self.agent, lambda: SingleTurnEnv(reward=score), prompt, policy, self.client)
 
     def client(self, policy: GenerationClient, prompt: Prompt) -> Any:
@@ -106,6 +107,21 @@ async def test_each_worker_answers_its_share_of_a_set_under_that_version(
     assert client.asked == [(f"{name}-{row}-0", 7) for row in rows]
     assert result.answers == tuple(EvaluatedAnswer(row, 0.5 * (row % 2), row % 2 == 1, 1, True) for row in rows)
     assert (result.left_out, result.min_version, result.max_version) == (left_out, 7, 7)
+
+
+async def test_the_answers_are_kept_by_row_and_member_with_their_verdicts() -> None:
+    seen: list[tuple[str, int, dict[int, list[bool | None]]]] = []
+
+    class Keeps(KeptAnswers):
+        def __init__(self) -> None: ...
+
+        async def keep(self, name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
+            seen.append((name, version, {row: [each.right for each in group] for row, group in answers.items()}))
+
+    plugins = cast(Plugins, FakePlugins(SINGLE_TURN, 2))
+    keeping = Evaluator(plugins, cast(RolloutClient, FakeClient()), index=1, workers=2, max_concurrent=2, keep=Keeps())
+    await keeping.evaluate("all", 7)
+    assert seen == [("all", 7, {1: [True, False]})], "row 3 makes no prompt"
 
 
 async def test_of_several_answers_to_a_prompt_each_has_its_own_verdict() -> None:

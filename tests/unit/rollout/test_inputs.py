@@ -139,6 +139,19 @@ def test_sources_keep_the_names_of_their_rows_and_evaluation_sets_their_own_file
     assert config.eval.sets[1].path == str(here / "nowhere.jsonl")
 
 
+def test_the_code_of_an_evaluation_set_is_brought_with_the_files_that_it_names(
+    config: ExperimentConfig, here: Path, brought: Callable[..., Path]
+) -> None:
+    code, table = code_of(here / "graded.py", "def score(data, completion): return 0.0\n"), here / "own.py"
+    code_of(table, "def table(): ...\n")
+    config.eval.reward = {"path": f"{code}:score", "args": {"table": f"{table}:table"}}
+    there = brought(config)
+    read_from(there, config)
+    assert config.eval.reward["path"].startswith(str(there))
+    assert Path(config.eval.reward["path"].removesuffix(":score")).read_text().startswith("def score(")
+    assert config.eval.reward["args"]["table"].startswith(str(there))
+
+
 def test_an_evaluation_brings_nothing_that_it_does_not_read(
     config: ExperimentConfig, here: Path, brought: Callable[..., Path]
 ) -> None:

@@ -117,6 +117,15 @@ async def test_code_that_fails_on_every_answer_is_an_error_with_its_line(
     assert any(line in each for each in outcome.where) if line else outcome.where == []
 
 
+async def test_the_code_of_an_evaluation_set_is_rehearsed_too(configured: Configured) -> None:
+    outcome = await rehearse(configured("eval.reward.path=CODE:no_such_column"))
+    assert outcome.error is not None
+    assert outcome.error.startswith("eval: reward ")
+    assert "KeyError: 'solution'" in outcome.error
+    assert any('data["solution"] == completion' in line for line in outcome.where)
+    assert await rehearse(configured("eval.reward.path=CODE:number")) == Outcome()
+
+
 @pytest.mark.parametrize(("name", "whose"), [("as_in_trl", "TRL's"), ("as_in_verl", "verl's")])
 def test_rewards_in_the_form_of_another_system_are_refused_by_its_name(
     configured: Configured, name: str, whose: str
@@ -160,7 +169,8 @@ def test_the_command_ends_with_2_and_makes_no_folder(
 ) -> None:
     configured()
     reward = f"reward.path={tmp_path / 'code.py'}:no_such_column"
-    assert main(["async_ppo", f"model.path={tiny_model}", f"fileroot={tmp_path / 'runs'}", reward]) == 2
+    short = ["rollout.sampling.max_new_tokens=16", "eval.sampling.max_new_tokens=16"]
+    assert main(["async_ppo", f"model.path={tiny_model}", f"fileroot={tmp_path / 'runs'}", reward, *short]) == 2
     assert "KeyError: 'solution'" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 

@@ -111,6 +111,34 @@ class Counter(Tool):
         self.live.discard(instance_id)
 
 
+class Told(Tool):
+    name = "told"
+
+    def __init__(self):
+        self.told = []
+        self.truth = ""
+
+    def schema(self):
+        return {
+            "type": "function",
+            "function": {"name": "told", "description": "x", "parameters": {"type": "object", "properties": {}}},
+        }
+
+    async def create(self, instance_id, ground_truth, **kwargs):
+        self.truth = ground_truth
+        self.told.append(("create", {"ground_truth": ground_truth} | kwargs))
+
+    async def execute(self, instance_id, arguments, *, unit=""):
+        return f"{self.truth} {unit}"
+
+    async def calc_reward(self, instance_id, *, bonus=0.0):
+        self.told.append(("calc_reward", {"bonus": bonus}))
+        return bonus
+
+    def release(self, instance_id, **kwargs):
+        self.told.append(("release", kwargs))
+
+
 class BadReward(Counter):
     name = "bad_reward"
 
@@ -264,6 +292,63 @@ async def test_a_class_keeps_what_belongs_to_a_sample_until_its_end(offloader, m
     assert not live
 
 
+GSM8K_OF_VERL = {
+    "data_source": "openai/gsm8k",
+    "extra_info": {
+        "need_tools_kwargs": True,
+        "tools_kwargs": {
+            "told": {
+                "create_kwargs": {"ground_truth": "72"},
+                "execute_kwargs": {"unit": "m"},
+                "calc_reward_kwargs": {"bonus": 0.5},
+                "release_kwargs": {"why": "end"},
+            },
+            "add": None,
+        },
+    },
+}
+"""A row as verl's `gsm8k_multiturn_w_tool.py` writes them, after a round through Parquet."""
+
+
+async def test_a_row_in_verls_form_gives_each_method_its_arguments(offloader, module):
+    tools = _tools(offloader, module, "Told", "add")
+    told = tools.toolbox.tools["told"].tool.told
+    async with tools.toolbox.session(GSM8K_OF_VERL) as session:
+        assert (await session.call(ToolCall("a", "told", {}))).text == "72 m"
+        assert await session.rewards() == {"tool/told": 0.5}
+    assert told == [("create", {"ground_truth": "72"}), ("calc_reward", {"bonus": 0.5}), ("release", {"why": "end"})]
+
+
+@pytest.mark.parametrize("place", ["thread", "process"])
+async def test_a_function_takes_what_the_row_gives_to_its_calls(offloader, module, place):
+    tools = _tools(offloader, module, "scaled", run_in=place)
+    given = {"scaled": {"create_kwargs": {"factor": 3}, "execute_kwargs": {"factor": 4}}}
+    assert (await _call(tools, "scaled", {"a": 2}, tools_kwargs=given))[0].text == "8"
+    given = {"scaled": {"execute_kwargs": {"faktor": 4}}}
+    assert "has no argument 'faktor'" in (await _call(tools, "scaled", {"a": 2}, tools_kwargs=given))[0].text
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tool_args": {"scald": {"factor": 3}}}, r"tool_args names 'scald', which is no tool; there are: scaled"),
+        (
+            {"tools_kwargs": {"scaled": {"factor": 3}}},
+            r"tools_kwargs\['scaled'\] has 'factor'; it may have",
+        ),
+        ({"tools_kwargs": {"scaled": {"create_kwargs": 3}}}, r"\['scaled'\]\.create_kwargs is a int; it is a mapping"),
+        ({"extra_info": {"tools_kwargs": [1]}}, r"extra_info\.tools_kwargs is a list; it is a mapping"),
+        (
+            {"tool_args": {"scaled": {"factor": 3}}, "tools_kwargs": {"scaled": {"create_kwargs": {"factor": 3}}}},
+            r"tools_kwargs has arguments for 'scaled', which it has elsewhere too",
+        ),
+    ],
+)
+async def test_arguments_of_a_row_that_reach_no_tool_are_an_error(offloader, module, row, message):
+    with pytest.raises(ValueError, match=message):
+        _tools(offloader, module, "scaled").toolbox.session(row)
+
+
 async def test_a_tool_that_was_not_called_is_neither_begun_nor_rewarded(offloader, module):
     async with _tools(offloader, module, "Counter").toolbox.session({}) as session:
         assert await session.rewards() == {}
@@ -332,6 +417,7 @@ AGENT = "agent: {path: 'asyncrl.plugins.agents.tool_agent:ToolAgent'}\n"
         ),
         (AGENT + "tools: [{path: 'asyncrl.plugins.tools.calculator:calculator', name: 'a b'}]", "tools[0].name='a b'"),
         ("tools: [{path: 'asyncrl.plugins.tools.calculator:calculator'}]", "this agent calls no tools"),
+        (f"eval: {{{AGENT.strip()}}}\ntools: [{{path: 'asyncrl.plugins.tools.calculator:calculator'}}]", None),
         (AGENT + "mcp: [{name: s, command: python3, args: [server.py]}]", None),
         (AGENT + "mcp: [{name: s}]", "give one of them"),
         (AGENT + "mcp: [{name: s, command: python3, url: 'http://h/mcp'}]", "give one of them"),

@@ -10,6 +10,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.offload.errors import UserCodeError
+from asyncrl.rollout.rehearsal import MadeUpPolicy
+from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.rollout.user_code.plugins import Plugins
 
 MINE = """
@@ -96,3 +98,59 @@ def test_a_function_as_an_agent_is_checked_before_anything_starts(
     else:
         assert found == []
         assert type(Plugins(config).agent).__name__ == name
+
+
+SETS = """
+from asyncrl.api import Environment
+
+
+def half(data, completion):
+    return 0.5
+
+
+class Tells(Environment):
+    def __init__(self, *, reward, value):
+        self.value = value
+
+    async def reset(self, **options):
+        return None
+
+    async def step(self, action):
+        return "", self.value, True, False, {}
+
+"""
+
+
+async def test_each_evaluation_set_is_played_by_its_own_agent_environment_and_reward(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    (tmp_path / "sets.py").write_text(SETS)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    config = ExperimentConfig()
+    config.model.path = str(tiny_model)
+    code = {
+        "plain": {},
+        "scored": {"reward": {"path": f"{tmp_path}/sets.py:half"}},
+        "told": {"env": {"path": f"{tmp_path}/sets.py:Tells", "args": {"value": 0.75}}},
+    }
+    config.eval.sets = [EvalSetConfig(name, str(rows), **own) for name, own in code.items()]
+    assert [problem for problem in check(config) if problem.startswith("eval")] == []
+    plugins = Plugins(config)
+    policy = MadeUpPolicy(plugins.tokenizer, 1)
+    found = {}
+    async with plugins.offloader, plugins.tools:
+        for name in code:
+            samples, _ = await plugins.play_to_evaluate(name, plugins.prompts.evaluation(name, 0, 0), policy)
+            found[name] = [sample.total_reward for sample in samples]
+    assert (found["scored"], found["told"]) == ([0.5], [0.75])
+    assert found["plain"] not in ([0.5], [0.75])
+
+
+def test_a_sets_code_that_cannot_be_loaded_is_named_by_its_own_setting(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    config = ExperimentConfig()
+    config.model.path = str(tiny_model)
+    config.eval.agent = {"path": f"{tmp_path}/mine.py:Choosy"}
+    with pytest.raises(ConfigError, match=r"^eval\.agent\.path=.*LookupError: no table"):
+        Plugins(config)

@@ -18,6 +18,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Row
 from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
@@ -467,7 +468,7 @@ def test_an_interrupt_that_kills_a_leader_that_has_just_begun_is_no_failure(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its interpreter has not got so far as to take the request: as the run starts, or after its death."""
-    monkeypatch.setattr(Played, "terminate", lambda worker: worker.end(-signal.SIGTERM))
+    monkeypatch.setattr(Played, "terminate", lambda worker: worker.end(-STOP_SIGNAL))
     code, _, notes = play(leader=interrupts(1))
     assert code == EXIT_INTERRUPTED
     assert "FAILED" not in notes
@@ -505,6 +506,34 @@ def test_a_checkpoint_that_takes_too_long_is_not_waited_for(play: Play, monkeypa
     code, _, notes = play(leader=interrupts(1))
     assert code == EXIT_INTERRUPTED
     assert "leader/0 did not stop within" in notes
+
+
+def test_sigterm_asks_the_leader_however_often_it_comes(play: Play) -> None:
+    """A batch system sends it to the launcher, and so does the script around it."""
+
+    def terminates(worker: Played) -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    code, stage, notes = play(leader=terminates)
+    assert code == EXIT_INTERRUPTED
+    assert stage.stopped == ["leader/0", "client/0", "server/0"]
+    assert notes.count("stopping after a checkpoint") == 1
+
+
+def test_a_server_that_a_batch_system_ended_keeps_no_leader_from_saving(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[Played] = []
+
+    def server_dies_first(worker: Played) -> None:
+        servers[0].end(1)
+        worker.end(0)
+
+    monkeypatch.setattr(Played, "terminate", server_dies_first)
+    code, _, notes = play(server=servers.append, leader=interrupts(1))
+    assert code == EXIT_INTERRUPTED
+    assert "FAILED" not in notes
 
 
 @pytest.mark.usefixtures("_deaf")

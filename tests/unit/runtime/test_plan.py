@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from asyncrl.comm.name_resolve import NameBackend
+from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
@@ -65,6 +67,46 @@ def test_training_ranks_take_the_first_gpus_and_servers_the_others(
     assert visible("model_worker") == trainer
     assert visible("generation_server") == servers
     assert visible("rollout_worker") == [""]
+
+
+@pytest.mark.parametrize(
+    ("args", "each"),
+    [
+        ({"pp_size": 2}, 4),
+        ({"--pipeline-parallel-size": 2, "dp-size": 2}, 8),
+        ({"dp_size": 2, "enable_dp_attention": True}, 2),
+    ],
+)
+def test_a_server_gets_a_gpu_for_each_of_sglangs_ranks(args: dict[str, object], each: int) -> None:
+    config = ExperimentConfig()
+    config.generation.backend = GenerationBackend.sglang
+    config.generation.sglang.tensor_parallel, config.generation.sglang.args = 2, args
+    config.generation.servers = 2
+    plans = plans_of(config, gpus=1 + 2 * each)
+    first, second = plans["generation_server/0"].resources.gpus, plans["generation_server/1"].resources.gpus
+    assert [*first, *second] == [str(gpu) for gpu in range(1, 1 + 2 * each)]
+    assert len(first) == len(second) == each
+
+
+def test_hosts_get_servers_by_the_gpus_that_training_leaves_there() -> None:
+    config = ExperimentConfig()
+    config.generation.backend = GenerationBackend.sglang
+    config.generation.sglang.tensor_parallel, config.generation.sglang.args = 1, {"pp_size": 2}
+    config.trainer.parallel = "d2"
+    servers = [GENERATION_SERVER]
+    config.system.hosts = [
+        HostConfig("a", "10.0.0.1", runs=[*servers, MODEL_WORKER], gpus=list("0123")),
+        HostConfig("b", "10.0.0.2", runs=servers, gpus=list("01234567")),
+        HostConfig("c", "10.0.0.3", runs=servers, gpus=["0"]),
+    ]
+    for count, placed in {5: "abbbb", 2: "ab", 10: "aabbbbbbbb"}.items():
+        config.generation.servers = count
+        plans = [plan for plan in plan_workers(config, ()) if plan.kind == GENERATION_SERVER]
+        assert "".join(plan.host.name for plan in plans) == placed
+    config.generation.device = Device.cpu  # nothing to go by: each host gets as many
+    config.generation.servers = 3
+    plans = [plan for plan in plan_workers(config, ()) if plan.kind == GENERATION_SERVER]
+    assert "".join(plan.host.name for plan in plans) == "abc"
 
 
 def test_every_rank_of_every_role_is_a_worker_with_a_gpu_of_its_own() -> None:

@@ -56,6 +56,7 @@ FIXED = {
     "dataset.path": "asyncrl.plugins.datasets.demonstrations:Others",
     "dataset.args": "{max_numbers: 5}",
     "dataset.fields": "{prompt: question}",
+    "dataset.shuffle": "false",
     "dataset.sources": "[{path: 'asyncrl.plugins.datasets.demonstrations:Others'}]",
     "model.path": "/models/another",
     "model.lora.rank": "8",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from asyncrl.runtime.keeper import STOP_SIGNAL
+
 STUCK = """
 import ctypes, logging, os, signal, sys, threading, time
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.stopping import heard_at_once
 
 logging.basicConfig(level=logging.INFO)
 libc = ctypes.CDLL(None)
 mutex = ctypes.create_string_buffer(256)
-signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))
+signal.signal(STOP_SIGNAL, lambda *_: print("handled", flush=True))
 
 def act():
     print("heard", flush=True)
@@ -36,13 +39,13 @@ print("left", flush=True)
 
 
 def stopped(how: str, limit_s: float) -> tuple[int, list[str], str]:
-    """Exit code and outputs of the process, which got SIGTERM once it waited."""
+    """Exit code and outputs of the process, which was asked to stop once it waited."""
     command = [sys.executable, "-c", STUCK, how, str(limit_s)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "waiting\n"
-            process.terminate()
+            process.send_signal(STOP_SIGNAL)
             told, log = process.communicate(timeout=120)
         finally:
             process.kill()

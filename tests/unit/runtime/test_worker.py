@@ -15,13 +15,14 @@ from asyncrl.runtime.run_dir import NAMES_DIR, write_run_config
 STOPPED_AT_ONCE = """
 import os, signal, sys
 from pathlib import Path
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 class Early(Worker):
     def set_status(self, state, reason=""):
         print(self.kind, self.index, state)
         if state == "starting":
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), STOP_SIGNAL)
 
     def configure(self):
         print("configured")
@@ -98,6 +99,35 @@ def test_an_outage_of_name_resolution_is_told_by_a_sentence_with_its_setting(tmp
     (told,) = ended.stderr.splitlines()
     assert told.startswith("cut_off/0 failed: etcd does not answer; ")
     assert "system.name_resolve_timeout_s=60 " in told
+
+
+SENT_TO_ALL = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from asyncrl.runtime.process.worker import Worker, WorkerSpec
+
+class Sent(Worker):
+    def set_status(self, state, reason=""):
+        print(state, flush=True)
+
+    def run(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        child = subprocess.Popen(["sleep", "600"])
+        child.terminate()
+        print("child ended with", child.wait(), flush=True)
+
+sys.exit(Sent(WorkerSpec("sent", 0, Path(sys.argv[1]))).start())
+"""
+
+
+def test_sigterm_that_a_batch_system_sends_to_all_processes_ends_no_worker_but_what_it_started(tmp_path: Path) -> None:
+    config = ExperimentConfig()
+    config.system.encrypt = False
+    write_run_config(config, tmp_path)
+    command = [sys.executable, "-c", SENT_TO_ALL, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["starting", "child ended with -15", "done"]
 
 
 WAITS = """
@@ -198,6 +228,7 @@ def test_what_was_given_up_and_announces_something_ends_there_and_writes_nothing
 DOES_NOT_STOP = """
 import asyncio, logging, os, signal, sys, time
 from pathlib import Path
+from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 
 logging.basicConfig(level=logging.INFO)
@@ -213,7 +244,7 @@ class Slow(AsyncWorker):
 
     async def main(self):
         waiting = asyncio.create_task(answer_a_stranger())
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), STOP_SIGNAL)
         await self.stop.wait()
         if sys.argv[3] == "late":
             await asyncio.to_thread(time.sleep, 60)

@@ -28,7 +28,11 @@ Forgery: TypeAlias = tuple[str, dict[Path, bytes | None]]
 UNKNOWABLE = {
     "metrics: reward/std",
     "metrics: reward/frac_zero_std",
+    "metrics: reward/min",
+    "metrics: reward/max",
+    "metrics: rollout/len_min",
     "metrics: rollout/len_max",
+    "metrics: rollout/context_len_max",
     "metrics: rollout/truncated",
     "metrics: restarts",
     "metrics: rollout/dropped_bad_prompt",  # removed: rows name the reasons that occurred

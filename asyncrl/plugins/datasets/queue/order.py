@@ -29,6 +29,12 @@ def epoch_order(num_rows: int, seed: int, epoch: int, *, shuffle: bool = True) -
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
+def epoch_of(prompt_id: str) -> int:
+    """The epoch, from 0, of the prompt `e<epoch>-<row>`; 0 for names of another form."""
+    number = prompt_id[1:].partition("-")[0]
+    return int(number) if number.isdecimal() else 0
+
+
 def prompt_seed(run_seed: int, order: int, attempt: int = 0) -> int:
     """Base sampling seed of an attempt at the prompt at `order`; sample i of its group derives its own from it."""
     return seed_from("prompt", run_seed, order, *([attempt] if attempt else []))

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.own_settings import complete_own_settings
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
@@ -28,13 +29,26 @@ SETTINGS = [
 ]
 
 
+OWN_SETTINGS = """
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class Mine:
+    tries: int
+    high: int = 50
+"""
+"""The dataclass that a comment of the page describes."""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, tokenizer_folder: Path) -> Path:
     """The page's files beside a model's folder without weights."""
     for text in re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M):
         name = re.match(r"# (\w+\.py)\n", text)
         assert name is not None, f"the first line names the file: {text[:40]}"
-        (tmp_path / name[1]).write_text(text)
+        (tmp_path / name[1]).write_text(text + OWN_SETTINGS)
     shutil.copytree(tokenizer_folder, tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 800}')
     (tmp_path / "template.jinja").write_text(TEMPLATES["chatml"])
@@ -43,7 +57,10 @@ def folder(tmp_path: Path, tokenizer_folder: Path) -> Path:
 
 def load(folder: Path, text: str) -> ExperimentConfig:
     placed = re.sub(r"\b(my_\w+\.py):", rf"{folder}/\1:", text)
-    config: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.create(placed)))
+    merged = OmegaConf.merge(OmegaConf.structured(ExperimentConfig), OmegaConf.create(placed))
+    assert isinstance(merged, DictConfig)
+    complete_own_settings(merged)
+    config: Any = OmegaConf.to_object(merged)
     config.model.path = str(folder / "model")
     config.dataset.chat_template = str(folder / "template.jinja")
     config.dataset.max_prompt_tokens = 200

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,12 @@ from asyncrl.config.context import context_length, turns
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import finds_stop_strings
+from asyncrl.plugins.datasets.queue.order import PromptRef
+from asyncrl.plugins.tools.settings import ToolConfig
 from asyncrl.rollout.user_code.conversations import chat_policy
+from asyncrl.rollout.user_code.plugins import Plugins
+
+from .conftest import TEMPLATES
 
 RETRY = "asyncrl.plugins.agents.retry:RetryAgent"
 
@@ -84,3 +91,20 @@ def test_servers_are_told_of_stop_strings_only_where_they_have_a_tokenizer() -> 
     assert finds_stop_strings(generation)
     generation.sglang.urls = ["http://127.0.0.1:1"]
     assert not finds_stop_strings(generation)
+
+
+def test_tools_are_offered_in_the_prompts_of_those_agents_that_take_them(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tokenizer_folder, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 800}')
+    (tmp_path / "template.jinja").write_text(TEMPLATES["chatml"])
+    config = ExperimentConfig(tools=[ToolConfig(path="asyncrl.plugins.tools.calculator:calculator")])
+    config.model.path, config.dataset.chat_template = str(tmp_path / "model"), str(tmp_path / "template.jinja")
+    config.dataset.max_prompt_tokens = 1000
+    config.eval.agent = {"path": "asyncrl.plugins.agents.tool_agent:ToolAgent"}
+    plugins = Plugins(config)
+    trained = plugins.prompts.train(PromptRef("p", 0, 0))
+    evaluated = plugins.prompts.evaluation("held_out", 0, 0)
+    shown = [plugins.tokenizer.decode(list(prompt.input_ids)) for prompt in (trained, evaluated)]
+    assert ["calculator" in text for text in shown] == [False, True]

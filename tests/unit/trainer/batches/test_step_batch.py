@@ -36,7 +36,7 @@ def test_samples_lie_end_to_end_with_their_group_and_minibatch() -> None:
     assert batch["tokens"].tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3]
     assert batch.seq_ids_T.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 2]
     assert batch["group_ids"].tolist() == [0, 0, 1]
-    assert batch["minibatches"].tolist() == [1, 1, 0]
+    assert batch["minibatches"].tolist() == [[1], [1], [0]]
     assert [batch.minibatch(0), batch.minibatch(1)] == [[2], [0, 1]]
     assert all(key in batch for key in BATCH_KEYS)
 

@@ -1,0 +1,53 @@
+"""The answers of an evaluation as lines of JSON, each with its scores (`eval MODEL --out FILE.jsonl`)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.observe.samples import Row, answer_files, read_samples
+
+
+def write_answers(folder: Path, out: Path, sets: Sequence[str]) -> Mapping[str, int]:
+    """Write the answers that are kept in `folder` into `out`, those of each of `sets` by row and member.
+
+    Returns:
+        The number of answers of each set.
+
+    Raises:
+        ValueError: a file is no file of answers.
+        OSError: `out` cannot be written.
+    """
+    files: defaultdict[str, list[Path]] = defaultdict(list)
+    for file in answer_files(folder):
+        files[file.parent.name].append(file)
+    counts: Counter[str] = Counter()
+    with out.open("w", encoding="utf-8") as lines:
+        for name in sets:
+            rows = sorted(read_samples(files[name]), key=lambda row: (row["order"], row["sample"]))
+            counts[name] = len({(row["order"], row["episode"]) for row in rows})
+            lines.writelines(json.dumps(_line(row), ensure_ascii=False) + "\n" for row in rows)
+    return counts
+
+
+def _line(row: Row) -> dict[str, Any]:
+    """A sample: an answer has several where its conversation was cut into several."""
+    texts = [(part["generated"], part["text"]) for part in row["segments"]]
+    first = next((number for number, (generated, _) in enumerate(texts) if generated), len(texts))
+    return {
+        "set": row["set"],
+        "row": row["order"],
+        "answer": row["episode"],
+        "sample": row["sample"],
+        "prompt": "".join(text for _, text in texts[:first]),
+        "completion": "".join(text for _, text in texts[first:]),
+        "reward": row["total_reward"],
+        "reward_parts": row["reward_parts"],
+        "right": row["right"],
+        "generated_tokens": sum(row["loss_mask"]),
+        "truncated": row["truncated"],
+        "metrics": row["rollout_metrics"],
+    }

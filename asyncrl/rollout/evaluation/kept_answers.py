@@ -1,0 +1,84 @@
+"""Keep answers of evaluations as files (`samples.eval_every`): each worker writes those of its share of a set."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from asyncrl.api import Sample, Trajectory
+from asyncrl.observe.samples import Row, forget_after, rows_of, sample_files, step_of, write_samples
+
+_log = logging.getLogger(__name__)
+_WRITER = "worker-"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The samples of one episode, none where the agent rejects the prompt, the verdict on it, and its metrics."""
+
+    samples: Sequence[Sample]
+    right: bool | None
+    metrics: Mapping[str, float]
+
+
+class KeptAnswers:
+    """Writes the answers of one worker.
+
+    Args:
+        folder: has a folder for each set.
+        every: rows of a set whose number it divides are kept.
+        max_bytes: what this worker's files of one set may take together.
+        index, workers: this worker's number, and the number of workers that share a set.
+        decode: makes text of token ids.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        every: int,
+        max_bytes: int,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        index: int,
+        workers: int,
+    ) -> None:
+        self._folder, self._every, self._max_bytes, self._decode = folder, every, max_bytes, decode
+        self._index, self._workers = index, workers
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
+
+    async def keep(self, name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
+        """Keep `answers` to the set `name`, by row, each row's by member; what cannot be written is a warning."""
+        kept = {row: group for row, group in answers.items() if row % self._every == 0}
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._write, name, version, kept)
+        except OSError as error:
+            _log.warning("answers of version %d to %s are not kept: %s", version, name, error)
+
+    def _write(self, name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
+        folder, writer = self._folder / name, f"{_WRITER}{self._index}"
+        forget_after(folder, version, writer)  # of a launch that went further, before this one went back
+        if self._index == 0:
+            self._forget_workers(folder, version)
+        rows = [row for number, group in answers.items() for row in self._rows(name, version, number, group)]
+        write_samples(folder, version, writer, rows, self._max_bytes)
+
+    def _forget_workers(self, folder: Path, version: int) -> None:
+        """Remove what a launch with more workers kept of `version` and later ones."""
+        for file in sample_files(folder):
+            writer = int(file.name.removesuffix(".parquet").rpartition(_WRITER)[2])
+            if writer >= self._workers and step_of(file) >= version:
+                file.unlink()
+
+    def _rows(self, name: str, version: int, number: int, group: Sequence[Answer]) -> list[Row]:
+        members = [(member, answer, sample) for member, answer in enumerate(group) for sample in answer.samples]
+        samples = [replace(sample, episode=member) for member, _, sample in members]
+        rollout = Trajectory(f"{name}-{number}-v{version}", f"{name}-{number}", number, samples)
+        rows = rows_of(rollout, version, self._decode, {})
+        return [
+            row | {"set": name, "right": answer.right, "rollout_metrics": dict(answer.metrics), "staleness": None}
+            for row, (_, answer, _) in zip(rows, members, strict=True)
+        ]

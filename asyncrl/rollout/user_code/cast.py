@@ -1,0 +1,63 @@
+"""Who plays: the agent, the environments and the rewards, of training or of an evaluation set."""
+
+from __future__ import annotations
+
+from asyncrl.api import Agent, GenerationClient, Prompt
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.datasets.prompts import PromptFormat
+from asyncrl.plugins.tools.toolbox import Toolbox
+from asyncrl.rollout.episode import Tries, run_group
+from asyncrl.rollout.greedy_baseline import Played
+from asyncrl.rollout.offload.adapters import adapted_agent
+from asyncrl.rollout.offload.offloader import Offloader
+from asyncrl.rollout.offload.places import Places
+from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
+from asyncrl.rollout.user_code.agents import agent_process, load_agent, plays_at_once
+from asyncrl.rollout.user_code.conversations import Conversations
+from asyncrl.rollout.user_code.environments import Environments
+
+ONCE = Tries()
+
+
+class Cast:
+    """An agent with its environments and rewards.
+
+    Args:
+        config: names them in `agent`, `env`, `reward` and `rewards`.
+        places: of environments with a process of their own, of the whole worker.
+
+    Attributes:
+        environments: of episodes.
+        agent: the agent, with rewards.
+        at_once: whether it plays a whole group at once.
+        rewards: those that it is scored by.
+
+    Raises:
+        ConfigError: as of `Plugins`.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        form: PromptFormat,
+        toolbox: Toolbox,
+        offloader: Offloader,
+        conversations: Conversations,
+        places: Places,
+    ) -> None:
+        self._conversations = conversations
+        self.rewards = Rewards(load_rewards(config.reward, config.rewards), offloader)
+        agent = load_agent(config.agent, form, toolbox)
+        self.at_once = plays_at_once(agent)
+        self.environments = Environments(config.env, AnswerReward(self.rewards), offloader, self.at_once, places)
+        try:
+            process = agent_process(config, chat=form.chat is not None)
+            self.agent: Agent = scored_agent(adapted_agent(agent, offloader, process), self.rewards, form.tokenizer)
+        except TypeError as error:
+            raise ConfigError(f"agent.path={config.agent.path!r}: {error}") from error
+
+    async def play(self, prompt: Prompt, policy: GenerationClient, tries: Tries = ONCE) -> Played:
+        """Play the group of `prompt`; see `run_group`."""
+        envs, client = self.environments.of_group(prompt.group_size), self._conversations.client
+        return await run_group(self.agent, envs, prompt, policy, client, tries)

@@ -1,0 +1,78 @@
+"""A rank's profile of chosen train steps, in the run's folder.
+
+profile/step-10.rank-0.trace.json.gz    torch's trace, for ui.perfetto.dev or chrome://tracing
+        step-10.rank-0.memory.pickle    history of the GPU's memory, for pytorch.org/memory_viz
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from asyncrl.observe.settings import ProfileConfig
+
+_MEMORY_EVENTS = 200_000
+"""Allocations and frees that are remembered; older ones are forgotten."""
+
+_log = logging.getLogger(__name__)
+
+
+class StepProfile:
+    """Records what a rank does between `begin` and `end` of the steps that `settings` name.
+
+    Args:
+        rank: index of the ModelWorker.
+        folder: where files go; made when the first is written.
+    """
+
+    def __init__(self, settings: ProfileConfig, rank: int, folder: Path, device: torch.device) -> None:
+        self._steps = frozenset(settings.steps) if rank in settings.ranks else frozenset[int]()
+        self._rank, self._folder = rank, folder
+        self._on_gpu = device.type == "cuda"
+        self._memory = settings.memory and self._on_gpu
+        self._step = 0
+        self._profile: profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Begin with `step`, if it is one of them; what was begun and not ended is dropped."""
+        self._drop()
+        if step not in self._steps:
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._step, self._profile = step, profile(activities=activities, record_shapes=True)
+        self._profile.start()
+        if self._memory:
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+
+    def call(self, name: str) -> AbstractContextManager[object]:
+        """Within it all is part of `name` in the trace."""
+        return nullcontext() if self._profile is None else record_function(name)
+
+    def end(self) -> list[Path]:
+        """End the step and write its files; returns them."""
+        if self._profile is None:
+            return []
+        self._profile.stop()
+        self._folder.mkdir(exist_ok=True)
+        stem = f"step-{self._step}.rank-{self._rank}"
+        files = [self._folder / f"{stem}.trace.json.gz"]
+        self._profile.export_chrome_trace(str(files[0]))
+        if self._memory:
+            files.append(self._folder / f"{stem}.memory.pickle")
+            torch.cuda.memory._dump_snapshot(str(files[1]))  # type: ignore[no-untyped-call]
+        self._drop(stopped=True)
+        _log.info("profile of step %d: %s", self._step, ", ".join(map(str, files)))
+        return files
+
+    def _drop(self, *, stopped: bool = False) -> None:
+        if self._profile is None:
+            return
+        if not stopped:
+            self._profile.stop()
+        if self._memory:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._profile = None

@@ -1,0 +1,95 @@
+"""A whole run as a job of a real Slurm: cancelled, and requeued before its time limit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, versions_in
+
+from ..conftest import LIMIT_S, Run
+from .clusters import await_that, slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).parents[2] / "launchers" / "slurm_requeue.sh"
+
+
+@pytest.fixture(scope="module")
+def slurm_conf(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with slurm(tmp_path_factory.mktemp("slurm") / "cluster", nodes=1) as environment:
+        yield environment["SLURM_CONF"]
+
+
+class Job:
+    """A run that is started by a job."""
+
+    def __init__(self, start_run: Any, tmp_path: Path, script: str, *options: str) -> None:
+        self._log = tmp_path / "job.log"
+        (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{script}\n")
+        inside = ["sbatch", "--parsable", f"--output={self._log}", *options, str(tmp_path / "job.sh")]
+        self.run: Run = start_run(inside=inside, total_train_steps=100_000, checkpoint__interval=100_000)
+        assert self.run.wait() == 0, self.run.output
+        self._id = self.run.output.strip()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    def command(self, *words: str) -> str:
+        told = subprocess.run([*words, self._id], capture_output=True, text=True, timeout=LIMIT_S, check=True)
+        return told.stdout
+
+    def steps(self) -> list[int]:
+        """Steps that the terminal shows."""
+        return [int(step) for step in re.findall(r"^step (\d+)", self.log, re.MULTILINE)]
+
+    def wait_for_steps(self, count: int) -> None:
+        await_that(lambda: len(self.steps()) >= count, f"{count} steps: {self._log}", LIMIT_S)
+
+    def state(self) -> str:
+        return re.findall(r"JobState=(\w+)", self.command("scontrol", "show", "job"))[0]
+
+    def wait_for(self, *states: str) -> None:
+        await_that(lambda: self.state() in states, f"one of {states}: {self._log}", LIMIT_S)
+
+    def assert_saved(self) -> None:
+        assert versions_in(self.run.run_dir / CHECKPOINTS_DIR)[-1] == self.run.rows()[-1]["step"]
+        assert "FAILED:" not in self.log
+
+
+def test_a_cancelled_job_saves_its_last_step_and_says_that_it_was_stopped(
+    start_run: Any, tmp_path: Path, slurm_conf: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm sends SIGTERM to all of its processes at once."""
+    monkeypatch.setenv("SLURM_CONF", slurm_conf)
+    job = Job(start_run, tmp_path, 'exec "$@"')
+    job.wait_for_steps(3)
+    job.command("scancel")
+    job.wait_for("CANCELLED")
+    assert "stopping after a checkpoint" in job.log
+    job.assert_saved()
+
+
+def test_a_requeued_job_goes_on_where_it_saved_and_shows_each_step_once(
+    start_run: Any, tmp_path: Path, slurm_conf: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm_conf)
+    monkeypatch.setenv("ASYNCRL_PYTHON", sys.executable)
+    job = Job(start_run, tmp_path, f"shift 3; . {SCRIPT}", "--requeue", "--open-mode=append")
+    job.wait_for_steps(3)
+    job.command("scancel", "--batch", "--signal=USR1")  # as before a time limit
+    job.wait_for("PENDING")
+    job.assert_saved()
+    first = job.steps()
+    job.wait_for_steps(len(first) + 3)
+    job.command("scancel")
+    job.wait_for("CANCELLED")
+    job.assert_saved()
+    assert job.steps() == list(range(first[0], first[0] + len(job.steps())))
