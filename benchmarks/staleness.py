@@ -260,7 +260,7 @@ def write_page(grid: Grid, folder: Path, command: str) -> None:
     """`staleness.md` and `staleness.png`."""
     plot(grid, folder / "staleness.png")
     (folder / "staleness.md").write_text(
-        f"# What staleness costs on the demo\n\n    {command}\n{ABOUT}\nMeasured on {os.cpu_count()} CPU cores.\n\n"
+        f"# Staleness: what it costs on the demo\n\n    {command}\n{ABOUT}\nMeasured on {os.cpu_count()} CPU cores.\n\n"
         f"{table(grid)}\n\n![Accuracy over time, by η](staleness.png)\n\n{findings(grid)}\n"
     )
 
