@@ -85,8 +85,14 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a run gave: (step, seconds, accuracy) of the kept policies, the run's seconds, the share of the steps' time
-    that was waited for data, the mean age of trained tokens in versions, rollouts dropped as stale.
+    """Results of one run.
+
+    Attributes:
+        curve: (step, seconds, accuracy) of the kept policies.
+        seconds: duration of the run.
+        waited: share of the steps' time in which the trainer waited for data.
+        age: mean age of trained tokens, in versions.
+        dropped: rollouts dropped as stale.
     """
 
     curve: list[tuple[int, float, float]]
@@ -254,7 +260,7 @@ def write_page(grid: Grid, folder: Path, command: str) -> None:
     """`staleness.md` and `staleness.png`."""
     plot(grid, folder / "staleness.png")
     (folder / "staleness.md").write_text(
-        f"# What staleness costs on the demo\n\n    {command}\n{ABOUT}\nMeasured on {os.cpu_count()} CPU cores.\n\n"
+        f"# Staleness: what it costs on the demo\n\n    {command}\n{ABOUT}\nMeasured on {os.cpu_count()} CPU cores.\n\n"
         f"{table(grid)}\n\n![Accuracy over time, by η](staleness.png)\n\n{findings(grid)}\n"
     )
 

@@ -154,7 +154,7 @@ def _seconds_of_first_step(run_dir: Path, process: subprocess.Popen[bytes]) -> f
 
 
 def outcome(seconds: Sequence[float], curve: list[tuple[int, float, float]]) -> Outcome:
-    """What the ends of steps, in seconds, and the policies that were kept say."""
+    """Summarise a run from the end times of its steps, in seconds, and its kept policies."""
     steps = [after - before for before, after in itertools.pairwise(seconds[5:])]
     at_s, at_step = next(((at, step) for step, at, found in curve if found >= UNTIL), (None, None))
     return Outcome(statistics.median(steps), at_s, at_step, curve)

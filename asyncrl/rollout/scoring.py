@@ -242,7 +242,7 @@ def _sees_of(part: RewardPart) -> Sees:
 
 
 def _given(part: RewardPart, value: object) -> Added:
-    """What `part` gave, once it is reported: a number, or a mapping of one, `SCORE`, with more numbers beside it."""
+    """Check the result of `part`: a number, or a mapping with the key `SCORE` and further numbers."""
     number, extras = (value.get(SCORE), _extras(part, value)) if isinstance(value, Mapping) else (value, {})
     try:
         number = float(number)  # type: ignore[arg-type]

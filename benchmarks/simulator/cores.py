@@ -37,7 +37,7 @@ class Cores:
         self._speeds: dict[Computing, float] = {}
 
     def speed(self, computing: Computing) -> float:
-        """Of one that computes, as a share of a core."""
+        """Return the speed of a running computation, as a share of a core."""
         return self._speeds.get(computing, 1.0)
 
     def join(self, computing: Computing, weight: float = LATER) -> None:
@@ -51,7 +51,7 @@ class Cores:
             self._change({other: weight for other, weight in self._weights.items() if other is not computing})
 
     def _change(self, weights: dict[Computing, float]) -> None:
-        """Who joins or leaves looks after itself."""
+        """Set the weights and reschedule the computations whose speed changes, except one that joins or leaves."""
         speeds = self._shared(weights)
         changed = [each for each, speed in speeds.items() if self._speeds.get(each, speed) != speed]
         for each in changed:

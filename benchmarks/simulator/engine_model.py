@@ -100,8 +100,8 @@ class Running:
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What a server did. Seconds in which it decoded or prefilled, and in which it was paused; the integral of the
-    sequences that ran over time; units."""
+    """Work of a server: seconds of decoding or prefilling, seconds paused, the integral of running sequences over time,
+    and token counts."""
 
     busy_s: float = 0.0
     prefilling_s: float = 0.0

@@ -83,7 +83,7 @@ def _undisturbed(run: Run, model_path: Path, steps: int, root: Path) -> RealRun:
 
 
 def computed_tokens(row: dict[str, float]) -> float:
-    """What a step of a real run computed: the tokens of samples of groups whose rewards differ, each distinct prefix
+    """Return the tokens that a step of a real run computed: those of groups whose rewards differ, each distinct prefix
     once."""
     prompts = (1.0 - row["reward/frac_zero_std"]) * (row["tokens/batch"] - row["tokens/trained"])
     return row["tokens/computed_ratio"] * (row["tokens/loss"] + prompts)
@@ -215,7 +215,7 @@ def _line(real: RealRun, outcome: Outcome) -> str:
 
 
 def table(found: dict[str, list[tuple[RealRun, Outcome]]]) -> str:
-    """Of each run the medians over the rounds in which nothing else ran, and the extremes of what it is off by."""
+    """Write a table: for each run the medians over undisturbed rounds, and the extremes of the prediction's error."""
     lines = [
         "| run | the model has | rounds | a step | of it waiting | predicted | of it waiting | off by | from, to | |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|---|",

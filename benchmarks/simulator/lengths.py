@@ -159,7 +159,7 @@ class Recorded:
 
 
 def parting(answers: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Of each answer of a group its tokens, and how many it begins with that one before it begins with, too."""
+    """Return for each answer of a group its length, and how many of its first tokens an earlier answer shares."""
     seen: set[tuple[int, ...]] = set()
     found = []
     for answer in answers:

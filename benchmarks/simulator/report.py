@@ -65,7 +65,7 @@ def _key(setup: Setup) -> str:
 
 
 def _said(value: Any) -> Any:
-    """What of a setup is not its default: so that a setting that is added later leaves finished rows what they are."""
+    """Return the values of a setup that differ from their defaults, so that finished rows survive added settings."""
     if not is_dataclass(value):
         return value
     own = {field.name: getattr(value, field.name) for field in fields(value) if field.name != "name"}
@@ -99,7 +99,7 @@ def _row(cell: Cell, found: Outcome, baseline: float) -> str:
 
 
 def ages(cells: Sequence[Cell], kept: Kept, seed: int | None = None) -> str:
-    """Of the tables over η: which part of the trained tokens is how many versions old."""
+    """Write for each table over η which share of the trained tokens has which age, in versions."""
     lines: list[str] = []
     for table in _over_eta(cells):
         rows = [(cell, kept.get(kept.seeded(cell.setup, seed)).staleness) for cell in cells if cell.table == table]

@@ -203,7 +203,7 @@ async def measure_speed(model_path: Path, folder: Path) -> Speed:
             await update_server(order, client, DiskManagerEnd(), timeout_s=60.0, checks=(check,))
 
         async def measured(work: Callable[[int], Awaitable[None]], times: int) -> tuple[float, float, float]:
-            """Of the server's main thread, its process and this one, after as many that warm up."""
+            """CPU seconds per call of the server's main thread, its process and this one, after warm-up calls."""
             for number in range(2 * times):
                 if number == times:
                     before = (*threads.used(), time.process_time())

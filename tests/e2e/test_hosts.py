@@ -217,7 +217,7 @@ def test_where_no_ray_answers_the_run_says_so(start_run: Any, ray: dict[str, Any
 def test_a_run_over_pods_is_stopped_and_continued_with_a_stand_in_for_kubectl(
     start_run: Any, ctrl_c: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `kubectl` does in a cluster is not shown by this: there is none to be had here."""
+    """A stand-in replaces `kubectl`: this test does not show how a real cluster behaves."""
     monkeypatch.setenv("PATH", f"{stand_in_kubectl(tmp_path / 'kubectl')}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("ASYNCRL_HOST", "127.0.0.1")  # as in the launcher's pod
     monkeypatch.setenv("MY_API_KEY", "a secret of the launcher")

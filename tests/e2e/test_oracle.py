@@ -96,7 +96,7 @@ def test_losses_are_those_of_the_reference_loop(
 
 
 def test_the_oracle_has_something_to_say(oracle: list[StepReport]) -> None:
-    """What is compared is a policy that learns, with groups that carry no signal and ratios that are clipped."""
+    """The compared policy learns, some of its groups carry no signal, and some ratios are clipped."""
     losses = np.array([report.losses for report in oracle])
     assert np.abs(losses).max() > 1000 * TOLERANCE
     assert (losses == 0).any()

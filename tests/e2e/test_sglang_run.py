@@ -26,7 +26,7 @@ needs_sglang = pytest.mark.skipif(PYTHON is None, reason="ASYNCRL_SGLANG_PYTHON 
 def test_a_run_takes_its_weights_from_the_trainers_memory(
     start_run: Any, transport: str, ranks: int, servers: int, mode: str, lora: int
 ) -> None:
-    """Of several ranks one sends, to each server by itself; no version but the last is written to disk. Adapters are
+    """One of several ranks sends, to each server separately. Only the last version is written to disk. Adapters are
     merged.
     """
     shared_memory = set(SHARED_MEMORY.iterdir())

@@ -201,9 +201,7 @@ def test_a_broken_reward_fails_the_run_and_shows_its_traceback(start_run: Any, t
 def test_a_mixture_of_experts_is_served_as_it_is_trained(
     engine: str, parallel: str, replay: bool, start_run: Any, tiny_moe: Path
 ) -> None:
-    """What a server has read of experts after an update is what the trainer has: every weight is 1, whether or not the
-    trainer is told which experts the server chose.
-    """
+    """After an update the server's experts equal the trainer's: every weight is 1, with or without routing replay."""
     run = start_run(
         model__path=str(tiny_moe),
         trainer__engine=engine,

@@ -90,8 +90,8 @@ def logs(run_dir: Path) -> str:
 
 
 def test_a_run_survives_ten_kills_of_any_process(run_chaos: RunChaos) -> None:
-    """Of each of the six kinds of processes one at least. Deaths at every message are played in virtual time
-    (`tests/integration/master/test_any_death.py`), those of a run's only rank one by one in `test_restart.py`.
+    """At least one process of each of the six kinds is killed. `tests/integration/master/test_any_death.py` covers
+    deaths at every message in virtual time, `test_restart.py` those of a run's only rank.
     """
     options = ["--kills=10", "--every=2", "--seed=3", "--pauses=0", "--cuts=0", "--delays=0", "--full-disks=0"]
     ended = run_chaos(

@@ -69,7 +69,7 @@ def read_only(disk: Path) -> Iterator[Callable[[], None]]:
 
 
 def is_kept(run: Any, version: int) -> bool:
-    """Whether this step is trained: its state is written into memory, and next its weights onto the disk."""
+    """True if this step is trained: its state is in memory, and its weights are about to be written to disk."""
     return any(f"v{version}" in folder.name for folder in LastStep(run.run_dir).state_root.iterdir())
 
 

@@ -66,7 +66,7 @@ def stop_once_used(run: Any, ctrl_c: Any, were_out: range) -> int:
 
 
 def all_out(steps: int) -> range:
-    """What may be out where a gate lets so many steps be made: what those take, and all that the bound lets in."""
+    """Orders that can be admitted before a gate after `steps` steps: those of the steps and those within the bound."""
     return range((steps + SETTINGS["max_head_offpolicyness"] + 1) * BATCH)
 
 
@@ -267,7 +267,7 @@ class Held(SingleTurnAgent):
 def test_an_evaluation_that_the_trainers_restart_cuts_off_is_made_again_on_its_version(
     start_run: Any, tmp_path: Path
 ) -> None:
-    """That of the initial model, while versions 1 and 2 wait for it."""
+    """The evaluation is that of the initial model; versions 1 and 2 wait for it."""
     steps, free = 6, tmp_path / "free"
     (tmp_path / "held.py").write_text(HELD_EVALUATION.format(free=free))
     run = start_run(total_train_steps=steps, agent__path=f"{tmp_path / 'held.py'}:Held", eval__interval=3)

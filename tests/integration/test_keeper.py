@@ -510,7 +510,7 @@ class Detached:
         self._told = -1
 
     def end(self) -> bytes:
-        """What it told at its end; the output has ended too."""
+        """Wait for the end of the process and of its output; return the status that it reported."""
         try:
             with os.fdopen(self.status, "rb") as status, os.fdopen(self.printed, "rb") as printed:
                 told = status.read()

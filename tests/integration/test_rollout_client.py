@@ -517,7 +517,7 @@ async def test_less_is_asked_of_a_server_that_cannot_be_asked_for_what_it_has(
 
 
 class TiedServer:
-    """What `FixedManager` needs of a server that is no fake."""
+    """The part of a real server that `FixedManager` needs."""
 
     def __init__(self, url: str) -> None:
         self.url, self.version = url, "0"

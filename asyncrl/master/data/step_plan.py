@@ -41,7 +41,7 @@ from asyncrl.trainer.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """How a step's batch is dealt: `minibatches` in each of `passes`, by the run's `seed`."""
+    """Division of a step's batch: `minibatches` in each of `passes`, shuffled by the run's `seed`."""
 
     minibatches: int
     passes: int = 1

@@ -397,5 +397,5 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def kill(run: Run) -> None:
-    """What ends from here on nobody hears of."""
+    """Disconnect the run: the end of anything from here on is not reported."""
     run.loop.parts.announcer._on_end = run.loop.parts.announcer._announce = lambda *_: None

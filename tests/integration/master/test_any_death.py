@@ -71,7 +71,7 @@ BEGINNING = {
 
 @dataclass
 class Ranks(FakeWorkers):
-    """What the inboxes and the last step keep outlives them."""
+    """Fake ranks; the contents of the inboxes and of the last step survive their death."""
 
     inbox: dict[int, dict[str, RolloutRecord]] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class Ranks(FakeWorkers):
         return reply
 
     def _held(self, records: Sequence[RolloutRecord]) -> list[RolloutRecord]:
-        """What the inboxes have is told again, whoever begins."""
+        """Return the records that are in an inbox; these are reported again after a restart."""
         held = {name for head in self.inbox.values() for name in head}
         return [record for record in records if record.rollout_id in held.difference(self.discarded)]
 
@@ -167,7 +167,7 @@ def places(version: int) -> range:
 
 
 async def deliver(run: Run, version: int) -> None:
-    """What the step from `version` trains, of one prompt twice, and a prompt that is dropped for good."""
+    """Deliver the rollouts that the step from `version` trains, one prompt twice, and drop one prompt for good."""
     for order in places(version):
         run.manager.admit(order, version)
         await run.workers.deliver(rollout(order, version, worker=order % 2))

@@ -221,7 +221,7 @@ async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
 async def test_a_step_that_is_not_kept_is_told_to_others_only_if_the_ranks_live(
     tmp_path: Path, last_step: LastStep, cause: str
 ) -> None:
-    """Whoever goes on after a rank's death begins with the step before; without room nobody goes on from there."""
+    """After a rank's death the run resumes from the step before; without room nothing resumes from there."""
     first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(2), last_step=last_step)
     first.workers.fail[FinishShare] = (
         PeerGone("killed")
@@ -239,7 +239,7 @@ async def test_a_step_that_is_not_kept_is_told_to_others_only_if_the_ranks_live(
 
 
 async def test_the_users_order_goes_on_over_a_restart_as_if_there_had_been_none(tmp_path: Path) -> None:
-    """What the order put back was never trained: its prompts are rolled out again, and it ranks them as before."""
+    """Rollouts that the order put back were not trained: their prompts are rolled out again and ranked as before."""
     (tmp_path / "mine.py").write_text("def last_first(rollout):\n    return -rollout.order\n")
     config = make_config(total_train_steps=3, checkpoint__interval=1, max_head_offpolicyness=2)
     config.buffer.order.path = f"{tmp_path / 'mine.py'}:last_first"

@@ -178,7 +178,7 @@ async def test_wait_holds_the_step_until_nothing_would_expire(tmp_path: Path) ->
 
 
 async def test_a_step_that_is_held_for_longer_than_the_stall_limit_is_no_stall(tmp_path: Path) -> None:
-    """What it is held for runs, each within a limit of its own."""
+    """The work that the step waits for is running, each part within its own limit."""
     run, now = Run(tmp_path, make_config(total_train_steps=1, on_stale="wait")), 0.0
     stall = run.loop.parts.stall
     stall._clock = lambda: now  # type: ignore[assignment]

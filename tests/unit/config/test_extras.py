@@ -21,7 +21,7 @@ _PROPOSED = re.compile(r"asyncrl\[([\w-]+)\]|the `([\w-]+)`\s+extra|the extra `(
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - NOT_INSTALLED_HERE))
 def test_pip_resolves_the_extra_beside_asyncrl(extra: str) -> None:
-    """What is installed here together satisfies both sides; SGLang, for one, pins another transformers."""
+    """The packages installed here satisfy asyncrl and the extra; SGLang, for example, pins another transformers."""
     own = {Requirement(text).name for text in PROJECT["dependencies"]}
     for wanted in map(Requirement, EXTRAS[extra]):
         assert wanted.specifier.contains(importlib.metadata.version(wanted.name)), wanted

@@ -79,7 +79,7 @@ Answer = Callable[[ManagerService], Coroutine[Any, Any, Any]]
 
 
 class Move(NamedTuple):
-    """What may happen, and when: the name of a method of `Schedule`, and what its arguments are chosen among."""
+    """An event and its condition: the name of a method of `Schedule`, and the choices for its arguments."""
 
     name: str
     when: Callable[[Schedule], bool]
@@ -147,7 +147,7 @@ class Worker:
 
 @dataclass
 class Known:
-    """What the manager told the master last."""
+    """The manager's last report to the master."""
 
     given_up: int = 0
     events: int = 0
@@ -255,7 +255,7 @@ class Schedule(RuleBasedStateMachine):
 
     @move(cut_off=BOTH, remembered=BOTH)
     def the_manager_dies(self, cut_off: bool, remembered: bool) -> None:
-        """What it did since it last answered may not be written yet."""
+        """Restart the manager; its changes since its last answer may not have been written yet."""
         if cut_off:
             del self.events[self.told :]
         elif remembered:

@@ -456,7 +456,7 @@ class AnyFaults(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 100), success=st.booleans())
     def outcome(self, pick: int, success: bool) -> None:
-        """Of any update ever ordered, so also late and repeated."""
+        """End any update that was ever ordered, so also late and repeatedly."""
         if not self.orders:
             return
         order = self.orders[pick % len(self.orders)]

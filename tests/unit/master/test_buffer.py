@@ -173,7 +173,7 @@ def test_what_does_not_expire_is_not_looked_at() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_what_expires_is_what_a_look_at_every_record_finds(policy: str, data: st.DataObject) -> None:
-    """Of records that come late, are taken, or hold no token at all."""
+    """Holds for records that arrive late, are taken, or hold no token at all."""
     buffer = SampleBuffer(2, 2, policy)
     known: dict[str, RolloutRecord] = {}
     version = 0

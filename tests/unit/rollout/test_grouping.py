@@ -27,7 +27,7 @@ class Following(RolloutWorker):
         self.addresses: set[str] = set()
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """Of the pusher."""
+        """Record the addresses, in place of the pusher."""
         self.addresses = set(addresses)
 
     async def follow(self) -> None:

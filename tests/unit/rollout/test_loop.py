@@ -466,7 +466,7 @@ async def test_what_was_given_up_while_its_grant_was_under_way_is_not_asked_for_
 
 
 async def test_a_failing_rollout_is_tried_again_and_given_up_after_its_attempts() -> None:
-    """Whoever plays it: how many tries have failed comes with the grant."""
+    """This holds across workers: the grant carries the number of failed attempts."""
     gate = FakeGate(admit=MAX_ATTEMPTS, failures=list(range(MAX_ATTEMPTS)))
 
     async def broken(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:

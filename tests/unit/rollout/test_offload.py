@@ -305,7 +305,7 @@ async def test_at_most_so_many_plain_functions_run_at_a_time_and_the_loop_stays_
     lock, all_eight = threading.Lock(), threading.Barrier(8)
 
     def wait_for_a_turn() -> None:
-        """Of the loop, with this and seven more calls in their threads."""
+        """Wait for two turns of the event loop, while this and seven more calls are in threads."""
         nonlocal running, most
         with lock:
             running += 1

@@ -110,7 +110,7 @@ def test_who_finds_that_a_launcher_is_gone_does_not_remove_what_the_next_one_mad
 
 @pytest.fixture
 def elsewhere(last_step: LastStep, tmp_path: Path) -> Iterator[LastStep]:
-    """Of a rank on another host, which has this one's memory here."""
+    """The last step of a rank on another host; in this test both hosts share one memory."""
     last_step.begin()
     there = LastStep(tmp_path, "10.0.0.2")
     there.join()

@@ -86,7 +86,7 @@ def look_often(wait: StartWait) -> None:
 
 
 class Names(FileResolver):
-    """What is followed is what was put there, at once."""
+    """A resolver whose followed entries change at once, as the test puts them."""
 
     def say(self, kind: str, index: int, status: WorkerStatus) -> None:
         self.follow(f"{names.STATUSES}/{kind}").put(status_key(kind, index), status.encode())

@@ -48,7 +48,7 @@ class TokenCounts:
 
 
 class Lengths:
-    """How far the samples are ahead of the step count: all grow by one a step, so it changes only as they come and go.
+    """Lengths of the samples less the step count. All grow by one a step, so they change only if samples come or go.
 
     Attributes:
         longest: the most.

@@ -111,7 +111,7 @@ async def test_three_turns_are_one_sample_of_the_very_ids(chat_format: MakeForma
 
 
 async def test_a_thousand_episodes_of_three_turns_do_not_drift(chat_format: MakeFormat, prompt: Prompt) -> None:
-    """Of the recorded ids against those that the policy saw and said; tokenised again, most would differ."""
+    """The recorded ids equal those that the policy saw and sampled; tokenised again, most would differ."""
     chat = chat_format("qwen3")
     drifting = 0
     for number in range(1000):

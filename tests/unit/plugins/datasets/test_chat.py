@@ -249,7 +249,7 @@ def as_transformers_saves_them(source: Path, folder: Path) -> None:
 
 
 def files_over_the_config(source: Path, folder: Path) -> None:
-    """What the config holds is not used where there are files."""
+    """Template files override a template in the config."""
     as_transformers_saves_them(source, folder)
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": "OLD"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -34,7 +34,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def _next(told: Any, ranks: list[Any]) -> tuple[int, Any]:
-    """What the next rank to finish tells; a rank that crashed is not waited for."""
+    """Return the report of the next rank to finish; raise at once if a rank crashed."""
     for _ in range(int(LIMIT_S)):
         with suppress(queue.Empty):
             found: tuple[int, Any] = told.get(timeout=1.0)

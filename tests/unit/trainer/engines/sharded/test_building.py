@@ -49,7 +49,7 @@ def test_what_one_rank_cannot_build_fails_on_all_with_the_reason(
 
 
 def test_torch_warns_of_nothing(config: ExperimentConfig, llama_dir: Path, on_ranks: Any, step: Any) -> None:
-    """What is meant so, users need not read: loading alone, norms over two dimensions, outputs of a stage."""
+    """Warnings about intended behaviour are hidden: loading alone, norms over two dimensions, outputs of a stage."""
     config.model.path, config.trainer.parallel = str(llama_dir), "d2t2"
 
     def listen(world: World) -> list[str]:

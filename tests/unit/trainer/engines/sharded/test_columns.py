@@ -29,7 +29,7 @@ COLUMNS = ("score", "chosen", "position", "per_sample", "flag_per_sample")
 
 
 def columns_of(batch: StepBatch) -> dict[str, Tensor]:
-    """Of every type and level; told by the content of a sample, whatever batch it is in."""
+    """Columns of every type and level; their values depend only on the sample, not on its batch."""
     tokens, samples = batch["tokens"], batch["rewards"]
     return {
         "score": tokens.float() / 7 + batch["behave_logprobs"],
@@ -41,7 +41,7 @@ def columns_of(batch: StepBatch) -> dict[str, Tensor]:
 
 
 def shares_of(cuts: list[list[Assignment]], world: World) -> Shares:
-    """What this rank is told of a step that is dealt so."""
+    """Return this rank's shares of a step with the assignments `cuts`."""
     told = plan_step(cuts, world.placement, version=3, min_version=0, minibatches=2)[world.worker]
     shares = zip(world.placement.distinct, told.shares, strict=True)
     return {grid: share for grid, share in shares if share is not None}
