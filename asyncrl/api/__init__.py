@@ -5,6 +5,7 @@ Nothing here imports the rest of asyncrl, and nothing here imports torch.
 """
 
 from asyncrl.api.agent import Agent, EpisodeError, EpisodeTimeout, GroupClient, Outcome
+from asyncrl.api.batch_agent import BatchAgent, BatchGroup
 from asyncrl.api.buffer import BufferOrder, ReadyRollout
 from asyncrl.api.chat import ChatClient, ChatFinish, ChatReply, Message, ToolCall, ToolSchema, messages_of
 from asyncrl.api.curriculum import Curriculum
@@ -25,6 +26,8 @@ from asyncrl.api.trajectory import Sample, SampleColumns, Trajectory, with_turn_
 
 __all__ = [
     "Agent",
+    "BatchAgent",
+    "BatchGroup",
     "BufferOrder",
     "ChatClient",
     "ChatFinish",

@@ -61,6 +61,7 @@ ALIASES: tuple[Alias, ...] = (
     # Length of a run
     Alias("max_steps", "TRL", "total_train_steps"),
     Alias("total_training_steps", "verl, siiRL", "total_train_steps"),
+    Alias("rollout_function_path", "slime", "agent.path", "a class derived from asyncrl.api.BatchAgent"),
     Alias("num_rollout", "slime", "total_train_steps"),
     Alias("trainer.total_epochs", "verl, siiRL", "total_epochs"),
     Alias("total_train_epochs", "AReaL", "total_epochs"),

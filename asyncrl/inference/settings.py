@@ -107,6 +107,11 @@ def server_shape(generation: GenerationConfig) -> ServerShape:
         size("dp_size", "data_parallel_size"),
         bool(flags.get("enable_dp_attention")),
     )
+    if shape.shared_attention and size("attn_dp_size") > 1:
+        raise ValueError(
+            "generation.sglang.args.enable_dp_attention=true: attn_dp_size says the same in SGLang's newer words; "
+            "leave enable_dp_attention out"
+        )
     if shape.shared_attention and shape.tensor % shape.data:
         raise ValueError(
             f"generation.sglang.args.dp_size={shape.data}: with enable_dp_attention it divides "

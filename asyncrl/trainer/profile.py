@@ -34,6 +34,8 @@ class StepProfile:
         self._rank, self._folder = rank, folder
         self._on_gpu = device.type == "cuda"
         self._memory = settings.memory and self._on_gpu
+        if self._steps and settings.memory and not self._on_gpu:
+            _log.info("profile.memory: the history of a GPU's memory; this rank computes on the %s", device.type)
         self._step = 0
         self._profile: profile | None = None
 
@@ -57,15 +59,24 @@ class StepProfile:
         if self._profile is None:
             return []
         self._profile.stop()
+        try:
+            files = self._write(self._profile)
+        except (OSError, RuntimeError) as error:  # a full disk, say; the step is trained all the same
+            _log.warning("the profile of step %d could not be written: %s", self._step, error)
+            files = []
+        self._drop(stopped=True)
+        if files:
+            _log.info("profile of step %d: %s", self._step, ", ".join(map(str, files)))
+        return files
+
+    def _write(self, recorded: profile) -> list[Path]:
         self._folder.mkdir(exist_ok=True)
         stem = f"step-{self._step}.rank-{self._rank}"
         files = [self._folder / f"{stem}.trace.json.gz"]
-        self._profile.export_chrome_trace(str(files[0]))
+        recorded.export_chrome_trace(str(files[0]))
         if self._memory:
             files.append(self._folder / f"{stem}.memory.pickle")
             torch.cuda.memory._dump_snapshot(str(files[1]))  # type: ignore[no-untyped-call]
-        self._drop(stopped=True)
-        _log.info("profile of step %d: %s", self._step, ", ".join(map(str, files)))
         return files
 
     def _drop(self, *, stopped: bool = False) -> None:

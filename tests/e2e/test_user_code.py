@@ -144,3 +144,55 @@ def test_rewards_that_hang_or_crash_and_environments_that_raise_are_counted_by_n
     log = (run.run_dir / "logs" / "rollout_worker-0.log").read_text()
     assert len(log) < 2_000_000
     assert f"failed, to be tried again: reward {file}:score " in log, "an episode is tried again alone"
+
+
+BATCHES = '''
+import asyncio
+
+from asyncrl.api import BatchAgent, GenerationRequest
+from asyncrl.plugins.agents.sample_builder import SampleBuilder
+
+
+class Batches(BatchAgent):
+    """Several prompts in a call; the log says which."""
+
+    batch_size = 3
+
+    def __init__(self, *, tokenizer, file):
+        self._file = file
+
+    async def run_batch(self, groups):
+        with open(self._file, "a") as file:
+            file.write(" ".join(group.prompt.prompt_id for group in groups) + "\\n")
+        tasks = [asyncio.create_task(self._play(index, group)) for index, group in enumerate(groups)]
+        for done in asyncio.as_completed(tasks):
+            yield await done
+
+    async def _play(self, index, group):
+        prompt, samples = group.prompt, []
+        request = GenerationRequest(prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling)
+        for answer in (await group.client.generate(request)).completions:
+            builder = SampleBuilder(prompt.input_ids)
+            builder.generate(answer)
+            samples.append(builder.build(float(len(answer.token_ids)), truncated=False))
+        return index, samples
+'''
+
+
+def test_an_agent_over_several_prompts_trains_within_the_bound(start_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "batches.py").write_text(BATCHES)
+    calls = tmp_path / "calls.txt"
+    run = start_run(
+        agent__path=f"{tmp_path / 'batches.py'}:Batches",
+        agent__args=f"{{file: {calls}}}",
+        total_train_steps=3,
+        eval__interval=0,
+    )
+    assert run.wait() == 0, run.output + run.logs()
+    assert max(row["staleness/max"] for row in run.rows()) <= 2
+    books = run.summary()["books"]
+    assert books["trained"] == 3 * 4
+    assert set(books["dropped"]) <= {"stale"}, books
+    played = [line.split() for line in calls.read_text().splitlines()]
+    assert max(map(len, played)) == 3
+    assert len({prompt for line in played for prompt in line}) >= 3 * 4

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import psutil
 
 from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE, marked
 
+_log = logging.getLogger(__name__)
 DUMP_LIMIT_S = 20.0
 """Of one process."""
+ALL_LIMIT_S = 60.0
+"""Of all together; those whose turn has not come by then are left out."""
 _TITLE = "asyncrl "
 """Beginning of the titles of a run's processes; those that user code starts have others."""
 
@@ -27,12 +32,18 @@ async def dump_stacks(file: Path) -> None:
     """Write the stacks of all threads of the launch's processes, one process after the other, to `file`."""
     program, launch = py_spy(), os.environ.get(LAUNCH_VARIABLE, "")
     pids = {os.getpid(), *(process.pid for process in marked(launch))} if launch else {os.getpid()}
-    parts = []
+    parts, ends_at = [], time.monotonic() + ALL_LIMIT_S
     for pid in sorted(pids):
+        if time.monotonic() > ends_at:
+            parts.append(f"the others are left out: {ALL_LIMIT_S:g} s are over\n")
+            break
         title = _title(pid)
         if pid == os.getpid() or title.startswith(_TITLE):
             parts.append(f"== {title} (process {pid})\n{await _dump(program, pid)}\n")
-    await asyncio.to_thread(_write, file, "\n".join(parts))
+    try:
+        await asyncio.to_thread(_write, file, "\n".join(parts))
+    except OSError as error:  # a full disk, say; the step is trained all the same
+        _log.warning("the stacks could not be written: %s", error)
 
 
 def _write(file: Path, text: str) -> None:
@@ -50,9 +61,11 @@ def _title(pid: int) -> str:
 async def _dump(program: str | None, pid: int) -> str:
     if program is None:
         return "py-spy is not installed on this host"
-    process = await asyncio.create_subprocess_exec(
-        *(program, "dump", "--pid", str(pid)), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-    )
+    pipe, joined = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
+    try:
+        process = await asyncio.create_subprocess_exec(program, "dump", "--pid", str(pid), stdout=pipe, stderr=joined)
+    except OSError as error:
+        return f"py-spy did not start: {error}"
     try:
         said, _ = await asyncio.wait_for(process.communicate(), DUMP_LIMIT_S)
     except TimeoutError:

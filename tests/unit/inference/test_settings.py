@@ -78,6 +78,7 @@ def test_a_server_over_more_gpus_than_there_are_is_refused_but_many_servers_shar
         ),
         ({"pp_size": "two"}, r"args\.pp_size='two': it is a number of ranks; use 1 or more$"),
         ({"--dp-size": 0}, r"args\.dp_size=0: it is a number of ranks; use 1 or more$"),
+        ({"attn_dp_size": 2, "enable_dp_attention": True}, r"enable_dp_attention=true: attn_dp_size says the same"),
         ({"nnodes": 2}, r"args\.nnodes=2: a server is started on one host; start one over several yourself"),
         (
             {"dp_size": 3, "enable_dp_attention": True},
@@ -94,7 +95,7 @@ def test_ranks_of_sglang_that_do_not_fit_are_refused_by_name(
     config.generation.sglang.tensor_parallel, config.generation.sglang.args = 2, {"mem_fraction_static": 0.1} | args
     (found,) = check(config)
     assert re.search(message, found)
-    config.generation.sglang.args |= {"pp_size": 1, "--dp-size": 1, "dp_size": 1, "nnodes": 1}
+    config.generation.sglang.args |= {"pp_size": 1, "--dp-size": 1, "dp_size": 1, "nnodes": 1, "attn_dp_size": 1}
     assert not list(check(config))
 
 

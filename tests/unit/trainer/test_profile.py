@@ -66,6 +66,18 @@ def test_a_step_that_did_not_end_is_dropped_by_the_next(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "profile").iterdir()] == ["step-2.rank-0.trace.json.gz"]
 
 
+async def test_a_disk_that_takes_nothing_costs_the_profile_and_not_the_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profile").write_text("no folder")
+    profile = profile_of(tmp_path / "profile", steps=[1])
+    assert step(profile, 1) == []
+    assert step(profile, 2) == []
+    await stacks.dump_stacks(tmp_path / "profile" / "step-1.stacks.txt")
+    assert "the profile of step 1 could not be written" in caplog.text
+    assert "the stacks could not be written" in caplog.text
+
+
 async def test_stacks_are_those_of_the_launchs_own_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = os.urandom(8).hex()
     monkeypatch.setenv(LAUNCH_VARIABLE, launch)
