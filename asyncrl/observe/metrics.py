@@ -10,11 +10,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from omegaconf import OmegaConf
 
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.config.experiment import ExperimentConfig
@@ -26,6 +30,9 @@ Row = Mapping[str, Any]
 """Numbers by name; a few entries are lists of numbers, which only `metrics.jsonl` keeps."""
 
 TENSORBOARD_DIR = "tensorboard"
+WANDB_ID_FILE = "wandb_id"
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"(?i)password|secret|token$|api_?key|authorization|credential")
 
 
 class MetricsError(RuntimeError):
@@ -104,7 +111,10 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """A Weights & Biases run, continued by a resumed launch.
+    """A Weights & Biases run with the resolved config, continued by a launch that resumes the trial.
+
+    Its id is in the trial's folder, so a trial that was wiped is another run. Rows are drawn over `step`: what a launch
+    that went back trains again comes after what it replaces, in place of being dropped.
 
     Raises:
         MetricsError: wandb is not installed.
@@ -118,21 +128,44 @@ class WandbSink(Sink):
                 f"logging.wandb_project={project!r}: wandb is not installed; pip install 'asyncrl[tracking]', or leave "
                 "the setting empty"
             ) from error
-        name = f"{config.experiment_name}/{config.trial_name}"
         self._table = wandb.Table
         self._run: Any = wandb.init(
-            project=project, name=name, id=name.replace("/", "-"), dir=str(run_dir), resume="allow"
+            project=project,
+            name=f"{config.experiment_name}/{config.trial_name}",
+            group=config.experiment_name,
+            id=_wandb_id(run_dir / WANDB_ID_FILE),
+            dir=str(run_dir),
+            resume="allow",
         )
+        shown = without_secrets(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True))
+        self._run.config.update(shown, allow_val_change=True)  # type: ignore[no-untyped-call]
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, row: Row) -> None:
-        self._run.log(_scalars(row), step=step)
+        self._run.log(_scalars(row) | {"step": step})
 
     def samples(self, step: int, table: Table) -> None:
         rows = [list(row) for row in table]
-        self._run.log({"samples": self._table(columns=list(COLUMNS), data=rows), "samples/step": step})
+        self._run.log({"samples": self._table(columns=list(COLUMNS), data=rows), "step": step})
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb_id(file: Path) -> str:
+    if not file.exists():
+        file.write_text(secrets.token_hex(8))
+    return file.read_text().strip()
+
+
+def without_secrets(value: Any) -> Any:
+    """Settings with `HIDDEN` in place of texts whose name says that they are secret, wherever they stand."""
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN if _SECRET.search(str(key)) and isinstance(each, str) and each else without_secrets(each)
+            for key, each in value.items()
+        }
+    return [without_secrets(each) for each in value] if isinstance(value, list) else value
 
 
 class MetricsWriter:

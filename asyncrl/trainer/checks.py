@@ -193,8 +193,20 @@ def hugging_face_folder(name: str, path: str) -> Iterator[str]:
         return
     if not isinstance(described, dict) or not described.get("model_type"):
         yield f"{name}={path!r}: its config.json names no model_type, so it is not of a transformers model; {fix}"
+    elif "auto_map" in described and not _known_architecture(described["model_type"]):
+        yield (
+            f"{name}={path!r}: its architecture {described['model_type']!r} is code in that folder, which is not "
+            "executed (docs/security.md); use a model whose architecture transformers has"
+        )
     if not any(True for pattern in _WEIGHT_FILES for _ in folder.glob(pattern)):
         yield f"{name}={path!r}: it holds no weights ({', '.join(_WEIGHT_FILES)}); download them too, or {fix}"
+
+
+def _known_architecture(model_type: str) -> bool:
+    """True if transformers itself has it; asked of few models only, as it loads torch."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
 
 
 def _layouts(config: ExperimentConfig) -> Iterator[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -22,6 +24,7 @@ from asyncrl.observe.metrics import (
     read_rows,
 )
 from asyncrl.observe.sample_tables import Table
+from asyncrl.plugins.tools.settings import McpServerConfig
 
 
 def test_a_row_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
@@ -132,6 +135,70 @@ def test_the_event_files_writer_does_not_load_torch(tmp_path: Path) -> None:
         f"TensorBoardSink(Path({str(tmp_path)!r}), 0).write(1, {{'x': 1.0}}); assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def leveldb_records(log: bytes) -> Iterator[bytes]:
+    """Records of a LevelDB log, wandb's file format: blocks of 32 KiB of chunks, each a header of 7 bytes and data."""
+    at, record = 7, b""  # after wandb's own header
+    while at + 7 <= len(log):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        record += log[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or its last chunk
+            yield record
+            record = b""
+
+
+def wandb_records(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Config and rows of each launch, from the files that wandb keeps without a network."""
+    from wandb.proto import wandb_internal_pb2
+
+    launches = []
+    for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        config, rows = dict[str, Any](), []
+        for data in leveldb_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            for update in (*record.run.config.update, *record.config.update):
+                config[update.key or "/".join(update.nested_key)] = json.loads(update.value_json)
+            if record.history.item:
+                rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
+            if record.HasField("run") and record.run.run_id:
+                config["run id"] = record.run.run_id
+        launches.append((config, rows))
+    return launches
+
+
+def test_wandb_has_the_config_and_goes_on_with_the_same_run_until_the_trial_is_wiped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = ExperimentConfig(experiment_name="math", trial_name="a", total_train_steps=7)
+    config.logging.wandb_project, config.logging.tensorboard = "p", False
+    config.env.args = {"api_key": "sk-1", "size": 3}
+    config.mcp = [McpServerConfig(name="wiki", headers={"Authorization": "Bearer abc"})]
+    for first_step, steps in ((0, range(3)), (2, range(2, 4))):  # the second launch goes back by one step
+        with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", config, first_step)) as writer:
+            for step in steps:
+                writer.write(step, {"x": 10 * first_step + step, "parts": [1.0]})
+            writer.samples(steps[-1], [["e0-0", "0", "1", "0", "4+5=9"]])
+        config.total_train_steps = 9
+    (before, first), (after, second) = wandb_records(tmp_path)
+    assert [[row[key] for key in ("step", "x")] for row in first if "x" in row] == [[0, 0], [1, 1], [2, 2]]
+    assert [[row[key] for key in ("step", "x")] for row in second if "x" in row] == [[2, 22], [3, 23]]
+    assert before["run id"] == after["run id"]
+    assert (before["total_train_steps"], after["total_train_steps"]) == (7, 9)
+    assert before["env"]["args"] == {"api_key": "(hidden)", "size": 3}
+    assert "sk-1" not in str(before)
+    assert "abc" not in str(before)
+    (tmp_path / "wandb_id").unlink()
+    with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", config)):
+        pass
+    assert wandb_records(tmp_path)[-1][0]["run id"] != after["run id"]
 
 
 def test_wandb_that_is_not_installed_names_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,6 +318,16 @@ def test_a_folder_that_is_missing_and_one_that_is_whole(tmp_path: Path) -> None:
     assert json.loads((whole / "config.json").read_text())["model_type"] == "qwen2"
 
 
+def test_a_model_whose_architecture_is_code_in_its_folder_is_refused(tmp_path: Path) -> None:
+    folder = fail_to_be_a_model(tmp_path / "whole", "nothing")
+    described = {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
+    (folder / "config.json").write_text(json.dumps(described | {"model_type": "my_own"}))
+    (message,) = hugging_face_folder("model.path", str(folder))
+    assert "its architecture 'my_own' is code in that folder, which is not executed" in message
+    (folder / "config.json").write_text(json.dumps(described | {"model_type": "qwen2"}))  # which transformers has too
+    assert list(hugging_face_folder("model.path", str(folder))) == []
+
+
 def test_the_kl_term_s_estimator_is_that_of_its_place_unless_it_is_named(config: ExperimentConfig) -> None:
     algorithm = config.algorithm
     assert (algorithm.kl.name, algorithm.kl_estimator.name) == ("auto", "k3")

@@ -1,0 +1,60 @@
+"""A run on a generation back end of somebody else's: `own_backend.py` knows of asyncrl the documented verbs alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def backend(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Its address, and the file of its weight updates."""
+    output = tmp_path / "backend.log"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "own_backend.py"), str(tiny_model)],
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().strip()
+        assert address.startswith("http://"), output.read_text()
+        yield address, output
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "in_place"])
+def test_a_run_trains_on_a_server_that_knows_only_the_documented_verbs(
+    start_run: Any, backend: tuple[str, Path], mode: str
+) -> None:
+    url, errors = backend
+    run = start_run(
+        total_train_steps=4,
+        generation__backend="sglang",
+        generation__sglang__urls=f"[{url}]",
+        manager__update_mode=mode,
+        eval__interval=2,
+    )
+    assert run.wait() == 0, run.output + run.logs() + errors.read_text()
+    rows = run.rows()
+    assert [row["policy_version"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["ppo/engine_gap_max"] for row in rows if "ppo/engine_gap_max" in row) < 1e-4, "token-exact"
+    assert max(row["staleness/max"] for row in rows) <= 2
+    books = run.summary()["books"]
+    assert books["trained"] == 4 * 4
+    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+    assert json.loads((run.run_dir / "weights" / "actor" / "v4" / "manifest.json").read_text())
