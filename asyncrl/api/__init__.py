@@ -7,6 +7,7 @@ Nothing here imports the rest of asyncrl, and nothing here imports torch.
 from asyncrl.api.agent import Agent, EpisodeError, EpisodeTimeout, GroupClient, Outcome
 from asyncrl.api.buffer import BufferOrder, ReadyRollout
 from asyncrl.api.chat import ChatClient, ChatFinish, ChatReply, Message, ToolCall, ToolSchema, messages_of
+from asyncrl.api.curriculum import Curriculum
 from asyncrl.api.environment import Environment, StepResult
 from asyncrl.api.generation import (
     Completion,
@@ -29,6 +30,7 @@ __all__ = [
     "ChatFinish",
     "ChatReply",
     "Completion",
+    "Curriculum",
     "Environment",
     "Episode",
     "EpisodeError",

@@ -33,6 +33,10 @@ class ReadyRollout:
 class BufferOrder(Protocol):
     """Ranks waiting rollouts. It runs in a thread of the MasterWorker before each step, for each of them:
     `buffer.order.timeout_s` is the limit of all together.
+
+    A function, or a class, of which one object is made with `buffer.order.args`. That may have two more pairs of eyes:
+    `trained(rollouts)` is told which ones a step takes; `state()` and `restore(state)`, plain data for JSON, go with
+    every checkpoint, so that a run that is resumed goes on with what the object knew after the step it resumes at.
     """
 
     def __call__(self, rollout: ReadyRollout) -> float:

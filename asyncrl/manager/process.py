@@ -33,7 +33,7 @@ from asyncrl.manager.messages import Empty, RequestSize, StatusReply
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.record import DataRecord
@@ -198,7 +198,7 @@ class GserverManager(AsyncWorker):
                 measured = unseal(await asyncio.to_thread(Path(state.path).read_bytes))["curriculum"]
             except (LookupError, TypeError, ValueError) as error:
                 raise ValueError(f"{state.path} does not hold the curriculum; it is damaged: {error!r:.200}") from error
-            self._service.begin_curriculum(Curriculum(curriculum.low, curriculum.high, curriculum.rest, measured))
+            self._service.begin_curriculum(make_curriculum(curriculum, measured))
 
     async def _watch_versions(self) -> None:
         """Hand each published version to the servers, once it has been checked."""

@@ -9,6 +9,7 @@ from operator import attrgetter
 from asyncrl.config import signatures
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.master.graph.types import GraphError
@@ -41,7 +42,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _keep_best(config)
     order = config.buffer.order
     if order.path:
-        yield from signatures.problems("buffer.order", order.path, order.args, positional=1)
+        yield from signatures.problems("buffer.order", order.path, order.args, positional=_rollouts_taken(order.path))
     elif order.args:
         yield f"buffer.order.args={order.args}: there is no function to take them; give buffer.order.path"
     if config.group_size < config.algorithm.least_episodes:
@@ -81,6 +82,14 @@ def _too_many_data_ranks(config: ExperimentConfig, name: str, ranks: int) -> Ite
             f"{name}={str(attrgetter(name)(config))!r}: a minibatch has {minibatch} rollouts, fewer than the {ranks} "
             f"data-parallel ranks; use at most d{minibatch}, or a larger train_batch_size"
         )
+
+
+def _rollouts_taken(path: str) -> int:
+    """Arguments of the order at `path` that are not the settings': a function's rollout, none of a constructor."""
+    try:
+        return 1 if signatures.function_arguments(path) else 0
+    except PluginError:  # said where the path is checked
+        return 0
 
 
 def _keep_best(config: ExperimentConfig) -> Iterator[str]:

@@ -91,6 +91,7 @@ class Parts:
             "journal": self.journal.state(),
             "dropped": dict(self.reports.told.books.dropped),
             "curriculum": self.data_state.curriculum.state(),
+            "buffer_order": self.batches.order.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -98,6 +99,7 @@ class Parts:
         self.version = state["version"]
         self.buffer.restore(state["buffer"])
         self.data_state.restore(state.get("curriculum", ()))  # a checkpoint of an earlier version of asyncrl has none
+        self.batches.order.restore(state.get("buffer_order"))
         self.reports.restore(self.version * self.config.train_batch_size, state.get("dropped", {}))
 
     async def publish(self, *, to_disk: bool) -> str:

@@ -24,8 +24,11 @@ class OnStale(StrEnum):
 class BufferOrderConfig(PluginConfig):
     """A function of yours that ranks the rollouts that wait."""
 
-    path: str = setting("", "import path of a function (rollout: ReadyRollout) -> float; empty: oldest tokens first")
-    args: dict[str, Any] = setting(help="keyword arguments of the call", factory=dict)
+    path: str = setting(
+        "",
+        "import path of a function (rollout: ReadyRollout) -> float, or of a class of such; empty: oldest first",
+    )
+    args: dict[str, Any] = setting(help="keyword arguments of the call, or of the constructor", factory=dict)
     timeout_s: float = setting(
         10.0,
         "limit of ranking all that wait for a step; beyond it that step takes the oldest tokens first",

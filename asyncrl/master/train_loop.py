@@ -119,7 +119,7 @@ class TrainLoop:
         self._model_in_step = False
         times = {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
         if parts.config.buffer.order.path:
-            times["rollout/order_failed"] = float(parts.batches.order_failures)
+            times["rollout/order_failed"] = float(parts.batches.order.failures)
         return CompleteStep(parts.version, batch, stats | times)
 
     async def _watch_filters(self) -> None:

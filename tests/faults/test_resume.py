@@ -147,8 +147,47 @@ def score(group):
 """
 
 
+OWN_CODE = """
+class Curriculum:
+    "What the built-in one does with high=0.9, rest=1."
+
+    def __init__(self):
+        self.right = {}
+
+    def measured(self, row, epoch, success):
+        self.right.setdefault(row, {})[epoch] = success
+
+    def rests(self, row, epoch):
+        return self.right.get(row, {}).get(epoch - 1, 0.0) > 0.9
+
+    def state(self):
+        return [[row, sorted(by_epoch.items())] for row, by_epoch in sorted(self.right.items())]
+
+    def restore(self, state):
+        self.right = {row: dict(by_epoch) for row, by_epoch in state}
+
+
+class Order:
+    def __init__(self):
+        self.steps = []
+
+    def __call__(self, rollout):
+        return rollout.order
+
+    def trained(self, rollouts):
+        self.steps.append(sorted(rollout.prompt_id for rollout in rollouts))
+
+    def state(self):
+        return self.steps
+
+    def restore(self, state):
+        self.steps = state
+"""
+
+
+@pytest.mark.parametrize("own", [False, True])
 def test_a_curriculum_over_a_mixture_goes_on_after_a_kill_as_if_there_had_been_none(
-    start_run: Any, gate: Callable[[int], Gate], tmp_path: Path
+    start_run: Any, gate: Callable[[int], Gate], tmp_path: Path, own: bool
 ) -> None:
     """With η = 0 a run that goes on from v5 trains what it trained before the kill, and measures the same success.
 
@@ -176,6 +215,11 @@ def test_a_curriculum_over_a_mixture_goes_on_after_a_kill_as_if_there_had_been_n
         "optimizer__schedule": "constant",  # a cosine over so many steps more is another rate
         "checkpoint__interval": 5,
     }
+    if own:
+        (tmp_path / "own.py").write_text(OWN_CODE)
+        del settings["dataset__curriculum__high"], settings["dataset__curriculum__rest"]
+        settings["dataset__curriculum__path"] = f"{tmp_path / 'own.py'}:Curriculum"
+        settings["buffer__order__path"] = f"{tmp_path / 'own.py'}:Order"
     settings |= gate(8).settings  # steps 5 to 7 take two batches of the data order, as prompts rest
     killed = start_run(total_train_steps=100_000, **settings)
     killed.wait_for_step(7)
@@ -186,6 +230,9 @@ def test_a_curriculum_over_a_mixture_goes_on_after_a_kill_as_if_there_had_been_n
     resumed = start_run(total_train_steps=7, **settings)
     assert resumed.wait() == 0, resumed.output + resumed.logs()
     assert "continuing from checkpoint v5" in resumed.output
+    if own:
+        state = json.loads((resumed.run_dir / "checkpoints" / "v7" / "state.json").read_text())["master_state"]
+        assert len(state["buffer_order"]["state"]) == 7, "steps of both launches, those after v5 once"
 
     trained = trained_prompts(resumed.run_dir)
     assert {step: trained[0, step] for step in (6, 7)} == {step: trained[1, step] for step in (6, 7)}
@@ -197,7 +244,9 @@ def test_a_curriculum_over_a_mixture_goes_on_after_a_kill_as_if_there_had_been_n
     assert {row for row, (epoch, _) in measured.items() if epoch == 0} == easy, "they rested in epoch 1"
     assert len({success for row, (_, success) in measured.items() if row not in easy}) > 2, "success does differ"
     ahead = set(epoch_order(16, seed, 2)[:4].tolist())  # what was under way at the end may be measured or not
-    kept = {row: (epoch, success) for row, epoch, success in newest_state(resumed)["master_state"]["curriculum"]}
+    told = newest_state(resumed)["master_state"]["curriculum"]
+    newest = [(row, *by_epoch[-1]) for row, by_epoch in told["state"]] if own else told
+    kept = {row: (epoch, success) for row, epoch, success in newest}
     assert {row: kept[row] for row in measured.keys() - ahead} == {
         row: measured[row] for row in measured.keys() - ahead
     }

@@ -21,6 +21,7 @@ from asyncrl.master.metrics.evaluation_statistics import ALWAYS
 from asyncrl.plugins.datasets import Placed
 from asyncrl.plugins.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
 from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
 from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.plugins.datasets.survey import PromptStats, survey
 from asyncrl.rollout.inputs import named as named_inputs
@@ -187,6 +188,11 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
         for load in loads:
             try:
                 load()
+            except ConfigError as error:
+                yield str(error)
+        if config.dataset.curriculum.path:
+            try:
+                OwnCurriculum(config.dataset.curriculum.path, config.dataset.curriculum.args).check()
             except ConfigError as error:
                 yield str(error)
         yield from _no_verdict(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.metrics.journal import Journal
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum, make_curriculum
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.run_dir import (
     BOOKS_FILE,
@@ -122,10 +122,9 @@ class DataState:
         self._written: tuple[int, int] | None = None  # how many used prompts and measurements the file has
         self.restore(())
 
-    def restore(self, curriculum: Sequence[Sequence[float]]) -> None:
+    def restore(self, curriculum: Any) -> None:
         """Continue from the state of a curriculum."""
-        settings = self._settings
-        self.curriculum = Curriculum(settings.low, settings.high, settings.rest, curriculum)
+        self.curriculum = make_curriculum(self._settings, curriculum)
 
     def measured(self, successes: Iterable[tuple[str, float]]) -> None:
         """Take in the success rates of prompts."""

@@ -21,7 +21,7 @@ HOLD_S = 10.0
 
 
 class Batches:
-    """Takes each step's batch from `buffer`, once there is one.
+    """Takes each step's batch from `buffer`, once there is one, in the user's `order` if there is one.
 
     Args:
         report: reports to the manager what expired, at the version given.
@@ -39,12 +39,7 @@ class Batches:
         self._size, self._on_stale = config.train_batch_size, config.on_stale
         self._buffer, self._collector, self._manager = buffer, collector, manager
         self._stall, self._report = stall, report
-        self._order = BufferOrder(config.buffer.order)
-
-    @property
-    def order_failures(self) -> int:
-        """Number of failures of the user's order."""
-        return self._order.failures
+        self.order = BufferOrder(config.buffer.order)
 
     async def next(self, version: int) -> TrainBatch:
         """The batch of the step from `version`.
@@ -56,9 +51,10 @@ class Batches:
             await self._enough_rollouts(version)
             if self._on_stale == OnStale.wait:
                 await self._nothing_would_expire(version)
-            ranks = await self._order.ranks(self._buffer.live(), version)
+            ranks = await self.order.ranks(self._buffer.live(), version)
             batch = self._buffer.take(version, ranks)
             if batch is not None:
+                await self.order.trained(batch.records, version)
                 return batch
 
     async def _enough_rollouts(self, version: int) -> None:

@@ -3,18 +3,20 @@
 The function is the user's, so a step does not depend on it: where it fails, or takes longer than
 `buffer.order.timeout_s` for all that wait, that step takes the oldest tokens first, as without it, and the log says
 why. It runs in a daemon thread, beside the master's event loop. One that hangs cannot be ended, so it is not called
-again before it has returned.
+again before it has returned. An object of a user's class may have a state, which goes with every checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any, TypeVar
 
 from asyncrl.api import ReadyRollout
 from asyncrl.config.import_paths import PluginError, load_plugin
@@ -23,6 +25,7 @@ from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class BufferOrderFailed(RuntimeError):
@@ -41,83 +44,137 @@ class BufferOrder:
 
     def __init__(self, config: BufferOrderConfig) -> None:
         self._path, self._limit_s = config.path, config.timeout_s
-        self._function = _function(config)
-        self._busy: asyncio.Future[dict[str, float]] | None = None
+        self._own = _made(config)
+        self._busy: asyncio.Future[Any] | None = None
+        self._state: Any = self._new_state() if self._own else None
         self.failures = 0
 
     async def ranks(self, records: Iterable[RolloutRecord], version: int) -> dict[str, float]:
         """Ranks by rollout id of the `records` that wait for the step at `version`; none: the buffer's own order."""
-        if self._function is None:
+        if (own := self._own) is None:
             return {}
+        ready = [_ready(record, version) for record in records]
         try:
-            return await self._asked(self._function, [_ready(record, version) for record in records])
+            found = await self._asked(lambda: [float(own(rollout)) for _, rollout in ready], len(ready))
+            if (wrong := next((rank for rank in found if not math.isfinite(rank)), None)) is not None:
+                raise BufferOrderFailed(f"buffer.order {self._path} returned {wrong}; a rank is a finite number")
         except BufferOrderFailed as error:
             self.failures += 1
             _log.warning("%s; oldest tokens first in step %d", error, version + 1, exc_info=error.__cause__)
             return {}
+        return {name: rank for (name, _), rank in zip(ready, found, strict=True)}
 
-    async def _asked(
-        self, function: Callable[[ReadyRollout], float], ready: Sequence[tuple[str, ReadyRollout]]
-    ) -> dict[str, float]:
+    async def trained(self, records: Iterable[RolloutRecord], version: int) -> None:
+        """Tell it which `records` the step at `version` takes, if it wants to know."""
+        told = getattr(self._own, "trained", None)
+        if told is None:
+            return
+        ready = [rollout for _, rollout in (_ready(record, version) for record in records)]
+        try:
+            await self._asked(lambda: told(ready), len(ready))
+        except BufferOrderFailed as error:
+            self.failures += 1
+            _log.warning("%s; it was not told of step %d", error, version + 1, exc_info=error.__cause__)
+
+    def state(self) -> Any:
+        """What it knew after its last call, with its name, for a checkpoint; None if it keeps nothing."""
+        return None if self._state is None else {"path": self._path, "state": self._state}
+
+    def restore(self, state: Any) -> None:
+        """Continue from `state`, unless that is of another order.
+
+        Raises:
+            BufferOrderFailed: it does not take its state.
+        """
+        if state is None or not hasattr(self._own, "restore"):
+            return
+        if state["path"] != self._path:
+            _log.warning("buffer.order.path=%r begins anew: what was kept is of %r", self._path, state["path"])
+            return
+        try:
+            self._own.restore(state["state"])
+            self._state = self._new_state()
+        except Exception as error:  # the user's
+            raise BufferOrderFailed(f"buffer.order {self._path}: restore failed: {error!r}") from error
+
+    async def _asked(self, work: Callable[[], T], rollouts: int) -> T:
+        """Do `work` in the thread, and keep the state that it leaves."""
         if self._busy is not None and not self._busy.done():
             raise BufferOrderFailed(f"buffer.order {self._path} has not returned from an earlier step's call")
-        self._busy = _in_daemon_thread(lambda: {name: float(function(rollout)) for name, rollout in ready})
+        self._busy = _in_daemon_thread(lambda: (work(), self._new_state()))
         try:
-            ranks = await asyncio.wait_for(asyncio.shield(self._busy), self._limit_s)
+            found: T
+            found, self._state = await asyncio.wait_for(asyncio.shield(self._busy), self._limit_s)
         except TimeoutError as error:
             if self._busy.done():  # it is one of the user's own
                 raise BufferOrderFailed(f"buffer.order {self._path} failed: {error!r}") from error
             raise BufferOrderFailed(
                 f"buffer.order {self._path} took longer than buffer.order.timeout_s={self._limit_s:g} for "
-                f"{len(ready)} rollouts; make it quicker, or raise the limit"
+                f"{rollouts} rollouts; make it quicker, or raise the limit"
             ) from None
         except Exception as error:
             raise BufferOrderFailed(f"buffer.order {self._path} failed: {error!r}") from error
-        if (wrong := next((rank for rank in ranks.values() if not math.isfinite(rank)), None)) is not None:
-            raise BufferOrderFailed(f"buffer.order {self._path} returned {wrong}; a rank is a finite number")
-        return ranks
+        return found
+
+    def _new_state(self) -> Any:
+        """A copy of its state as JSON has it; None if it has none."""
+        state = getattr(self._own, "state", None)
+        return None if state is None else json.loads(json.dumps(state(), allow_nan=False))
 
 
-def _function(config: BufferOrderConfig) -> Callable[[ReadyRollout], float] | None:
+def _made(config: BufferOrderConfig) -> Any:
     if not config.path:
         return None
     try:
         found = load_plugin(config.path)
     except PluginError as error:
         raise ConfigError(f"buffer.order.path={error}") from error
-    if not callable(found):
-        raise ConfigError(f"buffer.order.path={config.path!r}: it is a {type(found).__name__}; name a function")
-    return functools.partial(found, **config.args)
+    if not isinstance(found, type):
+        if not callable(found):
+            raise ConfigError(f"buffer.order.path={config.path!r}: it is a {type(found).__name__}; name a function")
+        return functools.partial(found, **config.args)
+    try:
+        made = found(**config.args)
+        if state := getattr(made, "state", None):
+            json.dumps(state(), allow_nan=False)
+    except Exception as error:  # a user's constructor may raise anything
+        raise ConfigError(f"buffer.order.path={config.path!r} with args {config.args}: {error!r}") from error
+    if not callable(made) or hasattr(made, "state") != hasattr(made, "restore"):
+        raise ConfigError(
+            f"buffer.order.path={config.path!r}: its objects need __call__(rollout), and state() and restore(state) "
+            "both or neither"
+        )
+    return made
 
 
-def _in_daemon_thread(work: Callable[[], dict[str, float]]) -> asyncio.Future[dict[str, float]]:
+def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Begin `work` in a thread that the process does not wait for at its end."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[dict[str, float]] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
     future.add_done_callback(lambda done: done.exception())  # nobody may be there to hear of it
 
     def run() -> None:
-        ranks: dict[str, float] = {}
+        found: T | None = None
         failure: BaseException | None = None
         try:
-            ranks = work()
+            found = work()
         except Exception as error:
             failure = error
         except BaseException as error:  # SystemExit, say, which ends the step's order and no more
             failure = RuntimeError(f"raised {type(error).__name__}")
 
         with suppress(RuntimeError):  # the loop is closed: the run is over
-            loop.call_soon_threadsafe(_resolve, future, ranks, failure)
+            loop.call_soon_threadsafe(_resolve, future, found, failure)
 
     threading.Thread(target=run, name="buffer-order", daemon=True).start()
     return future
 
 
-def _resolve(future: asyncio.Future[dict[str, float]], ranks: dict[str, float], failure: BaseException | None) -> None:
+def _resolve(future: asyncio.Future[Any], found: Any, failure: BaseException | None) -> None:
     if isinstance(failure, StopIteration):  # which no future can hold
         failure = RuntimeError("raised StopIteration")
     if failure is None:
-        future.set_result(ranks)
+        future.set_result(found)
     else:
         future.set_exception(failure)
 

@@ -20,7 +20,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.run_files import write_books, write_data_state
 from asyncrl.master.peers.connections import NameBoard
 from asyncrl.observe.samples import read_samples, rows_of, sample_files, write_samples
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.process.waiting import StopRequested
@@ -55,8 +55,7 @@ class Recorder(AsyncWorker):
         try:
             lease_s = self.config.system.heartbeat_s
             self.resolver.add(names.puller_key(0), puller.endpoint, lease_s=lease_s, replace=True)
-            curriculum = self.config.dataset.curriculum
-            measured = Curriculum(curriculum.low, curriculum.high, curriculum.rest)
+            measured = make_curriculum(self.config.dataset.curriculum)
             state = write_data_state(self.run_dir, UsedPrompts(kept.values()), measured)
             board = NameBoard(self.resolver)
             board.announce_data_state(state, {})

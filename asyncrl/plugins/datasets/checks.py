@@ -37,6 +37,16 @@ def source_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[
 
 def _paths(data: DatasetConfig) -> Iterator[str]:
     """Yield what is wrong with the path or the sources of `dataset`, and their fields."""
+    curriculum = data.curriculum
+    if curriculum.path:
+        yield from signatures.problems("dataset.curriculum", curriculum.path, curriculum.args)
+        if curriculum.low > 0.0 or curriculum.high < 1.0:
+            yield (
+                f"dataset.curriculum.path={curriculum.path!r}: low and high are the built-in curriculum's; leave "
+                "them out"
+            )
+    elif curriculum.args:
+        yield f"dataset.curriculum.args={curriculum.args}: there is no class to take them; give dataset.curriculum.path"
     if data.curriculum.low > data.curriculum.high:
         yield (
             f"dataset.curriculum.low={data.curriculum.low}: above dataset.curriculum.high={data.curriculum.high}, so "

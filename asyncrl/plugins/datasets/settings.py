@@ -51,6 +51,10 @@ class SourceConfig:
 class CurriculumConfig:
     """Prompts that are too easy or too hard are left out of some epochs; docs/data.md."""
 
+    path: str = setting(
+        "", "import path of a class of yours that decides in place of low, high and rest (asyncrl.api.Curriculum)"
+    )
+    args: dict[str, Any] = setting(help="keyword arguments of its constructor", factory=dict)
     low: float = setting(
         0.0, "share of right answers from which a prompt is drawn in every epoch", minimum=0.0, maximum=1.0
     )
@@ -62,8 +66,8 @@ class CurriculumConfig:
 
     @property
     def is_on(self) -> bool:
-        """True if any prompt can be outside."""
-        return self.low > 0.0 or self.high < 1.0
+        """True if any prompt can be left out."""
+        return bool(self.path) or self.low > 0.0 or self.high < 1.0
 
 
 @dataclass

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from asyncrl.api import ReadyRollout
 from asyncrl.config.experiment import ExperimentConfig
@@ -146,3 +148,86 @@ def test_a_path_that_names_no_function_is_refused(mine: str) -> None:
     assert "did you mean 'from_age'?" in "".join(check(config))
     config.buffer.order = BufferOrderConfig(args={"x": 1})
     assert "give buffer.order.path" in "".join(check(config))
+
+
+CLASS = """
+class LeastSeen:
+    "Rows that were trained least often come first."
+
+    def __init__(self, weight=1.0):
+        self.weight, self.times = weight, {}
+
+    def __call__(self, rollout):
+        return self.weight * self.times.get(rollout.prompt_id.partition("-")[2], 0)
+
+    def trained(self, rollouts):
+        for rollout in rollouts:
+            row = rollout.prompt_id.partition("-")[2]
+            self.times[row] = self.times.get(row, 0) + 1
+
+    def state(self):
+        return self.times
+
+    def restore(self, state):
+        self.times = dict(state)
+
+
+class HalfAState:
+    def __call__(self, rollout):
+        return 0.0
+
+    def state(self):
+        return {}
+
+
+class NotPlain(LeastSeen):
+    def state(self):
+        return {1, 2}
+"""
+
+
+@pytest.fixture
+def classes(tmp_path: Path) -> str:
+    (tmp_path / "classes.py").write_text(CLASS)
+    return str(tmp_path / "classes.py")
+
+
+def of_row(row: int, epoch: int) -> RolloutRecord:
+    return structs.replace(record(row + 10 * epoch, 0.5), prompt_id=f"e{epoch}-{row}")
+
+
+async def test_an_object_is_told_what_is_trained_and_goes_on_from_its_state(classes: str) -> None:
+    config = BufferOrderConfig(f"{classes}:LeastSeen", timeout_s=LIMIT_S)
+    order = BufferOrder(config)
+    assert order.state() == {"path": config.path, "state": {}}
+    await order.trained([of_row(0, 0), of_row(1, 0)], 3)
+    kept = json.loads(json.dumps(order.state()))
+    await order.trained([of_row(0, 1)], 4)
+    assert kept["state"] == {"0": 1, "1": 1}, "of the step that it was kept after"
+    again = BufferOrder(config)
+    again.restore(kept)
+    waiting = [of_row(0, 2), of_row(1, 2), of_row(2, 2)]
+    assert await again.ranks(waiting, 5) == {"r20": 1.0, "r21": 1.0, "r22": 0.0}
+    assert await order.ranks(waiting, 5) == {"r20": 2.0, "r21": 1.0, "r22": 0.0}
+    another = BufferOrder(BufferOrderConfig(f"{classes}:NotPlain".replace("NotPlain", "LeastSeen"), {"weight": 2.0}))
+    another.restore({"path": "elsewhere.py:Other", "state": {"0": 7}})
+    assert another.state() == {"path": config.path, "state": {}}
+
+
+async def test_a_functions_order_keeps_nothing(mine: str) -> None:
+    order = BufferOrder(BufferOrderConfig(f"{mine}:hardest_first"))
+    await order.trained(ROLLOUTS, 3)
+    assert order.state() is None
+    order.restore(None)
+
+
+def test_an_object_that_cannot_be_kept_is_refused_before_the_start(classes: str) -> None:
+    with pytest.raises(ConfigError, match=r"state\(\) and restore\(state\) both or neither"):
+        BufferOrder(BufferOrderConfig(f"{classes}:HalfAState"))
+    with pytest.raises(ConfigError, match=r"buffer\.order\.path=.*NotPlain.*not JSON serializable"):
+        BufferOrder(BufferOrderConfig(f"{classes}:NotPlain"))
+    config = ExperimentConfig()
+    config.buffer.order = BufferOrderConfig(f"{classes}:LeastSeen", {"weight": 2.0})
+    assert not [line for line in check(config) if "buffer.order" in line]
+    config.buffer.order.args = {"wait": 2.0}
+    assert [line for line in check(config) if "has no parameter 'wait'" in line]

@@ -15,9 +15,17 @@ drawn in epoch 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.queue.used_prompts import parse_prompt_id
+from asyncrl.plugins.datasets.settings import CurriculumConfig
+
+_log = logging.getLogger(__name__)
 
 
 class Curriculum:
@@ -52,6 +60,79 @@ class Curriculum:
         epoch, success = newest
         return not self._low <= success <= self._high and epoch < parsed[0] <= epoch + self._rest
 
-    def state(self) -> list[tuple[int, int, float]]:
+    def state(self) -> Any:
         """Row, epoch and success of the newest measurements, for JSON."""
         return [(row, epoch, success) for row, (epoch, success) in sorted(self._newest.items())]
+
+
+class OwnCurriculum(Curriculum):
+    """A user's, named by `dataset.curriculum.path` (`asyncrl.api.Curriculum`).
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+
+    def __init__(self, path: str, args: Mapping[str, Any]) -> None:
+        super().__init__(0.0, 1.0, 1)
+        self._path = path
+        try:
+            self._own = load_plugin(path)(**args)
+        except PluginError as error:
+            raise ConfigError(f"dataset.curriculum.path={error}") from error
+        except Exception as error:  # a user's constructor may raise anything
+            raise ConfigError(f"dataset.curriculum.path={path!r} with args {dict(args)}: {error!r}") from error
+
+    def measured(self, prompt_id: str, success: float) -> None:
+        if (parsed := parse_prompt_id(prompt_id)) is not None:
+            self._own.measured(parsed[1], parsed[0], success)
+
+    def rests(self, prompt_id: str) -> bool:
+        parsed = parse_prompt_id(prompt_id)
+        return parsed is not None and bool(self._own.rests(parsed[1], parsed[0]))
+
+    def state(self) -> Any:
+        return {"path": self._path, "state": self._own.state()}
+
+    def restore(self, state: Any) -> None:
+        """Continue from what `state` of one of the same class returned."""
+        self._own.restore(state)
+
+    def check(self) -> None:
+        """Check that it takes a measurement, answers, and is restored from its state.
+
+        Raises:
+            ConfigError: it does not; the message says at which call.
+        """
+        call = "measured(0, 0, 0.5)"
+        try:
+            self._own.measured(0, 0, 0.5)
+            call = "rests(0, 1)"
+            rests = self._own.rests(0, 1)
+            if not isinstance(rests, bool):
+                raise TypeError(f"it returned {rests!r}, which is no bool")
+            call = "state()"
+            state = json.loads(json.dumps(self._own.state(), allow_nan=False))
+            call = "restore(state)"
+            self._own.restore(state)
+            if json.loads(json.dumps(self._own.state())) != state or self._own.rests(0, 1) is not rests:
+                raise ValueError("it is another one afterwards")
+        except Exception as error:  # a user's methods may raise anything
+            raise ConfigError(f"dataset.curriculum.path={self._path!r}: {call} failed: {error!r}") from error
+
+
+def make_curriculum(settings: CurriculumConfig, state: Any = ()) -> Curriculum:
+    """The curriculum of the settings; it continues from `state`, unless that is of another one.
+
+    Raises:
+        ConfigError: the user's class cannot be made.
+    """
+    before = state["path"] if isinstance(state, Mapping) else ""
+    if state and before != settings.path:
+        _log.warning("dataset.curriculum.path=%r begins anew: what was kept is of %r", settings.path, before)
+        state = ()
+    if not settings.path:
+        return Curriculum(settings.low, settings.high, settings.rest, state)
+    own = OwnCurriculum(settings.path, settings.args)
+    if state:
+        own.restore(state["state"])
+    return own

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum, OwnCurriculum, make_curriculum
+from asyncrl.plugins.datasets.settings import CurriculumConfig
 
 MEASURED = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.floats(0, 1)), max_size=30)
 
@@ -41,3 +46,96 @@ def test_one_made_of_its_state_decides_as_it_does(measured: list[tuple[int, int,
     ids = [f"e{epoch}-{row}" for epoch in range(10) for row in range(5)]
     assert [again.rests(each) for each in ids] == [curriculum.rests(each) for each in ids]
     assert again.state() == curriculum.state()
+
+
+OWN = """
+class Thirds:
+    "A row that was all right rests in every third epoch."
+
+    def __init__(self, start=1):
+        self.start, self.right = start, {}
+
+    def measured(self, row, epoch, success):
+        if success == 1.0:
+            self.right[row] = max(epoch, self.right.get(row, 0))
+
+    def rests(self, row, epoch):
+        return row in self.right and epoch > self.right[row] and epoch % 3 == self.start
+
+    def state(self):
+        return {str(row): epoch for row, epoch in self.right.items()}
+
+    def restore(self, state):
+        self.right = {int(row): epoch for row, epoch in state.items()}
+
+
+class NoBool(Thirds):
+    def rests(self, row, epoch):
+        return "yes"
+
+
+class NotPlain(Thirds):
+    def state(self):
+        return {1, 2}
+
+
+class Forgets(Thirds):
+    def measured(self, row, epoch, success):
+        self.right[row] = epoch
+
+    def restore(self, state):
+        self.right = {}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Callable[[str], CurriculumConfig]:
+    (tmp_path / "own.py").write_text(OWN)
+    return lambda name: CurriculumConfig(path=f"{tmp_path / 'own.py'}:{name}", args={"start": 2})
+
+
+def test_a_class_of_ones_own_decides_and_goes_on_from_its_state(own: Callable[[str], CurriculumConfig]) -> None:
+    settings = own("Thirds")
+    assert settings.is_on
+    curriculum = make_curriculum(settings)
+    assert isinstance(curriculum, OwnCurriculum)
+    curriculum.measured("e0-4", 1.0)
+    curriculum.measured("e0-5", 0.5)
+    curriculum.measured("of my own stream", 1.0)
+    again = make_curriculum(settings, json.loads(json.dumps(curriculum.state())))
+    for each in (curriculum, again):
+        assert [epoch for epoch in range(7) if each.rests(f"e{epoch}-4")] == [2, 5]
+        assert not any(each.rests(name) for name in ("e2-5", "e2-6", "of my own stream"))
+
+
+def test_a_state_of_another_curriculum_is_not_taken(
+    own: Callable[[str], CurriculumConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    built_in = Curriculum(0.1, 0.9, 2)
+    built_in.measured("e0-4", 1.0)
+    assert not make_curriculum(own("Thirds"), built_in.state()).rests("e2-4")
+    assert "begins anew: what was kept is of ''" in caplog.text
+    theirs = make_curriculum(own("Thirds"))
+    theirs.measured("e0-4", 1.0)
+    assert not make_curriculum(CurriculumConfig(low=0.1, high=0.9), theirs.state()).rests("e1-4")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoBool", r"rests\(0, 1\) failed: TypeError\(\"it returned 'yes', which is no bool\"\)"),
+        ("NotPlain", r"state\(\) failed: TypeError\('Object of type set is not JSON serializable'\)"),
+        ("Forgets", r"restore\(state\) failed: ValueError\('it is another one afterwards'\)"),
+        ("None_", r"defines no 'None_'"),
+    ],
+)
+def test_one_that_cannot_be_kept_is_refused_before_the_start(
+    own: Callable[[str], CurriculumConfig], name: str, message: str
+) -> None:
+    settings = own(name)
+    with pytest.raises(ConfigError, match=rf"^dataset\.curriculum\.path=.*{message}"):
+        OwnCurriculum(settings.path, settings.args).check()
+
+
+def test_a_right_one_passes(own: Callable[[str], CurriculumConfig]) -> None:
+    OwnCurriculum(own("Thirds").path, {}).check()
