@@ -36,7 +36,7 @@ def check_name(name: str) -> str | None:
     kind, slash, own = name.partition("/")
     if kind in KINDS and slash and own:
         return None
-    return f"{name!r} is no column; write row/<field>, agent/<name>, reward/<name> or token/<name>"
+    return f"{name!r} is not a column; write row/<field>, agent/<name>, reward/<name> or token/<name>"
 
 
 def with_columns(samples: Sequence[Sample], data: Mapping[str, Any], declared: Sequence[str]) -> list[Sample]:

@@ -126,7 +126,7 @@ class FunctionTool(Tool):
         missing = [name for name, required in self.per_sample.items() if required and name not in given]
         if missing:
             raise TypeError(
-                f"nobody gives the argument {missing[0]!r}: set it in the tool's args, or in the row's "
+                f" no value for the argument {missing[0]!r}: set it in the tool's args, or in the row's "
                 f"tool_args[{self.name!r}]"
             )
         return {**arguments, **given}

@@ -250,7 +250,7 @@ class PeerLink:
             socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()
-            raise ValueError(f"address {self.address!r} is no endpoint: use tcp://host:port ({error})") from error
+            raise ValueError(f"address {self.address!r} is not an endpoint: use tcp://host:port ({error})") from error
 
     def _serve(self, events: int) -> None:
         if events & zmq.POLLOUT and self._connected and not self.writable:

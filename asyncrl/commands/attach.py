@@ -72,7 +72,8 @@ def detach(command: Sequence[str], run_dir: Path) -> int:
         if any(line.startswith(STARTED) for line in lines):
             break
     print(
-        f"pid {launcher.pid} goes on by itself; the same command, or `attach {run_dir}`, shows it, and Ctrl-C there "
+        f"pid {launcher.pid} continues in the background; the same command, or `attach {run_dir}`, shows it, and "
+        f"Ctrl-C there "
         "ends it",
         flush=True,
     )

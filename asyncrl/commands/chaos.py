@@ -98,8 +98,8 @@ def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--kinds",
         metavar="KIND,KIND",
-        help="kinds of processes that are hit: those of the run, and `launcher`, after whose death the same command is "
-        "given again; default: all",
+        help="kinds of processes to hit: those of the run, and `launcher` (after its death the same command is given "
+        "again); default: all",
     )
     parser.add_argument("--every", type=_natural, metavar="STEPS", help="steps between faults; default: over the run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, too")
@@ -109,7 +109,7 @@ def _parse(argv: Sequence[str], program: str) -> argparse.Namespace:
 
 def _natural(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
@@ -146,7 +146,7 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     for worker in plan_workers(config):
         processes.setdefault(worker.kind, []).append(worker.name)
     final = {kind for kind in processes if KINDS[kind].restart is Restart.nothing}
-    left_out = [f"{kind}: a run does not go on after its death" for kind in sorted(final)]
+    left_out = [f"{kind}: a run does not survive its death" for kind in sorted(final)]
     hit = {kind: those for kind, those in processes.items() if kind not in final} | {LAUNCHER: [LAUNCHER]}
     if args.kinds is not None:
         wanted = [kind for kind in args.kinds.split(",") if kind]

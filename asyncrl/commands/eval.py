@@ -57,7 +57,9 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("model", metavar="MODEL", help="folder of a run, Hugging Face folder, or name on the hub")
     parser.add_argument("overrides", nargs="*", metavar="setting=value")
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the policy after N steps; default: the newest")
-    parser.add_argument("--experiment", metavar="NAME", help="whose settings hold; by default, of a run, its own")
+    parser.add_argument(
+        "--experiment", metavar="NAME", help="experiment whose settings are used; default for a run: its own"
+    )
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own experiments")
     parser.add_argument(
         "--out",
@@ -94,11 +96,13 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
     given = Path(named).expanduser()
     is_run = (given / CONFIG_FILE).is_file()
     if not is_run and not (given / "config.json").is_file() and not is_hub_name(named):
-        raise ConfigError(f"{named!r} is no run (it has no {CONFIG_FILE}) and no Hugging Face folder (no config.json)")
+        raise ConfigError(
+            f"{named!r} is not a run (it has no {CONFIG_FILE}) and not a Hugging Face folder (no config.json)"
+        )
     if not is_run and args.experiment is None:
-        raise ConfigError("--experiment: whose settings are to hold? A Hugging Face folder has none of its own")
+        raise ConfigError("--experiment: name an experiment for the settings; a Hugging Face folder has none")
     if args.step is not None and not is_run:
-        raise ConfigError(f"--step {args.step}: {named!r} is no run, and has no steps")
+        raise ConfigError(f"--step {args.step}: {named!r} is not a run and has no steps")
     for out in args.out:
         if out.suffix not in (_MEASURED, _ANSWERS):
             raise ConfigError(

@@ -49,7 +49,7 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> 
             written.
     """
     if not (run / CONFIG_FILE).is_file():
-        raise ExportError(f"{run} is no run: it has no {CONFIG_FILE}; give a folder <fileroot>/<experiment>/<trial>")
+        raise ExportError(f"{run} is not a run: it has no {CONFIG_FILE}; give a folder <fileroot>/<experiment>/<trial>")
     if out.exists():
         raise ExportError(f"{out} exists; give a folder that does not")
     published, saved = run / WEIGHTS_DIR / ACTOR, run / CHECKPOINTS_DIR

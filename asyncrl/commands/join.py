@@ -58,7 +58,7 @@ def main(argv: Sequence[str], program: str) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"{program} join",
-        description="Add GenerationServers or RolloutWorkers to a run that goes on; Ctrl-C takes them away.",
+        description="Add GenerationServers or RolloutWorkers to an active run; Ctrl-C removes them.",
     )
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--kind", choices=[names.GENERATION_SERVER, names.ROLLOUT_WORKER], required=True)
@@ -84,11 +84,13 @@ def joinable(run_dir: Path, kind: str, host: str) -> tuple[ExperimentConfig, str
         JoinError: it cannot.
     """
     if not (run_dir / CONFIG_FILE).is_file() or read_holder(run_dir) is None:
-        raise JoinError(f"{run_dir} is no folder of a run of yours: it is <fileroot>/<experiment_name>/<trial_name>")
+        raise JoinError(
+            f"{run_dir} is not the folder of one of your runs; give <fileroot>/<experiment_name>/<trial_name>"
+        )
     config = read_run_config(run_dir)
     serves = kind == names.GENERATION_SERVER
     if serves and config.generation.sglang.urls:
-        raise JoinError("generation.sglang.urls: the run has the servers of that list, which somebody else starts")
+        raise JoinError("generation.sglang.urls: the run uses the servers of that list, which it does not start")
     if not KINDS[kind].count(config):
         raise JoinError(f"{run_dir} is a replay of kept samples, which plays no prompt and asks no server")
     if not config.system.encrypt and (host or config.system.host) not in LOOPBACK:
@@ -128,7 +130,7 @@ class _Joined:
             JoinError: the run does not go on.
         """
         if not await asyncio.to_thread(self._find_manager):
-            raise JoinError(f"{self._run_dir}: no run goes on there, as no GserverManager is registered")
+            raise JoinError(f"{self._run_dir}: no run is active there, because no GserverManager is registered")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._stop.set)

@@ -148,7 +148,7 @@ def _range(text: str) -> tuple[float, float]:
         first = float(low) if low else float("-inf")
         last = (float(high) if high else float("inf")) if colon else first
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 2:5, 2: or :5") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number or a range such as 2:5, 2: or :5") from None
     if not first <= last:
         raise argparse.ArgumentTypeError(f"{text!r} is empty: the first number is to be the smaller one")
     return first, last
@@ -156,7 +156,7 @@ def _range(text: str) -> tuple[float, float]:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of samples; 0 is all of them")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of samples; 0 means all")
     return int(text)
 
 

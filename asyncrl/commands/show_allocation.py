@@ -142,7 +142,7 @@ def warnings(rows: Sequence[RankRow], host_bytes: int, gpu_bytes: Mapping[str, i
         if row.gpu is None:
             continue
         if row.gpu not in gpu_bytes:
-            lines.append(f"rank {row.worker}: the memory of GPU {row.gpu} is not known (nvidia-smi does not tell)")
+            lines.append(f"rank {row.worker}: the memory of GPU {row.gpu} is unknown (nvidia-smi does not report it)")
             continue
         needed = (row.need.total, row.need.total_checkpointed)
         where = f"GPU {row.gpu} has, beside the servers on it,"

@@ -74,7 +74,9 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         console.print(f"{config.experiment_name}/{config.trial_name} is complete; nothing was run. Its summary:")
         for line in summary_lines(run_dir):
             console.print(wrapped(line, console, SUMMARY_INDENT))
-        console.print("raise total_train_steps to go on, choose another trial_name, or start over with resume=restart")
+        console.print(
+            "raise total_train_steps to continue, choose another trial_name, or start over with resume=restart"
+        )
         return EXIT_OK
     check_hosts(config)
     with rehearsed(config) as rehearsal_notes:

@@ -160,11 +160,13 @@ def _compose(name: str) -> tuple[DictConfig, type[Config]]:
         raise ConfigError(_explain(error)) from error
     except (YAMLError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"experiment {name!r}: its file, or one that it is based on, is no YAML: {reason}") from error
+        raise ConfigError(
+            f"experiment {name!r}: its file, or one that it is based on, is not valid YAML: {reason}"
+        ) from error
     except RecursionError as error:
         raise ConfigError(
-            f"experiment {name!r}: the defaults lists go round in a circle; a file of yours with a built-in "
-            "experiment's name stands for that everywhere and cannot be based on it: give it another name"
+            f"experiment {name!r}: its defaults lists form a circle; your file with a built-in experiment's name "
+            f"replaces that experiment everywhere and cannot be based on it: give it another name"
         ) from error
     for schema in SCHEMAS.values():
         if OmegaConf.get_type(config) is schema:

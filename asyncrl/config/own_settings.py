@@ -29,7 +29,7 @@ def complete_own_settings(config: DictConfig) -> None:
     try:
         schema = load_plugin(path)
         if not is_dataclass(schema) or not isinstance(schema, type):
-            raise ConfigError(f"my_class={path!r}: {schema!r:.80} is no dataclass; give it @dataclass")
+            raise ConfigError(f"my_class={path!r}: {schema!r:.80} is not a dataclass; add @dataclass")
         known = OmegaConf.structured(schema)
         checked = OmegaConf.merge(known, config.my)
     except PluginError as error:

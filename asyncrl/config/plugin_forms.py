@@ -82,13 +82,13 @@ def environment_problems(group: str, path: str, args: Mapping[str, Any]) -> Iter
 def _function_wrong(function: _Function) -> str | None:
     taken = function.args
     if len([*taken.posonlyargs, *taken.args]) < len(_TAKES["run"]) and taken.vararg is None:
-        return "an episode is run(prompt, env, client); have it take these three"
+        return "an episode is run(prompt, env, client); give it these three parameters"
     return _yields(function)
 
 
 def _agent_wrong(line: _Line) -> str | None:
     if line.ends_at_base is False:
-        return "it is no asyncrl.api.Agent; have it derive from that, or name a function run(prompt, env, client)"
+        return "it is not an asyncrl.api.Agent; derive it from that class, or name a function run(prompt, env, client)"
     for class_ in line.classes:
         own = _methods(class_)
         forms = [form for form in FORMS if form in own]
@@ -108,7 +108,7 @@ def _agent_wrong(line: _Line) -> str | None:
 def _environment_wrong(line: _Line) -> str | None:
     if line.ends_at_base is False:
         return (
-            "it is no asyncrl.api.Environment; have it derive from that (one of gymnasium's is named by "
+            "it is not an asyncrl.api.Environment; derive it from that class (one of gymnasium's is named by "
             "gymnasium:<registered name>)"
         )
     found: dict[str, ast.stmt] = {}
@@ -138,7 +138,7 @@ def _method_wrong(whose: str, method: ast.stmt) -> str | None:
     unset = [arg.arg for arg, default in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if default is None]
     unset = [name for name in unset if method.name != "reset" or name not in _RESET_BY_NAME]
     if (len(plain) < len(given) and taken.vararg is None) or len(needed) > len(given) or unset:
-        return f"{whose}: `{method.name}` is called as {method.name}({', '.join(given)}); have it take these"
+        return f"{whose}: `{method.name}` is called as {method.name}({', '.join(given)}); give it these parameters"
     return _yields(method)
 
 

@@ -86,7 +86,7 @@ def function_entry(kind: str, path: str) -> RegisteredFunction:
     found = definition(path)
     node = None if found is None else found.node
     if isinstance(node, (ast.ClassDef, ast.AsyncFunctionDef)):
-        raise PluginError(f"{path!r} is no plain function; a {kind} is one, with its parameters after a bare *")
+        raise PluginError(f"{path!r} is not a plain function; a {kind} is one, with its parameters after a bare *")
     params = _configurable(node, kind) if isinstance(node, ast.FunctionDef) else None
     return RegisteredFunction(kind, path, *split_path(path), params)
 

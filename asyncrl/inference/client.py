@@ -162,7 +162,7 @@ def _routing(encoded: str, wanted: RoutingWanted, tokens: int) -> NDArray[Any]:
     try:
         experts = np.frombuffer(base64.b64decode(encoded, validate=True), "<i4")
     except (TypeError, ValueError) as error:
-        raise MalformedReply(f"/generate routed_experts is no base64 of 32-bit integers: {error}") from error
+        raise MalformedReply(f"/generate routed_experts is not base64 of 32-bit integers: {error}") from error
     positions = max(0, tokens - 1 - wanted.start)
     if len(experts) != positions * shape.layers * shape.per_token:
         raise MalformedReply(

@@ -39,7 +39,8 @@ class ManagerConfig:
     update_mode: UpdateMode = setting(
         UpdateMode.interrupt,
         "a weight update aborts running requests, which clients send again with what they have (interrupt), puts them "
-        "back into the server's queue, to go on under the new weights (retract: tens of milliseconds where SGLang "
+        "back into the server's queue, where they continue under the new weights (retract: tens of milliseconds "
+        "where SGLang "
         "takes a second to abort; SGLang 0.5.20 or newer), lets them go on at once with the keys and values that the "
         "old weights left in the cache (in_place: cheapest, nothing is computed again; log-probabilities are those of "
         "this mixture), or waits for their end (finish)",

@@ -121,8 +121,9 @@ async def unless_silent(
             return
         silent = ", ".join(f"model_worker/{index}" for index in asking.result())
         raise RanksSilent(
-            f"no answer from {silent} for {limit_s:g} s (system.stop_timeout_s) after the request to stop: the step "
-            "in hand cannot be finished, nor a checkpoint be written. The same command goes on from the newest one"
+            f"no answer from {silent} for {limit_s:g} s (system.stop_timeout_s) after the request to stop: the "
+            f"current step cannot be finished and no checkpoint can be written. The same command continues from the "
+            f"newest one"
         )
     finally:
         await cancel(task, asking)

@@ -138,7 +138,7 @@ class WandbSink(Sink):
             resume="allow",
         )
         shown = without_secrets(OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True))
-        self._run.config.update(shown, allow_val_change=True)  # type: ignore[no-untyped-call]
+        self._run.config.update(shown, allow_val_change=True)  # type: ignore[no-untyped-call,unused-ignore]
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, row: Row) -> None:

@@ -138,7 +138,7 @@ def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) ->
         try:
             table = pq.read_table(file, columns=None if columns is None else list(columns))
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{file} is no file of samples: {str(error).strip().splitlines()[0]}") from error
+            raise ValueError(f"{file} is not a file of samples: {str(error).strip().splitlines()[0]}") from error
         yield from table.to_pylist(maps_as_pydicts="strict")
 
 

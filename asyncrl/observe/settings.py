@@ -50,13 +50,13 @@ class SamplesConfig:
 
     every: int = setting(
         0,
-        "keep every so manieth trained rollout, by its place in the data order; 1: all, 0: none (needs the `data` "
+        "keep every N-th trained rollout, by its place in the data order; 1: all, 0: none (needs the `data` "
         "extra); `python -m asyncrl.launch show RUN` prints them",
         minimum=0,
     )
     eval_every: int = setting(
         0,
-        "keep the answers to every so manieth row of each evaluation set; 1: all, 0: none (needs the `data` extra); "
+        "keep the answers to every N-th row of each evaluation set; 1: all, 0: none (needs the `data` extra); "
         "`python -m asyncrl.launch show RUN --eval` prints them",
         minimum=0,
     )

@@ -76,7 +76,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 def _agent(config: ExperimentConfig) -> Iterator[str]:
     yield from plugin_forms.agent_problems("agent", config.agent.path, config.agent.args)
     if config.agent.run_in == RunIn.loop:
-        yield "agent.run_in=loop: an agent of yours is never called on the worker's own event loop; use auto"
+        yield "agent.run_in=loop: user agents never run on the worker's own event loop; use auto"
 
 
 def _code_of_sets(config: ExperimentConfig) -> Iterator[str]:

@@ -135,7 +135,9 @@ class Group:
         failures, name = self._failures[prompt.member], named_failure(error, self.agent)
         if setting := self._full_context(prompt.member):  # what is raised then is the error of an agent's framework
             name += f" after its context was full ({setting})"
-            error.add_note(f"{setting} left no room for an answer: raise it, or have the agent end when it is told so")
+            error.add_note(
+                f"{setting} left no room for an answer: raise it, or let the agent end when an answer is empty"
+            )
         again = failures < self.tries.number and not isinstance(error, EpisodeTimeout)
         _log.warning(
             "episode %d of prompt %s failed, %s: %s",

@@ -32,7 +32,7 @@ from asyncrl.rollout.offload.messages import Target
 from asyncrl.rollout.offload.meter import Activity, current_meter
 from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
 
-_NO_REWARD = "returned what is no reward"
+_NO_REWARD = "returned an invalid reward"
 SOURCE = "source"
 """The column of a row that says which source it is of; a mixture of data sets fills it in."""
 SCORE = "score"

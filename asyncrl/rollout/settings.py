@@ -76,8 +76,8 @@ class RolloutConfig:
     )
     request_timeout_s: float = setting(
         120.0,
-        "longest silence of a server; what it has of an answer that takes longer than half of it is kept, and the "
-        "answer goes on in another request",
+        "longest silence of a server; an answer that takes longer than half of it is continued in another request, "
+        "from the tokens that it has",
         unit="s",
         minimum=1.0,
     )
@@ -159,7 +159,7 @@ class EvalConfig:
     n_samples: int = setting(1, "answers to each prompt; more than one give pass@k", unit="samples", minimum=1)
     timeout_s: float = setting(300.0, "limit of one evaluation of one set", unit="s", minimum=1.0)
     agent: dict[str, Any] = setting(
-        help="settings of agent that evaluations have otherwise than training; one with a path of its own is whole",
+        help="settings of agent that differ in evaluations; with a path the group replaces that of training",
         factory=dict,
     )
     env: dict[str, Any] = setting(help="likewise of env", factory=dict)

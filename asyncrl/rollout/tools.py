@@ -103,7 +103,7 @@ def check_format(config: ExperimentConfig, template_source: str | None) -> None:
         return
     if template_source is None:
         raise ConfigError(
-            "tools: the tokenizer has no chat template that would tell the model of them; set dataset.chat_template to "
+            "tools: the tokenizer has no chat template that describes them to the model; set dataset.chat_template to "
             "a Jinja file, or use a model that has one"
         )
     name = config.rollout.chat.parser
@@ -239,7 +239,7 @@ def _instance(group: str, config: ToolConfig, found: Any) -> Tool:
         schema = made.schema()
         told = schema["function"]["name"]
     except Exception as error:
-        raise ConfigError(f"{given}: its schema cannot be told: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{given}: its schema cannot be built: {type(error).__name__}: {error}") from error
     if not made.name or told != made.name:
         raise ConfigError(f"{given}: its name is {made.name!r} and its schema says {told!r}; set both to one name")
     return made

@@ -38,8 +38,8 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         return
     if not system.encrypt and system.host not in LOOPBACK and not system.unencrypted_network:
         yield (
-            f"system.encrypt=false: anybody on the network of system.host={system.host} could read and change what the "
-            "processes tell each other; leave it true, or ask twice with system.unencrypted_network=true"
+            f"system.encrypt=false: anybody on the network of system.host={system.host} could read and change the "
+            f"processes' messages; leave it true, or confirm with system.unencrypted_network=true"
         )
     try:
         interface_of(system.host)
@@ -82,7 +82,7 @@ def _own_disks(config: ExperimentConfig) -> Iterator[str]:
             "host alone; use disk, which brings each version to the disk of every host"
         )
     if generation.sglang.urls:
-        yield f"{off}: generation.sglang.urls: nothing brings weights to disks of servers that somebody else started"
+        yield f"{off}: generation.sglang.urls: the run cannot copy weights to servers that it did not start"
 
 
 _NEEDS_FOLDER = {
@@ -163,8 +163,8 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
     addresses = {host.address for host in system.hosts}
     if not system.encrypt and addresses - LOOPBACK and not system.unencrypted_network:
         yield (
-            "system.encrypt=false: between hosts anybody on their network could read and change what the processes "
-            "tell each other; leave it true, or ask twice with system.unencrypted_network=true"
+            "system.encrypt=false: between hosts anybody on their network could read and change the processes' "
+            "messages; leave it true, or confirm with system.unencrypted_network=true"
         )
     placed = [kind for host in system.hosts for kind in host.runs]
     for kind in PLACED:

@@ -147,7 +147,7 @@ class LastStep:
     def remove(self) -> None:
         """Remove the folder with all there is. The launcher does."""
         if self.folder.is_symlink():
-            raise OSError(f"{self.folder} is a link that somebody else made; remove it")
+            raise OSError(f"{self.folder} is a link that another user made; remove it")
         self._mark.unlink(missing_ok=True)
         with _to_remove(self.folder, _REMOVAL_LIMIT_S) as is_there:
             if is_there:
@@ -175,7 +175,7 @@ class LastStep:
     def _make(self, owner: _Owner) -> None:
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
-            raise OSError(f"{self.folder} is somebody else's; remove it")
+            raise OSError(f"{self.folder} belongs to another user; remove it")
         (self.folder / _OWNER).write_bytes(msgspec.json.encode(owner))
 
 

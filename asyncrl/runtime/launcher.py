@@ -185,8 +185,8 @@ class Launcher:
         """
         if self._interrupts and leader.exit_code in (-STOP_SIGNAL, EXIT_RESTART_TRAINER):
             self._display.note(
-                f"{leader.plan.name} had just begun, so no checkpoint was written; the same command goes on from the "
-                "newest one"
+                f"{leader.plan.name} had just begun, so no checkpoint was written; the same command continues from "
+                f"the newest one"
             )
             return True
         return leader.exit_code == EXIT_OK
@@ -278,9 +278,9 @@ class Launcher:
         essential = kind.essential and not (self._interrupts and kind.serves)  # SIGTERM may end what a server started
         if essential and not replaced:
             return after
-        outcome = "it is started again" if replaced else "the run goes on without it"
+        outcome = "it is started again" if replaced else "the run continues without it"
         if replaced and together:
-            outcome += " with all of the trainer's side, which goes on from the last step"
+            outcome += " with the whole trainer, which resumes from the last step"
         self._display.note(f"{name} ({ended.description}) {how(ended)}; {outcome}; its log: {ended.log}")
         if not replaced:
             self._workers.remove(ended)

@@ -75,11 +75,11 @@ class KubernetesConfig:
 class EtcdConfig:
     """Login to etcd and encryption of the connection. Secrets are files, under the same path on every host."""
 
-    user: str = setting("", "as whom to log in; its role needs readwrite of the prefix /asyncrl/; empty: nobody")
-    password_file: str = setting("", "file with the user's password, which nobody else may read")
+    user: str = setting("", "user name; its role needs readwrite of the prefix /asyncrl/; empty: no login")
+    password_file: str = setting("", "file with the user's password, which only you may read")
     ca_file: str = setting("", "PEM file of the authority that signed the servers' certificates; empty: no TLS")
     certificate_file: str = setting("", "PEM file of the run's own certificate, where the servers ask for one")
-    key_file: str = setting("", "PEM file of that certificate's key, which nobody else may read")
+    key_file: str = setting("", "PEM file of that certificate's key, which only you may read")
 
 
 @dataclass

@@ -61,7 +61,7 @@ def _profile(config: ExperimentConfig) -> Iterator[str]:
     last = config.total_train_steps
     for step in profile.steps:
         if not 1 <= step <= last:
-            yield f"profile.steps={profile.steps}: {step} is none of the run's steps; use 1 to {last}"
+            yield f"profile.steps={profile.steps}: {step} is not a step of the run; use 1 to {last}"
     try:
         ranks = placement(config, load_graph(config)).workers
     except ValueError:  # no layout, or no graph
@@ -189,7 +189,7 @@ def hugging_face_folder(name: str, path: str) -> Iterator[str]:
         yield f"{name}={path!r}: no Hugging Face model there (no config.json); {fix}"
         return
     except (OSError, ValueError) as error:
-        yield f"{name}={path!r}: its config.json cannot be read ({error}); download the model anew, or {fix}"
+        yield f"{name}={path!r}: its config.json cannot be read ({error}); download the model again, or {fix}"
         return
     if not isinstance(described, dict) or not described.get("model_type"):
         yield f"{name}={path!r}: its config.json names no model_type, so it is not of a transformers model; {fix}"

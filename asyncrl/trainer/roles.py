@@ -54,7 +54,7 @@ class TrainingRank:
         """
         engine = self.engines[role]
         if not isinstance(engine, PolicyEngine):
-            raise TypeError(f"role {role!r} is no language model; only language models are published")
+            raise TypeError(f"role {role!r} is not a language model; only language models are published")
         return engine
 
     @cached_property

@@ -189,7 +189,8 @@ class TrainerConfig:
     )
     ppo_epochs: int = setting(
         1,
-        "passes over a step's batch; minibatches are dealt anew in each, ratios refer to the policy before the first "
+        "passes over a step's batch; minibatches are shuffled again in each, ratios refer to the policy before the "
+        "first "
         "(end them early by algorithm.stop_kl)",
         minimum=1,
     )
@@ -224,8 +225,8 @@ class RolePlacementConfig:
     parallel: Optional[str] = setting(None, "parallel layout of this role; null: the actor's, trainer.parallel")
     ranks: RoleRanks = setting(
         RoleRanks.shared,
-        "shared: on the actor's ranks, of which it may take fewer; own: on ranks of its own, which compute while the "
-        "actor's do",
+        "shared: on the actor's ranks, of which it may take fewer; own: on separate ranks, which compute at the same "
+        "time as the actor's",
     )
 
 
@@ -331,9 +332,7 @@ class CheckpointConfig:
         minimum=0.0,
     )
     keep: int = setting(2, "newest checkpoints kept", minimum=1)
-    keep_every: int = setting(
-        0, "older checkpoints of every so manieth step are kept too; 0: none", unit="steps", minimum=0
-    )
+    keep_every: int = setting(0, "also keep the checkpoint of every N-th step; 0: none", unit="steps", minimum=0)
     keep_last_step: bool = setting(
         True,
         "the state of each step and the waiting trajectories are kept in the host's memory (/dev/shm), so that a death "

@@ -116,10 +116,10 @@ def test_the_command_evaluates_a_folder_with_an_experiments_settings(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["/nowhere"], "'/nowhere' is no run"),
-        (["{model}"], "--experiment: whose settings"),
+        (["/nowhere"], "'/nowhere' is not a run"),
+        (["{model}"], "--experiment: name an experiment"),
         (["{model}", "--experiment", "sft"], "--experiment sft: supervised"),
-        (["{model}", "--experiment", "async_ppo", "--step", "3"], "is no run, and has no steps"),
+        (["{model}", "--experiment", "async_ppo", "--step", "3"], "is not a run and has no steps"),
         (["{model}", "--experiment", "async_ppo", "eval.size=0"], "eval.size=0"),
         (["{model}", "--experiment", "async_ppo", "--out", "result.csv"], "--out result.csv: name a file that ends in"),
         (["{model}", "--experiment", "async_ppo", "--out", "/nowhere/a.json"], "its folder is not there"),

@@ -212,9 +212,9 @@ def test_what_cannot_join_is_told_why(start_run: Any, capsys: pytest.CaptureFixt
     run = start_run(total_train_steps=1, eval__interval=0)
     assert run.wait() == 0, run.output + run.logs()
     for options, reason in (
-        (["--kind", "rollout_worker"], "no run goes on there"),
+        (["--kind", "rollout_worker"], "no run is active there"),
         (["--count", "0"], "--count=0"),
-        ([], "no run goes on there"),
+        ([], "no run is active there"),
     ):
         assert main(["join", str(run.run_dir), "--kind", "generation_server", *options]) == 2
         assert reason in capsys.readouterr().err
@@ -222,4 +222,4 @@ def test_what_cannot_join_is_told_why(start_run: Any, capsys: pytest.CaptureFixt
 
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["join", str(tmp_path), "--kind", "generation_server"]) == 2
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "is not the folder of one of your runs" in capsys.readouterr().err

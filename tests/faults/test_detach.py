@@ -47,7 +47,7 @@ def test_the_same_command_shows_a_detached_run_and_ctrl_c_there_ends_it(
 ) -> None:
     """So it does what was done before; another command is refused, and closing the terminal ends nothing."""
     assert "started 5 processes" in detached.output
-    assert "goes on by itself" in detached.output
+    assert "continues in the background" in detached.output
     again = start_run("async_ppo --detach", total_train_steps=ENDLESS, eval__interval=0)
     again.wait_for_step(2)
     os.kill(again.process.pid, signal.SIGHUP)

@@ -25,7 +25,7 @@ class Leader(Worker):
 
     def run(self):
         self.resolver.wait("server", 60)
-        while "the run goes on without it" not in Path(os.environ["TOLD"]).read_text():
+        while "the run continues without it" not in Path(os.environ["TOLD"]).read_text():
             self.stop_requested.wait(0.01)
         print("threads of the leader:", os.environ["OMP_NUM_THREADS"])
 
@@ -82,7 +82,7 @@ def test_added_kinds_run_and_the_death_of_one_that_is_not_essential_is_no_failur
     assert ended.returncode == 0, printed
     assert "started 3 processes" in printed
     assert "panel/0 (pid " in printed
-    assert "exited with 1; the run goes on without it" in printed
+    assert "exited with 1; the run continues without it" in printed
     logs = {file.name: file.read_text() for file in (tmp_path / "async_ppo" / "trial0" / "logs").iterdir()}
     assert "threads of the leader: 3" in logs["leader-0.log"]
     assert "the panel is broken" in logs["panel-0.log"]

@@ -601,7 +601,7 @@ async def test_a_version_whose_bytes_are_damaged_is_refused_by_the_engine_that_r
         assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
         run.publish(2, publish_changed(2))
         await run.until(serving(2, 0))
-    assert "v1 is damaged, generation server 0 goes on with v0" in caplog.text
+    assert "v1 is damaged; generation server 0 keeps v0" in caplog.text
     await server.close()
     engine.close()
 

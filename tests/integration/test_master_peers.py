@@ -197,7 +197,11 @@ async def test_one_address_has_one_client_of_a_router_and_all_have_its_keys(tmp_
         client.close()
         with pytest.raises(ValueError, match="other keys than this client"):
             RequestClient(worker.endpoint, secret, router=router)
-        with pytest.raises(ValueError, match=r"address 'localhost:80' is no endpoint: use tcp://<IP address>:<port>"):
+        with pytest.raises(
+            ValueError,
+            match=r"address 'localhost:80' is not an endpoint: use tcp://<IP "
+            r"address>:<port>",
+        ):
             RequestClient("localhost:80", None, router=router)
         again = RequestClient(worker.endpoint, None, router=router)
         assert (await again.call(Evaluate("hard", 5), timeout_s=LIMIT_S)).answers == (answered(0),)

@@ -101,7 +101,7 @@ def test_entries_are_found_and_followed_over_tls_with_a_login(guarded: EtcdClust
             ["system.etcd.certificate_file=", "stranger.crt", "refuses it"],
         ),
         ({"ca_file": "client.key"}, ["system.etcd.ca_file=", "holds no certificate in PEM"]),
-        ({"key_file": "stranger.key"}, ["system.etcd.key_file=", "no certificate and its key"]),
+        ({"key_file": "stranger.key"}, ["system.etcd.key_file=", "not a certificate and its key"]),
         ({"password_file": "wrong"}, ["system.etcd.user='run'", "system.etcd.password_file=", "refuses this user"]),
         ({"user": "", "password_file": ""}, ["system.etcd.user='' may not use these names", "certificate_file"]),
     ],

@@ -73,7 +73,7 @@ def test_a_login_that_is_refused_is_named(tmp_path: Path, ssh_config: Path) -> N
     lines = ssh_config.read_text().replace(f"{ssh_config.parent}/user", f"{tmp_path}/other")
     (tmp_path / "config").write_text(lines)
     told = refusal(settings(tmp_path / "runs", tmp_path / "config"))
-    assert told.startswith("system.hosts[1].name='box2': the host refuses the login; add a public key")
+    assert told.startswith("system.hosts[1].name='box2': the host refuses the login; add your public key")
 
 
 def test_a_host_whose_key_is_unknown_is_refused(tmp_path: Path, ssh_config: Path) -> None:

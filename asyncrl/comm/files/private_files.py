@@ -64,8 +64,8 @@ def check_owned(path: Path, status: os.stat_result | None = None) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if mode & OTHERS_WRITE and not stat.S_ISLNK(status.st_mode):
         raise NotPrivate(
-            f"{path} has mode {mode:04o}, so others can write to it and may have: look through it, then "
-            f"`chmod -R go-w` it, or start anew elsewhere"
+            f"{path} has mode {mode:04o}, so others can write to it and may have: check its contents, then `chmod -R "
+            f"go-w` it, or use a new folder"
         )
 
 

@@ -146,7 +146,7 @@ class JsonHttp:
         if self._security.is_adopted(url):
             return True, None
         if not url.startswith("https://"):
-            raise HttpUnreachable(f"{url} is no server of this run, which speak TLS: nothing is sent to it")
+            raise HttpUnreachable(f"{url} is not a server of this run (those use TLS): nothing is sent to it")
         return self._tls, self._authorization
 
     def _open(self) -> aiohttp.ClientSession:

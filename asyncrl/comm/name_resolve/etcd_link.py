@@ -66,7 +66,7 @@ _OPTIONS = (
 _REFUSALS = {
     grpc.StatusCode.PERMISSION_DENIED: f"{SETTINGS}.user={{user!r}} may not use these names (without a user it is who "
     f"{SETTINGS}.certificate_file names); grant its role readwrite of the prefix {{prefix}}",
-    grpc.StatusCode.UNIMPLEMENTED: f"{ADDRESS}={{member!r}} is no etcd that speaks version 3 of its protocol",
+    grpc.StatusCode.UNIMPLEMENTED: f"{ADDRESS}={{member!r}} does not speak version 3 of etcd's protocol",
 }
 _WRONG_LOGINS = {
     "authentication failed": f"{SETTINGS}.user={{user!r}}, {SETTINGS}.password_file={{password_file!r}}: etcd refuses "

@@ -66,7 +66,7 @@ def _encrypted_fault(plain: socket.socket, host: str, member: str, access: EtcdA
         except ssl.SSLError as error:
             return (
                 f"{SETTINGS}.certificate_file={access.certificate_file!r}, {SETTINGS}.key_file={access.key_file!r}: "
-                f"are no certificate and its key, both in PEM ({error.reason})"
+                f"not a certificate and its key in PEM ({error.reason})"
             )
     context.set_alpn_protocols(["h2"])
     try:

@@ -99,7 +99,7 @@ class CallRouter:
             ValueError: `address` is no endpoint, or has a connection.
         """
         if not _ENDPOINT.fullmatch(address):
-            raise ValueError(f"address {address!r} is no endpoint: use tcp://<IP address>:<port>")
+            raise ValueError(f"address {address!r} is not an endpoint: use tcp://<IP address>:<port>")
         if address in self._by_address:
             raise ValueError(f"address {address!r} has a connection: close it first")
         connection = self._by_address[address] = Connection(self, address, on_connected, on_message, on_lost)

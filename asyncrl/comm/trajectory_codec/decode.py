@@ -130,7 +130,7 @@ def _routing(data: Array, header: RoutingHeader | None, tokens: int) -> Array | 
     expected = 0 if header is None else tokens * header.nbytes
     if len(data) != expected:
         raise CodecError(
-            f"trajectory.routing has {len(data)} bytes, its header {header} and {tokens} tokens tell of {expected}"
+            f"trajectory.routing has {len(data)} bytes, its header {header} and {tokens} tokens need {expected}"
         )
     if header is None:
         return None

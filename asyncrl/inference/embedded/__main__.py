@@ -33,7 +33,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-total-tokens", type=int, help="bound of the KV cache; default rows x context length")
     parser.add_argument("--context-length", type=int, help="longest prompt + output; default the model's own")
     parser.add_argument("--weight-version", default="default", help="label of the weights at the start")
-    parser.add_argument("--record-routing", action="store_true", help="tell the experts that each token went through")
+    parser.add_argument("--record-routing", action="store_true", help="report the experts that each token used")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only, no text in or out")
     return parser.parse_args(arguments)
 

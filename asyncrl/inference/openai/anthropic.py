@@ -173,7 +173,7 @@ def messages_of(system: str | Sequence[Json], given: Sequence[Json]) -> list[Mes
         ApiError: it holds something that the policy cannot be given.
     """
     if not given:
-        raise invalid("messages", "empty; the policy answers somebody")
+        raise invalid("messages", "empty; give at least one message")
     text = text_of(system, "system", _TEXT)
     messages: list[Message] = [{"role": "system", "content": text}] if text else []
     for number, each in enumerate(given):

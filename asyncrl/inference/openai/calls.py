@@ -93,7 +93,7 @@ def sampling_of(**given: Any) -> Json:
         if name in found and not (math.isfinite(found[name]) and low <= found[name] <= high):
             raise invalid(name, f"{found[name]} is not within {low:g} and {high:g}")
     if found.get("max_new_tokens", 1) < 1:
-        raise invalid("max_tokens", f"{found['max_new_tokens']} is no length; give at least 1")
+        raise invalid("max_tokens", f"{found['max_new_tokens']} is not a valid length; give at least 1")
     if "stop" in found:
         stop = found["stop"]
         found["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)

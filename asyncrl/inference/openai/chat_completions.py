@@ -260,7 +260,7 @@ def messages_of(given: Sequence[Json]) -> list[Message]:
         ApiError: a role or content that the policy cannot be given.
     """
     if not given:
-        raise invalid("messages", "empty; the policy answers somebody")
+        raise invalid("messages", "empty; give at least one message")
     return [_message(each, f"messages[{number}]") for number, each in enumerate(given)]
 
 

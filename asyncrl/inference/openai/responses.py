@@ -129,7 +129,7 @@ class Responses:
             raise forced_call("tool_choice", asked.tool_choice)
         said = [*self._before(asked.previous_response_id), *_messages(asked.input)]
         if not said:
-            raise invalid("input", "empty; the policy answers somebody")
+            raise invalid("input", "empty; give at least one message")
         system: list[Message] = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         sampling = sampling_of(max_new_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p)
         body_ = _Asked(asked, said)
@@ -188,7 +188,7 @@ class Responses:
         if response_id is None:
             return ()
         if response_id not in self._said:
-            raise invalid("previous_response_id", f"{response_id!r} is no response of this session")
+            raise invalid("previous_response_id", f"{response_id!r} is not a response of this session")
         return self._said[response_id]
 
 

@@ -52,9 +52,9 @@ class Surface(Generic[T]):
         try:
             given = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+            raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
         if not isinstance(given, dict):
-            raise ApiError(400, "the body is no JSON object", code="invalid_json")
+            raise ApiError(400, "the body is not a JSON object", code="invalid_json")
         known = {each.encode_name for each in msgspec.structs.fields(self.used)}
         kept = {}
         for name, value in given.items():

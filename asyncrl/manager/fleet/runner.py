@@ -165,7 +165,7 @@ class FleetRunner:
             await update_server(order, client, self._transport, timeout_s=limit_s, checks=checks)
         except DamagedVersion as error:
             if self._decisions.refused(order.server, order.attempt, str(error), self._clock()):
-                told = "v%d is damaged, generation server %d goes on with v%d: %s"
+                told = "v%d is damaged; generation server %d keeps v%d: %s"
                 self._log.error(told, order.target.version, order.server, order.had, error)
             else:
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)

@@ -74,4 +74,4 @@ class Batches:
         while running := await self._stall.wait(self._manager.wait_expiring(version, hold_s), version, what):
             _log.info("step %d is held for %d rollouts that would expire", version, len(running))
             self._stall.progressed()  # each ends within `rollout.rollout_timeout_s`: the stall limit is on silence
-        await self._stall.wait(self._collector.refresh(), version, "the ModelWorkers to tell what they received")
+        await self._stall.wait(self._collector.refresh(), version, "the ModelWorkers to report what they received")

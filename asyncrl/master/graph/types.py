@@ -192,7 +192,7 @@ class Graph:
             for source in call.after:
                 if source not in self.names():
                     raise GraphError(
-                        f"graph {self.name!r}: call {call.name!r} comes after {source!r}, which is no call"
+                        f"graph {self.name!r}: call {call.name!r} comes after {source!r}, which is not a call"
                         f"{did_you_mean(source, self.names())}; calls: {_listed(self.names())}"
                     )
 

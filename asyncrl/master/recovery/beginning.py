@@ -107,7 +107,7 @@ async def _of_ranks(ranks: Ranks) -> dict[str, Any] | None:
                 raise RestartTrainer("the ranks are in a step that has not ended")
             standing = await ranks.all(TakeUp(ranks.master))
     except (TimeoutError, Stalled, PeerGone) as error:
-        raise RestartTrainer(f"a rank does not say where it stands: {error!r}") from error
+        raise RestartTrainer(f"a rank does not report its progress: {error!r}") from error
     states = [rank.master_state for rank in standing]
     versions = {None if state is None else state["version"] for state in states}
     if len(versions) > 1 or any(rank.in_step for rank in standing):

@@ -129,7 +129,7 @@ class KeptSteps:
                 raise
             lost = error.message
         self._last_step.tear()
-        raise RestartTrainer(f"the last step is lost, only a checkpoint is left to go on from: {lost}")
+        raise RestartTrainer(f"the last step is lost, only a checkpoint is left to continue from: {lost}")
 
     async def _complete(self, version: int) -> bool:
         if self._last_step is None:

@@ -18,8 +18,8 @@ class AgentConfig(PluginConfig):
     )
     run_in: RunIn = setting(
         RunIn.auto,
-        "thread, or process: each episode of a plain `def run` then has a process of its own, which is killed where it "
-        "hangs or exceeds rollout.user_code.process_memory_mb or process_children; auto: as it is marked, else a "
+        "thread, or process: each episode of a plain `def run` then has its own process, which is killed if it hangs "
+        "or exceeds rollout.user_code.process_memory_mb or process_children; auto: as it is marked, else a "
         "thread for `def`, an event loop of your own for `async def`",
     )
     processes: int = setting(

@@ -104,7 +104,7 @@ class VerifiersAgent(Agent):
         row = prompt.data.get("verifiers")
         if not isinstance(row, Mapping) or row["env"] != self._env:
             raise VerifiersError(
-                f"prompt {prompt.prompt_id} is no row of {self._env!r}: set dataset.path to "
+                f"prompt {prompt.prompt_id} is not a row of {self._env!r}: set dataset.path to "
                 "asyncrl.plugins.agents.verifiers_env:VerifiersDataset with dataset.args as agent.args"
             )
         session = await client.endpoint()

@@ -225,7 +225,7 @@ class EpisodeClient:
         """Return the context of the answer to `messages`."""
         chat = self._chat()
         if (wrong := wrong_messages(messages)) is not None:
-            raise ChatError(f"these messages are no conversation: {wrong}")
+            raise ChatError(f"these messages are not a valid conversation: {wrong}")
         turn, covered = self._recorder.find(messages, tools)
         if turn is not None and (given := self._extension(turn, messages, covered, tools)) is not None:
             return _Context(turn, tuple(given), tuple(messages[covered:]), turn)
@@ -288,7 +288,7 @@ class EpisodeClient:
         self._counts["drift_text" if drift.text else "drift_tokens"] += 1
         if self._rules.drift is DriftCheck.strict:
             raise DriftError(
-                f"prompt {self._prompt.prompt_id}: the conversation is not what rendering it anew gives; {drift}. "
+                f"prompt {self._prompt.prompt_id}: the conversation differs from its rendering from scratch; {drift}. "
                 "rollout.chat.drift=tolerant counts such differences"
             )
 
@@ -377,7 +377,7 @@ def _in_text(message: Message) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
-            raise ChatError("a message has a part that is no text; images and sounds are not supported")
+            raise ChatError("a message has a part that is not text; images and sounds are not supported")
         return {**message, "content": "".join(part["text"] for part in content)}
     if content is None and message.get("role") == "assistant":
         return {**message, "content": ""}

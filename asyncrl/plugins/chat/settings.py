@@ -45,7 +45,8 @@ class ChatConfig:
     )
     drift: DriftCheck = setting(
         DriftCheck.off,
-        "compare extended conversations with rendering them anew: off, tolerant (count differences), strict (fail)",
+        "compare extended conversations with a rendering from scratch: off, tolerant (count differences), strict "
+        "(fail)",
     )
     max_turns: int = setting(0, "answers of the policy in one conversation; 0: no limit", unit="turns", minimum=0)
     feedback_tokens: int = setting(

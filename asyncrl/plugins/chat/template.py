@@ -79,7 +79,7 @@ class Findings:
     def lines(self) -> list[str]:
         """Return remarks about the template for the user, before the run."""
         found = [
-            f"after {kind} messages each call is rendered anew, as a sample of its own: {why}"
+            f"after {kind} messages each call is rendered from scratch, as a separate sample: {why}"
             for kind, why in self.refused.items()
         ]
         if self.rewrites:
@@ -131,7 +131,7 @@ class ChatFormat:
             ChatError: it is no conversation, or the template refuses it.
         """
         if (wrong := wrong_messages(messages)) is not None:
-            raise ChatError(f"these messages are no conversation: {wrong}")
+            raise ChatError(f"these messages are not a valid conversation: {wrong}")
         try:
             return self._prompts.chat_ids(self._template.messages(messages), tools)
         except ChatError:
@@ -146,7 +146,7 @@ class ChatFormat:
             ChatError: these are no messages, or the template refuses them.
         """
         if (wrong := wrong_messages([*messages, _MORE] if messages else messages)) is not None:
-            raise ChatError(f"these messages are no conversation: {wrong}")
+            raise ChatError(f"these messages are not a valid conversation: {wrong}")
         turns = self._template.messages(messages)
         places = StandIns(self.tokenizer, turns, tools)
         text = self._template.render_turns(places.put(turns), places.put(tools), to_answer=False)

@@ -66,7 +66,7 @@ def _paths(data: DatasetConfig) -> Iterator[str]:
         if not (math.isfinite(source.weight) and source.weight > 0):
             yield f"{group}.weight={source.weight}: no share; give a number above 0"
         if name in names:
-            yield f"{group}.name={source.name!r}: another source is called {name!r} too; give each a name of its own"
+            yield f"{group}.name={source.name!r}: another source is called {name!r} too; give each a different name"
         names.add(name)
         yield from source_problems(group, source.path, source.args)
         yield from field_problems(group, source.path, source.fields)

@@ -159,9 +159,9 @@ def _tools_of(row: Mapping[str, Any]) -> list[Message]:
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
     except ValueError as error:
-        raise BadDemonstration(f"its 'tools' are no JSON ({error})") from None
+        raise BadDemonstration(f"its 'tools' are not valid JSON ({error})") from None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise BadDemonstration("its 'tools' are no list of objects")
+        raise BadDemonstration("its 'tools' are not a list of objects")
     return tools
 
 
@@ -169,7 +169,7 @@ def wrong_conversation(messages: Sequence[Any]) -> str | None:
     """Why there is nothing to imitate in `messages`; None where there is."""
     for number, turn in enumerate(messages):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            return f"message {number} is no object with a role"
+            return f"message {number} is not an object with a role"
         if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
             return f"message {number} has no text under 'content'"
     if not messages or messages[-1]["role"] != "assistant":

@@ -61,7 +61,7 @@ def read(path: Path, files: str = "") -> list[Record]:
     if path.suffix not in (JSONL, PARQUET) and path.is_dir():
         return [record for file in _files_of(path, files) for record in _read_file(file)]
     if files:
-        raise ValueError(f"{path} is no folder, of which args.files={files!r} could choose files: leave it out")
+        raise ValueError(f"{path} is not a folder, so args.files={files!r} cannot choose files: leave it out")
     return list(_read_file(path))
 
 
@@ -127,7 +127,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
             half := _HALF_OF_A_PAIR.search(whole := json.dumps(fields, ensure_ascii=False))
         ):
             raise ValueError(
-                f"{path}:{number} is no text: it has {half[0]!a}, half of a pair of surrogates, after "
+                f"{path}:{number} is not text: it has {half[0]!a}, half of a pair of surrogates, after "
                 f"{whole[: half.start()][-20:]!a}; write the whole character"
             )
         yield Record(fields, f"{path}:{number}", crc32(line.encode()))
@@ -155,7 +155,7 @@ def _table(path: Path) -> Iterator[Record]:
             rows = batch.to_pylist()
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{path} has text that is not UTF-8 ({error.reason}), after row {number}: save it anew"
+                f"{path} has text that is not UTF-8 ({error.reason}), after row {number}: save it as UTF-8"
             ) from None
         for fields in rows:
             number += 1

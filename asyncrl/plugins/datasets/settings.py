@@ -93,7 +93,7 @@ class DatasetConfig:
         fixed=True,
     )
     shuffle: bool = setting(
-        True, "each epoch in an order of its own, from the seed; false: rows in their order, in every epoch", fixed=True
+        True, "each epoch in a different order, from the seed; false: rows in their order, in every epoch", fixed=True
     )
     max_prompt_tokens: int = setting(2048, "longest prompt, its chat template counted", unit="tokens", minimum=1)
     overlong: Overlong = setting(

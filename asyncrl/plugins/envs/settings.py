@@ -24,8 +24,8 @@ class EnvConfig(PluginConfig):
     )
     run_in: RunIn = setting(
         RunIn.auto,
-        "thread, or process: each episode's environment then has a process of its own, which is killed where it "
-        "hangs or exceeds rollout.user_code.process_memory_mb or process_children; auto: as the class is marked, else "
+        "thread, or process: each episode's environment then has its own process, which is killed if it hangs or "
+        "exceeds rollout.user_code.process_memory_mb or process_children; auto: as the class is marked, else "
         "a thread for `def`, an event loop of your own for `async def`",
     )
     processes: int = setting(

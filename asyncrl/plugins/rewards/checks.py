@@ -41,7 +41,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         names.add(part.name)
         if strays := sorted({*part.sources} - {*mixed}) if mixed else ():
             yield (
-                f"{group}.sources={part.sources}: {strays[0]!r} is no name of dataset.sources, which are "
+                f"{group}.sources={part.sources}: {strays[0]!r} is not a name of dataset.sources, which are "
                 f"{', '.join(mixed)}"
             )
         if not math.isfinite(part.weight):

@@ -25,7 +25,7 @@ class FormatReward:
         try:
             compiled = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
         self._matches = compiled.search if anywhere else compiled.fullmatch
 
     def __call__(self, data: Mapping[str, Any], completion: str) -> float:

@@ -132,7 +132,7 @@ class JudgeReward:
         try:
             self._pattern = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
         if self._pattern.groups < 1:
             raise ValueError(f"pattern {pattern!r} has no group; put the score in parentheses")
         self._template, self._max_score = template, max_score

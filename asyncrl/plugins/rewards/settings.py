@@ -27,7 +27,7 @@ class RewardConfig(PluginConfig):
     run_in: RunIn = setting(RunIn.auto, "loop, thread or process; auto: as the function is marked, else a thread")
     timeout_s: float = setting(60.0, "limit of one call", unit="s", minimum=0.01)
     failure_reward: Optional[float] = setting(
-        None, "what an answer is worth whose reward fails; null: its episode is tried again, then lost"
+        None, "value of an answer whose reward fails; null: its episode is tried again, then lost"
     )
     verdict: Optional[bool] = setting(
         None, "whether it is 1 for right answers and 0 for wrong ones: then there is accuracy; null: as it is marked"

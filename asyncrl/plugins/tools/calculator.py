@@ -51,7 +51,7 @@ def calculator(expression: str) -> str:
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise ValueError("this is no arithmetic expression") from None
+        raise ValueError("this is not an arithmetic expression") from None
     try:
         value = _value(tree.body)
     except (OverflowError, ZeroDivisionError, TypeError, RecursionError) as error:
@@ -76,7 +76,7 @@ def _value(node: ast.expr) -> int | float:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
             return _bounded(_FUNCTIONS[name](*map(_value, args)))
         case _:
-            raise ValueError(f"`{ast.unparse(node)[:80]}` is no arithmetic that the calculator knows")
+            raise ValueError(f"`{ast.unparse(node)[:80]}` is not arithmetic that the calculator knows")
 
 
 def _binary(op: ast.operator, left: int | float, right: int | float) -> int | float:
@@ -96,5 +96,5 @@ def _bounded(value: Any) -> int | float:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ValueError(_TOO_LARGE)
     if not isinstance(value, int | float):
-        raise ValueError("the value is no real number")
+        raise ValueError("the value is not a real number")
     return value

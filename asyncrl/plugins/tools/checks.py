@@ -63,7 +63,7 @@ def _name(setting_name: str, name: str, taken: set[str]) -> Iterator[str]:
     if not TOOL_NAME.fullmatch(name):
         yield f"{setting_name}={name!r}: give 1 to 64 letters, digits, '_' and '-'"
     elif name in taken:
-        yield f"{setting_name}={name!r}: another one is called so too; give each a name of its own"
+        yield f"{setting_name}={name!r}: another one has the same name; give each a different name"
     taken.add(name)
 
 

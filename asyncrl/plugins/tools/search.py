@@ -98,7 +98,7 @@ def _read(file: Path, text_field: str, title_field: str) -> list[tuple[str, str]
     except OSError as error:
         raise ValueError(f"corpus {str(file)!r} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError) as error:
-        message = f"corpus {str(file)!r}, line {number}: it is no object with {text_field!r} ({error!r:.100})"
+        message = f"corpus {str(file)!r}, line {number}: it is not an object with {text_field!r} ({error!r:.100})"
         raise ValueError(message) from error
     if not passages:
         raise ValueError(f"corpus {str(file)!r} is empty: give at least one passage")

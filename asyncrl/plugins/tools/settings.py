@@ -18,7 +18,7 @@ class ToolConfig(PluginConfig):
 
     path: str = setting("", "function, or class derived from asyncrl.api.Tool, by import path; docs/tools.md")
     args: dict[str, Any] = setting(
-        help="keyword arguments of the constructor; of a function: values of what stands after `*`", factory=dict
+        help="keyword arguments of the constructor; for a function: values of the parameters after `*`", factory=dict
     )
     name: str = setting("", "what the model calls it; empty: the function's own name, or what the class says")
     run_in: RunIn = setting(RunIn.auto, "loop, thread or process; auto: as the function is marked, else a thread")

@@ -103,7 +103,7 @@ def row_arguments(data: Mapping[str, Any], tools: Collection[str]) -> dict[str, 
                 continue
             if name not in tools:
                 there_are = ", ".join(tools) or "none"
-                raise ValueError(f"the row's {place} names {name!r}, which is no tool; there are: {there_are}")
+                raise ValueError(f"the row's {place} names {name!r}, which is not a tool; there are: {there_are}")
             if name in found:
                 raise ValueError(f"the row's {place} has arguments for {name!r}, which it has elsewhere too")
             arguments = _mapping(f"{place}[{name!r}]", arguments)
@@ -314,9 +314,9 @@ def _checked(value: object) -> ToolResult:
         result = as_result(value)
         finite = all(map(math.isfinite, (result.reward, *result.metrics.values())))
     except (TypeError, ValueError, RecursionError, AttributeError) as error:
-        raise ToolFailure(f"returned what is no result ({type(error).__name__})") from error
+        raise ToolFailure(f"returned an invalid result ({type(error).__name__})") from error
     if not finite or not isinstance(result.text, str):
-        raise ToolFailure("returned a result whose text is no text, or a number in it is not finite")
+        raise ToolFailure("returned a result whose text is not a text, or that has a number that is not finite")
     return result
 
 

@@ -70,9 +70,9 @@ def _in_process(agent: Agent, offloader: Offloader, process: AgentProcess) -> Ag
     name, form = type(agent).__name__, type(agent).form()
     if form != "run" or is_async(agent.run):
         raise TypeError(
-            f"agent.run_in=process: agent {name} is no plain `def run(prompt, env, client)`; what it has that computes "
-            "or may crash belongs into an environment, a tool or a reward with run_in=process, and the agent where it "
-            "is (agent.run_in=auto), as it mostly waits for the policy"
+            f"agent.run_in=process: agent {name} is not a plain `def run(prompt, env, client)`; move code that "
+            f"computes or may crash into an environment, a tool or a reward with run_in=process, and keep "
+            f"agent.run_in=auto, as the agent mostly waits for the policy"
         )
     adapted: Agent = type(name, (_EpisodeInProcess,), {})(process, offloader)
     return adapted

@@ -88,7 +88,7 @@ def plain(value: object) -> object:
     tolist = getattr(value, "tolist", None)  # numpy's arrays and scalars, without importing numpy
     if callable(tolist):
         return tolist()
-    raise NotImplementedError(f"a {type(value).__module__}.{type(value).__qualname__} is no plain data")
+    raise NotImplementedError(f"a {type(value).__module__}.{type(value).__qualname__} is not plain data")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
@@ -98,7 +98,7 @@ def packed(message: Call | Reply | Answer) -> bytes:
     """`message` with its length in front.
 
     Raises:
-        ValueError: it holds what is no plain data, or is larger than `MAX_BYTES`.
+        ValueError: it holds something that is not plain data, or is larger than `MAX_BYTES`.
     """
     try:
         body = _encoder.encode(message)

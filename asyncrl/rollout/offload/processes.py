@@ -101,7 +101,7 @@ class _Process:
                 raise _Died(f"announced a reply of {length} bytes")
             return decode_reply(await reader.readexactly(length))
         except ValueError as error:
-            raise _Died(f"wrote what is no reply: {error}") from error
+            raise _Died(f"wrote an invalid reply: {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise _Died("ended") from error
 

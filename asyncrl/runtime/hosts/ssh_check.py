@@ -37,7 +37,7 @@ _NO_PROGRAM = (126, 127)
 _OLDEST_PYTHON = (3, 11)
 _REFUSALS = {
     "Name or service not known": "ssh knows no host of this name; correct it, or add an entry to ~/.ssh/config",
-    "Permission denied": "the host refuses the login; add a public key of yours to the host's authorized_keys, or name "
+    "Permission denied": "the host refuses the login; add your public key to the host's authorized_keys, or name "
     "user and key in ~/.ssh/config",
     "Host key verification failed": "ssh does not know the host's key, or knows another; log in once by hand, and "
     "compare the key",

@@ -173,7 +173,7 @@ class Trial:
         except NameEntryNotFound:
             announced = 0
         except NameResolveError as error:
-            self._note(f"name resolution does not tell which version the servers have: {error}")
+            self._note(f"name resolution does not report the servers' version: {error}")
             return False
         if not keeps_last_step(self.config):
             return False

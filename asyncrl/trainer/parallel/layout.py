@@ -45,7 +45,7 @@ class Layout:
         if min(self.data, self.tensor, self.pipeline, self.replicas) < 1:
             raise ValueError(f"{self!r} has an axis below 1; set trainer.parallel to a layout like d2")
         if self.data % self.replicas:
-            raise ValueError(f"{self!r}: {self.data} data-parallel ranks are no whole number of replicas")
+            raise ValueError(f"{self!r}: {self.data} data-parallel ranks are not a whole number of replicas")
 
     @classmethod
     def parse(cls, text: str) -> Layout:

@@ -163,7 +163,7 @@ def check_folder(folder: Path, role: str, report: Report) -> bool:
         wrong.append(f"its manifest is of {manifest.role!r} in format {manifest.format}, not of {role!r} in {_FORMAT}")
     for name, entry in manifest.files.items():
         if name == MANIFEST_FILE or not {"", ".", ".."}.isdisjoint(name.split("/")):
-            wrong.append(f"its manifest lists {name!r}, which is no file of the folder")
+            wrong.append(f"its manifest lists {name!r}, which is not a file of the folder")
         elif (what := _wrong_with(folder / name, name, entry)) is not None:
             wrong.append(what)
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}

@@ -46,7 +46,7 @@ def latest(root: Path) -> Path | None:
             return directory
     if newest is not None:
         raise ManifestError(
-            f"no checkpoint in {root} can be used, the newest because {newest}; set resume=restart to begin anew"
+            f"no checkpoint in {root} can be used, the newest because {newest}; set resume=restart to start over"
         ) from newest
     return None
 

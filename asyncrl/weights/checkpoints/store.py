@@ -284,7 +284,7 @@ def read_state(path: Path) -> dict[str, Any]:
     if state.get("format") != FORMAT:
         raise ValueError(
             f"{path} was written by another version of asyncrl (format {state.get('format', 2)}, this one reads "
-            f"{FORMAT}); go on with the version that wrote it, or set resume=restart to begin anew"
+            f"{FORMAT}); continue with the version that wrote it, or set resume=restart to start over"
         )
     return state
 

@@ -113,7 +113,7 @@ def assemble(folder: Path, tensors: Mapping[str, Tensor]) -> Adapters:
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise WeightUpdateError(f"{file} is no configuration of adapters: {error}") from error
+        raise WeightUpdateError(f"{file} is not a configuration of adapters: {error}") from error
     return described_by(content, tensors, folder)
 
 
@@ -127,7 +127,7 @@ def described_by(content: bytes, tensors: Mapping[str, Tensor], folder: Path) ->
     try:
         config = msgspec.json.decode(content, type=_Config)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise WeightUpdateError(f"{file} is no configuration of adapters: {error}") from error
+        raise WeightUpdateError(f"{file} is not a configuration of adapters: {error}") from error
     plain = _Config(
         config.r,
         config.lora_alpha,
@@ -175,7 +175,7 @@ def stage_adapters(
     if missing := sorted(adapters.layers.keys() - values.keys()):
         raise WeightUpdateError(
             f"the base model {str(base)!r} has no {missing[0]!r} ({len(missing)} missing), for which there are "
-            "adapters; its folder names its weights otherwise than transformers does: load and save it anew"
+            "adapters; its weight names differ from transformers': load and save it again"
         )
     for name in adapters.layers:
         values[name] = adapters.merged(name, values[name])

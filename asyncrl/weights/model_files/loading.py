@@ -61,7 +61,7 @@ def _shards(folder: Path) -> list[Path]:
 def _check_file(path: Path) -> None:
     """Opening anything else may block for ever, and the interpreter with it: a FIFO, a device."""
     if not path.is_file():
-        raise WeightUpdateError(f"{str(path)!r} is no regular file")
+        raise WeightUpdateError(f"{str(path)!r} is not a regular file")
 
 
 def read_checkpoint(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ def read_canary(directory: Path) -> Canary | None:
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise ManifestError(f"{path} is no canary ({error}); remove {directory}") from error
+        raise ManifestError(f"{path} is not a canary ({error}); remove {directory}") from error
     lengths = [(len(each.token_ids), len(each.logprobs)) for each in canary.sequences]
     if not lengths or not all(tokens == logprobs > 1 for tokens, logprobs in lengths):
         raise ManifestError(

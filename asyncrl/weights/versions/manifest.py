@@ -111,7 +111,8 @@ def read_manifest(directory: Path) -> Manifest:
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(
-            f"{path} is no manifest of format {FORMAT} ({error}): use the version of asyncrl that wrote it, or remove "
+            f"{path} is not a manifest of format {FORMAT} ({error}): use the version of asyncrl that wrote it, or "
+            f"remove "
             f"{directory}"
         ) from error
     for name in manifest.files:

@@ -223,10 +223,10 @@ async def test_bodies_too_large_are_refused(policy: Any, http: aiohttp.ClientSes
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        (b"", "no JSON"),
-        (b"[" * 10_000, "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[]", "no JSON object"),
+        (b"", "not valid JSON"),
+        (b"[" * 10_000, "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[]", "not a JSON object"),
         (b'{"model": "m"}', "messages"),
         (b'{"model": "m", "messages": []}', "messages"),
         (b'{"model": "m", "messages": "hi"}', "messages"),
@@ -236,7 +236,7 @@ async def test_bodies_too_large_are_refused(policy: Any, http: aiohttp.ClientSes
         (b'{"model": "m", "messages": [{"role": "tool", "content": ""}]}', "messages[0].tool_call_id"),
         (b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "image_url"),
         (b'{"model": "m", "messages": [{"role": "user"}], "temperature": -1}', "temperature"),
-        (b'{"model": "m", "messages": [{"role": "user"}], "temperature": 1e999}', "no JSON"),
+        (b'{"model": "m", "messages": [{"role": "user"}], "temperature": 1e999}', "not valid JSON"),
         (b'{"model": "m", "messages": [{"role": "user"}], "max_tokens": 0}', "max_tokens"),
         (b'{"model": "m", "messages": [{"role": "user"}], "stop": [""]}', "stop"),
     ],

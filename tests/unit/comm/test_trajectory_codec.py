@@ -572,8 +572,8 @@ def routed() -> Message:
     ("routing", "why"),
     [
         (None, "30 bytes, its header None"),
-        ({"layers": 3, "per_token": 2, "width": 2}, "tell of 60"),
-        ({"layers": 2, "per_token": 2, "width": 1}, "tell of 20"),
+        ({"layers": 3, "per_token": 2, "width": 2}, "need 60"),
+        ({"layers": 2, "per_token": 2, "width": 1}, "need 20"),
         ({"layers": 0, "per_token": 2, "width": 1}, "layers"),
         ({"layers": 1 << 40, "per_token": 2, "width": 1}, "layers"),
         ({"layers": 3, "per_token": 65, "width": 1}, "per_token"),

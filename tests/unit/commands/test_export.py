@@ -196,7 +196,7 @@ def test_what_cannot_be_exported_is_said_with_what_there_is(
     run = make_run("float32")
     out = tmp_path / "out"
     assert main(["export", str(tmp_path / "nowhere"), str(out)]) == 1
-    assert "nowhere is no run" in capsys.readouterr().err
+    assert "nowhere is not a run" in capsys.readouterr().err
     assert main(["export", str(run), "--step", "7", str(out)]) == 1
     told = capsys.readouterr().err
     assert "nothing of step 7. Steps there are, published in" in told

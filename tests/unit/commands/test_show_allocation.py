@@ -89,7 +89,7 @@ def test_a_rank_that_does_not_fit_its_gpu_is_named_with_what_to_do() -> None:
     assert "85.0 GiB (1.5 of them for libraries) even with gradient checkpointing" in message
     assert "shard over more ranks (d), cut into more slices or stages (t, p), or lower" in message
     (message,) = warnings([row(0, "7", 1)], 1, gpus)
-    assert "the memory of GPU 7 is not known" in message
+    assert "the memory of GPU 7 is unknown" in message
 
 
 def test_what_sglang_takes_of_a_shared_gpu_is_not_a_ranks(

@@ -165,7 +165,7 @@ def test_a_function_that_a_package_re_exports_is_checked_where_it_is_defined(use
         ("my_algos.deep.losses.bare", "write my_algos.deep.losses:bare"),
         ("my_loss.py", "write my_loss.py:name"),
         ("no_such_file.py:fn", "no module or file 'no_such_file.py'"),
-        ("asyncrl.plugins.agents.single_turn:SingleTurnAgent", "no plain function"),
+        ("asyncrl.plugins.agents.single_turn:SingleTurnAgent", "not a plain function"),
     ],
 )
 def test_an_import_path_that_leads_nowhere_says_why(user_package, name, message):

@@ -78,7 +78,7 @@ def test_an_experiment_based_on_its_own_name_is_refused(own: Path) -> None:
         ("defaults: [async_pop, _self_]", ["'async_pop'", "did you mean 'async_ppo'"]),
         ("defaults: [async_ppo, _self_]\noptimizer: {lrr: 3}", ["'optimizer.lrr'", "did you mean 'optimizer.lr'"]),
         ("defaults: [async_ppo, _self_]\non_stale: maks", ["on_stale='maks'", "did you mean 'mask'"]),
-        ("defaults: [async_ppo, _self_]\noptimizer: {lr: 3", ["no YAML", "mine.yaml"]),
+        ("defaults: [async_ppo, _self_]\noptimizer: {lr: 3", ["not valid YAML", "mine.yaml"]),
         ("seed: 3", ["defaults list must begin with"]),
     ],
 )

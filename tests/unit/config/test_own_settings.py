@@ -87,7 +87,7 @@ def test_what_the_class_does_not_take_is_refused_by_its_name(path: str, given: l
 def test_without_a_dataclass_nothing_is_taken(path: str) -> None:
     with pytest.raises(ConfigError, match=r"^my=\{'name': 'x'\}: nothing says what may be in it"):
         load("my.name=x")
-    with pytest.raises(ConfigError, match=r"^my_class='.*': .* is no dataclass"):
+    with pytest.raises(ConfigError, match=r"^my_class='.*': .* is not a dataclass"):
         load(f"my_class={path.replace('Mine', 'Plain')}")
     with pytest.raises(ConfigError, match=r"^my_class='.*defines no 'None_'"):
         load(f"my_class={path.replace('Mine', 'None_')}")

@@ -178,7 +178,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ThirdByName", r"ThirdByName: `run` is called as run(prompt, env, client)"),
         ("FewQueues", "called as collect_trajectory(prompt, env, obs_queue, act_queue)"),
         ("Generates", "`run` yields"),
-        ("Duck", "no asyncrl.api.Agent"),
+        ("Duck", "not an asyncrl.api.Agent"),
         ("NoTokenizer", "does not take 'tokenizer'"),
         ("two", "run(prompt, env, client)"),
         ("generates", "`generates` yields"),
@@ -205,7 +205,7 @@ def test_agents_of_a_right_form_and_those_whose_source_does_not_say_pass(source:
         ("Half", "does not implement `step`"),
         ("NoOptions", "`reset` is given seed and options by name; have it take seed and options"),
         ("StepOfTwo", "`step` is called as step(action)"),
-        ("DuckWorld", "no asyncrl.api.Environment"),
+        ("DuckWorld", "not an asyncrl.api.Environment"),
     ],
 )
 def test_environments_of_a_wrong_form_are_told_what_is_wrong(source: Path, name: str, why: str) -> None:

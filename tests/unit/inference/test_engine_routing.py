@@ -200,7 +200,7 @@ def test_the_client_reads_what_the_server_says() -> None:
         with pytest.raises(MalformedReply, match=why):
             parse_completion(answer, (), wrong, 3)
     answer["meta_info"]["routed_experts"] = "no base64!"
-    with pytest.raises(MalformedReply, match="no base64 of 32-bit integers"):
+    with pytest.raises(MalformedReply, match="not base64 of 32-bit integers"):
         parse_completion(answer, (), RoutingWanted(shape, 2), 3)
     with pytest.raises(MalformedReply, match="lacks 'routed_experts'"):
         parse_completion(reply(asked + b"}"), (), RoutingWanted(shape), 3)

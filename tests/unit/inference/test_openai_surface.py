@@ -76,7 +76,7 @@ def parts(kind: str) -> Any:
         (chat, {"top_p": 0}, "top_p"),
         (respond, {"background": True}, "background=True"),
         (respond, {"conversation": "c"}, "use previous_response_id"),
-        (respond, {"previous_response_id": "resp_1"}, "'resp_1' is no response of this session"),
+        (respond, {"previous_response_id": "resp_1"}, "'resp_1' is not a response of this session"),
         (respond, {"tools": [{"type": "web_search"}]}, "tools[0].type='web_search'"),
         (respond, {"include": ["file_search_call.results"]}, "file_search_call.results"),
         (respond, {"truncation": "auto"}, "truncation='auto'"),

@@ -54,7 +54,7 @@ def test_calls_that_may_come_in_any_order_come_as_written() -> None:
         ),
         ((Call("x", "actor", "inf", writes=("rewards",)),), ("'x'", "'rewards'", "comes with the trajectories")),
         ((Call("x", "actor", "inf", reads=("reward",)),), ("'x'", "'reward'", "did you mean 'rewards'?")),
-        ((Call("x", "actor", "inf", after=("why",)), Call("y", "ref", "inf")), ("'x'", "'why'", "which is no call")),
+        ((Call("x", "actor", "inf", after=("why",)), Call("y", "ref", "inf")), ("'x'", "'why'", "which is not a call")),
         ((Call("x", "actr", "inf"),), ("'x'", "role 'actr'", "did you mean 'actor'?", "no worker hosts")),
         ((Call("x", "actor", "trian"),), ("'x'", "unknown function 'trian'", "did you mean 'train'?")),
         (

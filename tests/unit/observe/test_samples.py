@@ -120,7 +120,7 @@ def test_steps_that_a_launch_forgets_lose_their_samples(tmp_path: Path) -> None:
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     file = write(tmp_path, 1, 0)
     file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"step-00000001\.head-0\.parquet is no file of samples"):
+    with pytest.raises(ValueError, match=r"step-00000001\.head-0\.parquet is not a file of samples"):
         list(read_samples([file]))
 
 
@@ -200,7 +200,7 @@ def test_show_chooses(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["-n", "-1"], "0 is all of them"), (["--reward", "1:0.5"], "'1:0.5' is empty"), (["--step", "nan"], "is empty")],
+    [(["-n", "-1"], "0 means all"), (["--reward", "1:0.5"], "'1:0.5' is empty"), (["--step", "nan"], "is empty")],
 )
 def test_show_refuses_what_chooses_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str

@@ -384,8 +384,8 @@ async def test_what_an_agent_in_a_process_does_wrong_costs_its_episode(
 @pytest.mark.parametrize(
     ("agent", "run_in", "message"),
     [
-        ("PlainGroup", RunIn.process, "agent PlainGroup is no plain `def run"),
-        ("function", RunIn.process, "agent function is no plain `def run"),
+        ("PlainGroup", RunIn.process, "agent PlainGroup is not a plain `def run"),
+        ("function", RunIn.process, "agent function is not a plain `def run"),
         ("with_tools", RunIn.process, "it takes `tools`, which are the worker's"),
         ("function", RunIn.thread, "it is `async def`, which runs on an event loop"),
     ],

@@ -208,7 +208,7 @@ async def test_an_asynchronous_function_is_called(offloader, module, place):
         ("raises_no_text", "process", "surrogates not allowed"),
         ("leaves", "thread", "raised SystemExit"),
         ("exits", "process", "lost its process"),
-        ("no_result", "thread", "returned what is no result"),
+        ("no_result", "thread", "returned an invalid result"),
     ],
 )
 async def test_a_tool_that_fails_gives_an_error_text_and_is_counted(offloader, module, name, place, told):
@@ -270,7 +270,7 @@ async def test_arguments_of_settings_and_samples_reach_a_function(offloader, mod
     for place in ("thread", "process"):
         tools = _tools(offloader, module, "scaled", run_in=place)
         assert (await _call(tools, "scaled", {"a": 2}, tool_args={"scaled": {"factor": 3}}))[0].text == "6"
-        assert "nobody gives the argument 'factor'" in (await _call(tools, "scaled", {"a": 2}))[0].text
+        assert " no value for the argument 'factor'" in (await _call(tools, "scaled", {"a": 2}))[0].text
         tools = _tools(offloader, module, "scaled", run_in=place, args={"factor": 5})
         assert (await _call(tools, "scaled", {"a": 2}))[0].text == "10"
 
@@ -331,7 +331,7 @@ async def test_a_function_takes_what_the_row_gives_to_its_calls(offloader, modul
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"tool_args": {"scald": {"factor": 3}}}, r"tool_args names 'scald', which is no tool; there are: scaled"),
+        ({"tool_args": {"scald": {"factor": 3}}}, r"tool_args names 'scald', which is not a tool; there are: scaled"),
         (
             {"tools_kwargs": {"scaled": {"factor": 3}}},
             r"tools_kwargs\['scaled'\] has 'factor'; it may have",

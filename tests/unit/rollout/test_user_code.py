@@ -77,7 +77,7 @@ def two(prompt, env): ...
     [
         ("run", {"least": 0.5}, ""),
         ("plain", {}, ""),
-        ("two", {}, "an episode is run(prompt, env, client); have it take these three"),
+        ("two", {}, "an episode is run(prompt, env, client); give it these three parameters"),
         ("run", {"lest": 0.5}, "has no parameter 'lest'"),
         ("plain", {"tokenizer": 1}, "has no parameter 'tokenizer'"),
     ],

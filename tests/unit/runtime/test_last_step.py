@@ -51,7 +51,7 @@ def test_a_link_in_its_place_is_refused(last_step: LastStep, tmp_path: Path) -> 
     (tmp_path / "elsewhere").mkdir()
     last_step.folder.symlink_to(tmp_path / "elsewhere")
     try:
-        with pytest.raises(OSError, match="a link that somebody else made"):
+        with pytest.raises(OSError, match="a link that another user made"):
             last_step.begin()
     finally:
         last_step.folder.unlink()

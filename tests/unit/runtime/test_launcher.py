@@ -216,7 +216,7 @@ def test_a_process_that_the_run_can_do_without_may_die(
     code, stage, notes = play(leader=leader.append, dashboard=die_before_the_leader_ends)
     assert code == EXIT_OK
     assert stage.started[-1] == "dashboard/0"
-    assert "dashboard/0 (played) exited with 1; the run goes on without it" in notes
+    assert "dashboard/0 (played) exited with 1; the run continues without it" in notes
     assert "FAILED" not in notes
 
 
@@ -365,7 +365,7 @@ def test_the_trainers_side_begins_again_together_and_the_others_stay(play: Play,
     assert stage.started == [*ONCE, "rank/0", "leader/0"]
     assert stage.incarnations[-2:] == [1, 1]
     assert stage.stopped == ["client/0", "rank/0", "server/0"]
-    assert "SIGKILL; it is started again with all of the trainer's side, which goes on from the last step" in notes
+    assert "SIGKILL; it is started again with the whole trainer, which resumes from the last step" in notes
     assert "FAILED" not in notes
     assert count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path)))) == {TRAINER: 1}
 
@@ -386,7 +386,9 @@ def test_a_leader_is_followed_by_one_alone_and_by_all_where_that_one_asks_for_it
     assert stage.started == [*ONCE, "leader/0", *(["rank/0", "leader/0"] if in_step else [])]
     assert stage.stopped == ["client/0", "rank/0", "server/0"]
     assert "leader/0 (played) was killed by signal SIGKILL; it is started again; its log" in notes
-    assert ("leader/0 (played) found the ranks in a step; it is started again with all of" in notes) == in_step
+    assert (
+        "leader/0 (played) found the ranks in a step; it is started again with the whole trainer" in notes
+    ) == in_step
     assert "FAILED" not in notes
     counts = count_restarts(run_dir_of(ExperimentConfig(fileroot=str(tmp_path))))
     assert counts == {"leader/0": 1} | ({TRAINER: 1} if in_step else {})
@@ -490,7 +492,7 @@ def test_a_process_is_not_replaced_once_the_run_is_to_stop(
     code, stage, notes = play(helper=helpers.append, leader=interrupts(1))
     assert code == EXIT_INTERRUPTED
     assert stage.started.count("helper/0") == 1
-    assert "helper/0 (played) exited with 1; the run goes on without it" in notes
+    assert "helper/0 (played) exited with 1; the run continues without it" in notes
 
 
 @pytest.fixture

@@ -277,7 +277,7 @@ def set_to(path: str, value: object) -> Callable[[ExperimentConfig], None]:
         (lambda config: setattr(config.system.hosts[2], "fileroot", "~/runs"), "fileroot='~/runs': is on another host"),
         (lambda config: setattr(config.system.hosts[2], "address", "10.0.0.2"), "has '10.0.0.2' 2 times"),
         (set_to("manager.weight_transport", "distributed"), "manager.weight_transport='distributed' reaches"),
-        (set_to("generation.sglang.urls", ["http://10.0.0.9:30000"]), "generation.sglang.urls: nothing brings"),
+        (set_to("generation.sglang.urls", ["http://10.0.0.9:30000"]), "generation.sglang.urls: the run cannot copy"),
         (set_to("system.shared", True), "fileroot='/scratch/runs' is for hosts with disks of their own"),
     ],
 )
@@ -304,6 +304,6 @@ def test_plaintext_on_a_network_is_asked_for_twice(hosts: bool) -> None:
     if not hosts:
         config.system.host = "0.0.0.0"
     config.system.encrypt = False
-    assert [told for told in check(config) if "ask twice with system.unencrypted_network=true" in told]
+    assert [told for told in check(config) if "confirm with system.unencrypted_network=true" in told]
     config.system.unencrypted_network = True
     assert not [told for told in check(config) if "encrypt" in told]

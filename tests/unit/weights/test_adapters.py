@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(
     refused("this server started with", changed("base", base_model_name_or_path=str(qwen_dir)))
     broken = changed("broken")
     (broken / "adapter_config.json").write_text("{")
-    refused("is no configuration of adapters", broken)
+    refused("is not a configuration of adapters", broken)
     lone = changed("lone")
     save_file({"base_model.model.x.lora_A.weight": torch.ones(RANK, 2)}, lone / "adapter_model.safetensors")
     refused("which is no A with a B", lone)
@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(
     elsewhere, _ = engine_of(moved)
     (moved / "model.safetensors").unlink()
     save_file(renamed, moved / "model.safetensors")
-    refused("names its weights otherwise", changed("moved-base", base_model_name_or_path=str(moved)), elsewhere)
+    refused("its weight names differ", changed("moved-base", base_model_name_or_path=str(moved)), elsewhere)
     assert is_served(model, untouched)
     assert engine.weight_version == "default"
 

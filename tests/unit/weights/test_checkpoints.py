@@ -118,7 +118,7 @@ def test_where_no_checkpoint_can_be_used_nobody_begins_anew_over_them(
     for version in (1, 2):
         manifest = save(rank, tmp_path, version) / MANIFEST_FILE
         manifest.write_bytes(manifest.read_bytes().replace(b'"format":2', b'"format":1'))
-    with pytest.raises(ManifestError, match=r"v2.* no manifest of format 2 .* set resume=restart to begin anew"):
+    with pytest.raises(ManifestError, match=r"v2.* not a manifest of format 2 .* set resume=restart to start over"):
         rank.load_checkpoint(tmp_path)
     assert versions_in(tmp_path) == [1, 2]
 

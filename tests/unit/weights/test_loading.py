@@ -51,7 +51,7 @@ def test_what_lacks_a_file_or_has_one_more_is_refused(folder: Path) -> None:
 
 def test_a_manifest_that_is_none_is_refused(folder: Path) -> None:
     (folder / MANIFEST_FILE).write_text("{")
-    with pytest.raises(DamagedWeights, match="is no manifest"):
+    with pytest.raises(DamagedWeights, match="is not a manifest"):
         read_checkpoint(folder)
 
 

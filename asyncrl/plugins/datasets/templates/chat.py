@@ -131,7 +131,7 @@ def wrong_messages(messages: Any) -> str | None:
         return "it is no list of messages"
     for number, turn in enumerate(messages):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            return f"message {number} is no object with a role"
+            return f"message {number} is not an object with a role"
         if isinstance(turn.get("content"), list):
             return f"message {number} has parts under 'content': give its text; images and sounds are not supported"
         if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):

@@ -139,7 +139,7 @@ def _widths(size: int, mesh: DeviceMesh) -> tuple[int, ...]:
 
 def _linear(module: nn.Module) -> nn.Linear:
     if type(module) is not nn.Linear:
-        raise LayoutError(f"{type(module).__name__} is no linear layer, so it cannot be cut; use d or p")
+        raise LayoutError(f"{type(module).__name__} is not a linear layer, so it cannot be cut; use d or p")
     return module
 
 
@@ -184,7 +184,7 @@ def _row_split(module: nn.Module, mesh: DeviceMesh) -> None:
 def _embedding(module: nn.Module, mesh: DeviceMesh) -> None:
     """By vocabulary; models' own embeddings (scaled ones) do to a slice what they do to the whole."""
     if not isinstance(module, nn.Embedding):
-        raise LayoutError(f"{type(module).__name__} is no embedding, so it cannot be cut; use d or p")
+        raise LayoutError(f"{type(module).__name__} is not an embedding, so it cannot be cut; use d or p")
     group, widths = mesh.get_group(), _widths(module.num_embeddings, mesh)
     start, width = sum(widths[: mesh.get_local_rank()]), widths[mesh.get_local_rank()]
     _distribute(module, "weight", mesh, Shard(0))

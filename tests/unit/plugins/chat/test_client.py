@@ -465,7 +465,7 @@ async def test_what_cannot_be_asked_is_refused_by_name(chat_format: MakeFormat, 
         ([user("a")], {"sampling": SamplingParams(stop=("",))}, "stop string ''"),
         ([], {}, "no list of messages"),
         ([{"role": "assistant", "content": "x"}], {}, "ends with the role 'assistant'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "no text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "not text"),
     ]
     for messages, options, message in wrong:
         with pytest.raises(ValueError, match=message):

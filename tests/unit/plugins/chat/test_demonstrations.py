@@ -150,8 +150,8 @@ def test_text_is_the_users_turn_and_its_answer_the_assistants(chat_format: Forma
     [
         ({"prompt": SUMS[:2], "completion": []}, "do not end with an assistant's"),
         ({"prompt": [{"role": "user"}], "completion": "7"}, "message 0 has no text"),
-        ({"prompt": CALLING, "tools": "no json"}, "'tools' are no JSON"),
-        ({"prompt": CALLING, "tools": {"add": 1}}, "no list of objects"),
+        ({"prompt": CALLING, "tools": "no json"}, "'tools' are not valid JSON"),
+        ({"prompt": CALLING, "tools": {"add": 1}}, "not a list of objects"),
     ],
 )
 def test_a_row_that_there_is_nothing_to_imitate_in_says_why(
@@ -200,7 +200,7 @@ def test_files_are_read_in_every_form_and_long_rows_are_left_out_and_counted(
     assert third.startswith("1 conversations are several sequences")
     with pytest.raises(BadDemonstration, match=r"all 4 rows are longer than dataset\.max_tokens=2"):
         EncodedRows.of(rows_of(tmp_path, *rows), form, 2)
-    with pytest.raises(BadDemonstration, match=r"chat.jsonl:2: its 'tools' are no JSON"):
+    with pytest.raises(BadDemonstration, match=r"chat.jsonl:2: its 'tools' are not valid JSON"):
         EncodedRows.of(rows_of(tmp_path, rows[0], {"messages": SUMS, "tools": "["}), form, 200)
     with pytest.raises(PluginError, match=r"chat.jsonl:1 has no messages under 'messages': message 1 has no text"):
         rows_of(tmp_path, {"messages": [SUMS[1], {"role": "user"}, SUMS[2]]})

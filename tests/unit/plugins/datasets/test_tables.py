@@ -87,7 +87,7 @@ def test_a_column_of_text_that_is_none_is_named(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     broken = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
     parquet.write_table(pyarrow.table({"prompt": broken}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"rows\.parquet has text that is not UTF-8 .* save it anew"):
+    with pytest.raises(ValueError, match=r"rows\.parquet has text that is not UTF-8 .* save it as UTF-8"):
         FileDataset(path=str(tmp_path / "rows.parquet"))
 
 
@@ -129,7 +129,7 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
         ([{"role": "assistant", "content": "a"}], "ends with the role 'assistant'"),
         ([{"role": "user"}], "message 0 has no text under 'content'"),
         ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], "images and sounds are not supported"),
-        (["a"], "message 0 is no object with a role"),
+        (["a"], "message 0 is not an object with a role"),
     ],
 )
 def test_messages_that_no_answer_can_follow_are_refused(tmp_path: Path, messages: list[Any], why: str) -> None:

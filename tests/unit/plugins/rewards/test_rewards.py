@@ -46,7 +46,7 @@ def test_the_best_of_several_answers_counts_and_a_missing_field_is_an_error() ->
 
 
 def test_a_pattern_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("pattern '(' is no regular expression")):
+    with pytest.raises(ValueError, match=re.escape("pattern '(' is not a regular expression")):
         FormatReward(pattern="(")
     assert FormatReward(pattern="b+", anywhere=True)({}, "abbc") == 1.0
     assert marked_run_in(FormatReward) == RunIn.process
@@ -276,7 +276,7 @@ async def test_a_judge_is_asked_with_the_row_and_its_last_score_counts(
         ({"base_url": "localhost:8000"}, "give one that begins with http"),
         ({"template": "rate it"}, "no {completion}"),
         ({"pattern": "Score"}, "has no group"),
-        ({"pattern": "("}, "is no regular expression"),
+        ({"pattern": "("}, "is not a regular expression"),
         ({"max_score": 0.0}, "give a number above 0"),
         ({"api_key_env": "NO_SUCH_KEY"}, "no such environment variable"),
     ],

@@ -49,7 +49,7 @@ def test_a_letter_that_comes_twice_is_named() -> None:
 
 
 def test_data_ranks_are_a_whole_number_of_replicas() -> None:
-    with pytest.raises(ValueError, match="no whole number of replicas"):
+    with pytest.raises(ValueError, match="not a whole number of replicas"):
         Layout(data=3, replicas=2)
 
 
