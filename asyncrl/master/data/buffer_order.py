@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import math
 import threading
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 
 from asyncrl.api import ReadyRollout
 from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_state import plain_state
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord
@@ -119,7 +119,7 @@ class BufferOrder:
     def _new_state(self) -> Any:
         """A copy of its state as JSON has it; None if it has none."""
         state = getattr(self._own, "state", None)
-        return None if state is None else json.loads(json.dumps(state(), allow_nan=False))
+        return None if state is None else plain_state(state())
 
 
 def _made(config: BufferOrderConfig) -> Any:
@@ -136,7 +136,7 @@ def _made(config: BufferOrderConfig) -> Any:
     try:
         made = found(**config.args)
         if state := getattr(made, "state", None):
-            json.dumps(state(), allow_nan=False)
+            plain_state(state())
     except Exception as error:  # a user's constructor may raise anything
         raise ConfigError(f"buffer.order.path={config.path!r} with args {config.args}: {error!r}") from error
     if not callable(made) or hasattr(made, "state") != hasattr(made, "restore"):

@@ -15,12 +15,12 @@ drawn in epoch 4.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.config.import_paths import PluginError, load_plugin
+from asyncrl.config.plugin_state import plain_state
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.queue.used_prompts import parse_prompt_id
 from asyncrl.plugins.datasets.settings import CurriculumConfig
@@ -91,7 +91,7 @@ class OwnCurriculum(Curriculum):
         return parsed is not None and bool(self._own.rests(parsed[1], parsed[0]))
 
     def state(self) -> Any:
-        return {"path": self._path, "state": self._own.state()}
+        return {"path": self._path, "state": plain_state(self._own.state())}
 
     def restore(self, state: Any) -> None:
         """Continue from what `state` of one of the same class returned."""
@@ -111,10 +111,10 @@ class OwnCurriculum(Curriculum):
             if not isinstance(rests, bool):
                 raise TypeError(f"it returned {rests!r}, which is no bool")
             call = "state()"
-            state = json.loads(json.dumps(self._own.state(), allow_nan=False))
+            state = plain_state(self._own.state())
             call = "restore(state)"
             self._own.restore(state)
-            if json.loads(json.dumps(self._own.state())) != state or self._own.rests(0, 1) is not rests:
+            if plain_state(self._own.state()) != state or self._own.rests(0, 1) is not rests:
                 raise ValueError("it is another one afterwards")
         except Exception as error:  # a user's methods may raise anything
             raise ConfigError(f"dataset.curriculum.path={self._path!r}: {call} failed: {error!r}") from error

@@ -1,0 +1,28 @@
+"""State that a user's plug-in keeps in checkpoints: plain data that JSON gives back as it was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def plain_state(state: Any, where: str = "state()") -> Any:
+    """A copy of `state`, in which tuples are lists, as a checkpoint gives it back.
+
+    Raises:
+        TypeError: something in it would come back as something else, or not at all; the message says what and where.
+    """
+    if state is None or isinstance(state, (str, bool, int)):
+        return state
+    if isinstance(state, float):
+        if not math.isfinite(state):
+            raise TypeError(f"{where} is {state}, which JSON does not have")
+        return state
+    if isinstance(state, (list, tuple)):
+        return [plain_state(each, f"{where}[{index}]") for index, each in enumerate(state)]
+    if isinstance(state, dict):
+        for key in state:
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r}, which would come back as text; use str(...) or a list")
+        return {key: plain_state(each, f"{where}[{key!r}]") for key, each in state.items()}
+    raise TypeError(f"{where} is a {type(state).__name__}; it is plain data for JSON: texts, numbers, lists, mappings")
