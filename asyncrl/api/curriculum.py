@@ -1,4 +1,4 @@
-"""Which prompts rest in which epochs: a class named in `dataset.curriculum.path`."""
+"""A curriculum of your own, which leaves rows out of some epochs: a class named in `dataset.curriculum.path`."""
 
 from __future__ import annotations
 

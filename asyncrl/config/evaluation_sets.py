@@ -108,7 +108,7 @@ def _given(group: str, owner: EvalConfig | EvalSetConfig) -> Iterator[tuple[str,
 
 
 def _code(config: ExperimentConfig, group: str, own: EvalSetConfig) -> dict[str, PluginConfig]:
-    """What a set has otherwise than training: first as `eval` says, then as the set itself does.
+    """Return the groups in which a set differs from training, as `eval` and then the set itself say.
 
     Raises:
         ConfigError: a setting is unknown or of another type, or not for a set to give.

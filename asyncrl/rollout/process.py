@@ -184,7 +184,7 @@ class RolloutWorker(AsyncWorker):
         )
 
     def _kept_answers(self) -> KeptAnswers | None:
-        """What keeps answers of evaluations; None if none are to be kept."""
+        """Open the writer of evaluations' answers; None if none are to be kept."""
         samples, workers = self.config.samples, self.config.rollout.workers
         if not samples.eval_every:
             return None

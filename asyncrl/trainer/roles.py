@@ -174,7 +174,7 @@ def _load(role: str, config: ExperimentConfig, graph: Graph, loader: EngineLoade
     paths = [str(call.args["path"]) for call in graph.calls if call.role == role and "path" in call.args]
     if not paths:
         raise ValueError(
-            f"role {role!r} is a reward model, but no call of it says where it is; "
+            f"role {role!r} is a reward model, but none of its calls names its folder; "
             'give one of its calls args={"path": "<folder>"}'
         )
     return loader.reward_model(paths[0])

@@ -77,7 +77,7 @@ class BufferOrder:
             _log.warning("%s; it was not told of step %d", error, version + 1, exc_info=error.__cause__)
 
     def state(self) -> Any:
-        """What it knew after its last call, with its name, for a checkpoint; None if it keeps nothing."""
+        """Its state after its last call, with its name, for a checkpoint; None if it keeps nothing."""
         return None if self._state is None else {"path": self._path, "state": self._state}
 
     def restore(self, state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who plays: the agent, the environments and the rewards, of training or of an evaluation set."""
+"""The agent, the environments and the rewards of training or of an evaluation set."""
 
 from __future__ import annotations
 
