@@ -39,7 +39,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.config.load import load_supervised
-from asyncrl.runtime.run_dir import LEDGER_DIR
+from asyncrl.config.run_dir import LEDGER_DIR
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 WARM_UP_STEPS = 8

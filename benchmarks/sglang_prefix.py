@@ -28,11 +28,11 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.process_tree import kept
-from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 
 GROUP, VOCABULARY, START_S, LIMIT_S = 8, 512, 600.0, 300.0
 SHAPES = ((1, 60, 0), (4, 60, 0), (4, 200, 0), (1, 1000, 0), (4, 60, 100), (1, 1000, 200))

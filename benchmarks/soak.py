@@ -39,8 +39,7 @@ import psutil
 
 from asyncrl.commands.audit import audit
 from asyncrl.config.load import load_supervised
-from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.run_dir import (
+from asyncrl.config.run_dir import (
     LEDGER_DIR,
     LOGS_DIR,
     MANAGER_LOG_FILE,
@@ -49,6 +48,7 @@ from asyncrl.runtime.run_dir import (
     RESTARTS_FILE,
     SAMPLES_DIR,
 )
+from asyncrl.runtime.last_step import LastStep
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 SETTINGS = [

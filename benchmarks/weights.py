@@ -40,11 +40,11 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.process_tree import kept
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.worker_plan import MALLOC
 from asyncrl.weights.atomic_dir import sync_directory, sync_file
 from asyncrl.weights.versions.manifest import verify

@@ -22,9 +22,9 @@ import psutil
 import pytest
 
 from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.config.run_dir import CHECKPOINTS_DIR, versions_in
 from asyncrl.observe.metrics import read_rows
 from asyncrl.runtime.last_step import LastStep
-from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, versions_in
 
 from .warm import Template, WarmProcess
 

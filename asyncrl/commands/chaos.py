@@ -27,11 +27,11 @@ from asyncrl.commands.before_start.experiment_args import RL_ONLY, refuse
 from asyncrl.commands.before_start.input_checks import resolve_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.config.run_dir import LEDGER_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.runtime.run_dir import LEDGER_DIR, run_dir_of
 from asyncrl.runtime.trials.summary import read_summary, summary_lines
 from asyncrl.trainer.placement import worker_grid
 from asyncrl.verify.audit.history import read_ledger

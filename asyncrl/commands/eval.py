@@ -31,6 +31,7 @@ from asyncrl.commands.eval_answers import write_answers
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.config.run_dir import ANSWERS_DIR, CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.observe.metrics import read_rows
 from asyncrl.observe.settings import SamplesConfig
@@ -39,7 +40,6 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTE
 from asyncrl.runtime.kinds import Run
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.plan import with_types
-from asyncrl.runtime.run_dir import ANSWERS_DIR, CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
 from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.trainer.settings import LoraConfig

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.comm.names import ACTOR
+from asyncrl.config.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, CONFIG_FILE, WEIGHTS_DIR, read_run_config, versions_in
 from asyncrl.trainer.model.lora import adapter_config, is_adapter
 from asyncrl.weights.checkpoints.distributed import StoredTensors
 from asyncrl.weights.checkpoints.store import read_state

@@ -31,12 +31,12 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolver
 from asyncrl.comm.name_resolve.errors import NameEntryExists, NameEntryNotFound
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import CONFIG_FILE, read_run_config
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.kinds import KINDS, Share
 from asyncrl.runtime.launchers import WorkerHandle, open_backend
 from asyncrl.runtime.process.hardware import LOOPBACK, visible_gpus
 from asyncrl.runtime.process.worker import open_resolver
-from asyncrl.runtime.run_dir import CONFIG_FILE, read_run_config
 from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.trials.ends import was_killed
 from asyncrl.runtime.trials.restart_budget import RestartBudget

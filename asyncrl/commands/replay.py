@@ -16,9 +16,9 @@ from asyncrl.commands.before_start.input_checks import check_data, check_graph, 
 from asyncrl.commands.train import train
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.offline.replay import survey
-from asyncrl.runtime.run_dir import SAMPLES_DIR
 
 _FOLDER = "samples="
 

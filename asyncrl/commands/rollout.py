@@ -23,12 +23,12 @@ from asyncrl.commands.before_start.same_data import keep_data_record, keep_input
 from asyncrl.commands.train import with_model
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
+from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 from asyncrl.runtime.hosts.ssh_check import check_hosts
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.run_dir import SAMPLES_DIR
 from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.trainer.supervised.base_model import BaseModelError
 

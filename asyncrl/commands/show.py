@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from asyncrl.config.run_dir import ANSWERS_DIR, SAMPLES_DIR
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.observe.samples import Row, answer_files, read_samples, sample_files, step_of
-from asyncrl.runtime.run_dir import ANSWERS_DIR, SAMPLES_DIR
 
 EXIT_USAGE = 2
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red")

@@ -18,6 +18,7 @@ from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.commands.before_start.same_data import check_same_data, keep_data_record, keep_inputs
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
+from asyncrl.config.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe.display import make_display, wrapped
 from asyncrl.plugins.datasets.survey import PromptStats, shown
@@ -26,7 +27,6 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT
 from asyncrl.runtime.hosts.ssh_check import check_hosts
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.plan import with_types
-from asyncrl.runtime.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import detached_holder
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld, changed_settings, check_finished

@@ -22,6 +22,7 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR, MANAGER_LOG_FILE
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.canary_check import CanaryCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target
@@ -43,7 +44,6 @@ from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.process.descriptors import allow_connections
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
-from asyncrl.runtime.run_dir import DATA_RECORD_FILE, INPUTS_DIR, MANAGER_LOG_FILE
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.placement import worker_grid
 from asyncrl.weights.staging.messages import INPUTS, MODEL

@@ -16,6 +16,7 @@ from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.comm.push_pull.grouping import group
 from asyncrl.comm.request_reply import RequestServer
+from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.config.same_code import how_found, loaded_sources
 from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import caches_prefixes, finds_stop_strings
@@ -34,7 +35,6 @@ from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
-from asyncrl.runtime.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.weights.staging.client import StagingClient
 from asyncrl.weights.staging.messages import INPUTS, LAUNCHER_HOST
 

@@ -35,6 +35,7 @@ from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.config.catalog import resolve
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompts import BadPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
@@ -42,7 +43,6 @@ from asyncrl.rollout.episode import Tries, judge, shape
 from asyncrl.rollout.offload.errors import UserCodeError, named_failure
 from asyncrl.rollout.offload.meter import metered
 from asyncrl.rollout.user_code.plugins import Plugins
-from asyncrl.runtime.run_dir import read_run_config
 
 OUTCOME_FILE = "outcome.json"
 ROWS_TRIED = 1000

@@ -41,8 +41,8 @@ import msgspec
 from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import INBOXES_DIR, LAST_STEP_FILE, versions_in
 from asyncrl.runtime.keeper import identity_of
-from asyncrl.runtime.run_dir import INBOXES_DIR, LAST_STEP_FILE, versions_in
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "asyncrl-"

@@ -33,6 +33,12 @@ from dataclasses import replace
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable, Subtree
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import (
+    LOGS_DIR,
+    METRICS_FILE,
+    REMARKS_FILE,
+    run_dir_of,
+)
 from asyncrl.observe.display import Display
 from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
@@ -44,12 +50,6 @@ from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.open_files import check_files
 from asyncrl.runtime.process.worker import open_resolver, outage_told
-from asyncrl.runtime.run_dir import (
-    LOGS_DIR,
-    METRICS_FILE,
-    REMARKS_FILE,
-    run_dir_of,
-)
 from asyncrl.runtime.trials import log_rotation
 from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
 from asyncrl.runtime.trials.ends import GAVE_UP, gave_up, how, leads, may_follow_another, trains, wait_for, was_killed

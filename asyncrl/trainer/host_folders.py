@@ -22,8 +22,8 @@ from typing import Self
 
 import msgspec
 
+from asyncrl.config.run_dir import versions_in
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.parallel.place import World
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoints.distributed import shard_name

@@ -29,6 +29,7 @@ from asyncrl.comm.name_resolve import NameEntryNotFound
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
+from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
@@ -37,7 +38,6 @@ from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
-from asyncrl.runtime.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.trainer.batches.columns import move_columns
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.redistribute import hand_down, redistribute

@@ -9,7 +9,7 @@ import torch
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
+from asyncrl.config.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.model.lora import adapter_config

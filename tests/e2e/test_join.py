@@ -18,11 +18,11 @@ from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security import RunSecret
 from asyncrl.commands.audit import audit
+from asyncrl.config.run_dir import SECRET_FILE, read_run_config
 from asyncrl.launch import main
 from asyncrl.manager.messages import ServerStatus, StatusReply
 from asyncrl.observe.metrics import read_rows
 from asyncrl.runtime.process.worker import open_resolver
-from asyncrl.runtime.run_dir import SECRET_FILE, read_run_config
 
 from ..conftest import LIMIT_S, Gate
 from ..warm import Template, WarmProcess

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, versions_in
+from asyncrl.config.run_dir import CHECKPOINTS_DIR, versions_in
 
 from ..conftest import LIMIT_S, Run
 from .clusters import await_that, slurm

@@ -32,6 +32,7 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.inference import client as inference_client
 from asyncrl.inference.client import (
     GenerateItem,
@@ -48,7 +49,6 @@ from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation.client import FORK_SAVES, RolloutClient
 from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.process_tree import kept
-from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.weights.transports.disk import DiskManagerEnd
 from asyncrl.weights.transports.distributed import ProcessGroupConnection
 from asyncrl.weights.transports.from_memory import ServerConnection

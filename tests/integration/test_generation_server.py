@@ -20,9 +20,9 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, make_resolver
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.exit_codes import EXIT_LOST
 from asyncrl.runtime.keeper import STOP_SIGNAL
-from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 
 LIMIT_S = 300.0
 pytestmark = pytest.mark.slow

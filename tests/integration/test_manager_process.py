@@ -21,6 +21,7 @@ from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
 from asyncrl.comm.files.sealed_json import seal
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import DATA_RECORD_FILE, write_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import serve
@@ -43,7 +44,6 @@ from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.runtime.process.worker import WorkerSpec
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.run_dir import DATA_RECORD_FILE, write_run_config
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.weights.versions.canary import CANARY_FILE, Canary, canary_tokens, encode_canary

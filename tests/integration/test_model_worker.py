@@ -26,11 +26,11 @@ from asyncrl.comm.request_reply import Done, PeerGone, RemoteError, RequestClien
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.master.data.step_plan import Assignment, Dealing, assign, plan_step
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.runtime.keeper import STOP_SIGNAL
-from asyncrl.runtime.run_dir import SECRET_FILE, write_run_config
 from asyncrl.trainer.messages import (
     CollectWeights,
     CommitCheckpoint,

@@ -24,8 +24,8 @@ from asyncrl.comm.name_resolve import (
     subtree,
 )
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import write_run_config
 from asyncrl.runtime.keeper import STOP_SIGNAL
-from asyncrl.runtime.run_dir import write_run_config
 
 from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
 from ..leases import LONG_S, renew_often

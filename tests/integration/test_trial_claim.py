@@ -14,10 +14,10 @@ from msgspec import structs
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import LOCK_FILE, NAMES_DIR, SECRET_FILE, run_dir_of
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.process.worker import open_resolver
-from asyncrl.runtime.run_dir import LOCK_FILE, NAMES_DIR, SECRET_FILE, run_dir_of
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials import claim as claim_module
 from asyncrl.runtime.trials.claim import TrialClaim, read_holder

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import write_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.rehearsal import Outcome
-from asyncrl.runtime.run_dir import write_run_config
 
 LIMIT_S = 60.0
 _SWITCH = "if only made-up answers do this, set rollout.rehearse=false"

@@ -43,10 +43,10 @@ from asyncrl.comm.ledger_lines import (
     Trained,
 )
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import LEDGER_DIR
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.recovery.recorded import Recorded
-from asyncrl.runtime.run_dir import LEDGER_DIR
 
 FILE_BYTES = 16 << 20
 """About 50,000 rollouts."""

@@ -12,12 +12,7 @@ from typing import Any
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.files.sealed_json import seal
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.messages import GateBooks
-from asyncrl.master.data.buffer import SampleBuffer
-from asyncrl.master.metrics.journal import Journal
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum, make_curriculum
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.runtime.run_dir import (
+from asyncrl.config.run_dir import (
     BOOKS_FILE,
     CHECKPOINTS_DIR,
     DATA_STATE_FILE,
@@ -26,6 +21,11 @@ from asyncrl.runtime.run_dir import (
     SUMMARY_FILE,
     WEIGHTS_DIR,
 )
+from asyncrl.manager.messages import GateBooks
+from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.metrics.journal import Journal
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum, make_curriculum
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.trials.restart_log import count_restarts
 
 _log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from typing import Any
 from asyncrl.comm.drop_reasons import FAILURES, DropReason, failure, is_filter_reason
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 from asyncrl.manager.client import GateStatus
 from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
@@ -25,7 +26,6 @@ from asyncrl.master.peers.policy_versions import Outcomes
 from asyncrl.observe.metrics import MetricsWriter, read_rows
 from asyncrl.observe.sample_tables import SampleTables
 from asyncrl.observe.tail import JsonlTail
-from asyncrl.runtime.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
 from asyncrl.runtime.trials.restart_log import restarts_in, seconds_in
 
 _log = logging.getLogger(__name__)

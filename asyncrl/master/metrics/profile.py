@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from asyncrl.config.run_dir import PROFILE_DIR
 from asyncrl.observe.settings import ProfileConfig
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.stacks import dump_stacks
 from asyncrl.runtime.process.waiting import cancel
-from asyncrl.runtime.run_dir import PROFILE_DIR
 
 
 @asynccontextmanager

@@ -8,11 +8,11 @@ import math
 from asyncrl.comm import names
 from asyncrl.comm.request_reply import RequestClient
 from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
+from asyncrl.config.run_dir import METRICS_FILE
 from asyncrl.master.metrics.evaluation_statistics import evaluation_statistics
 from asyncrl.master.peers.connections import connect, evaluate, router_of_peers
 from asyncrl.runtime.process.waiting import StopRequested, or_stop
 from asyncrl.runtime.process.worker import AsyncWorker
-from asyncrl.runtime.run_dir import METRICS_FILE
 
 VERSION = 0
 """The policy version of a model that is not trained."""

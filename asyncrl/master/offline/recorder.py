@@ -16,6 +16,7 @@ from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm import names
 from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.running_time import RunningClock
+from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.run_files import write_books, write_data_state
 from asyncrl.master.peers.connections import NameBoard
@@ -25,7 +26,6 @@ from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.process.waiting import StopRequested
 from asyncrl.runtime.process.worker import AsyncWorker
-from asyncrl.runtime.run_dir import SAMPLES_DIR
 
 ROLLOUTS_PER_FILE = 64
 LONGEST_WAIT_S = 2.0

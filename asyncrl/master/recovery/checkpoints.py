@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.config.run_dir import versions_in
 from asyncrl.master.books.run_files import checkpoint_root
 from asyncrl.master.metrics.journal import Journal
 from asyncrl.master.peers.ranks import Ranks
 from asyncrl.master.recovery.kept_step import files_of
-from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
     FinishShare,

@@ -30,10 +30,10 @@ from pathlib import Path
 import psutil
 from omegaconf import OmegaConf
 
+from asyncrl.config.run_dir import CONFIG_FILE, SECRET_FILE, read_run_config
 from asyncrl.runtime import keeper
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
-from asyncrl.runtime.run_dir import CONFIG_FILE, SECRET_FILE, read_run_config
 from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
 
 SILENCE_S = 120.0

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from pathlib import Path
 
+from asyncrl.config.run_dir import log_file
 from asyncrl.runtime.process.process_tree import mark_of
-from asyncrl.runtime.run_dir import log_file
 from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.worker_plan import WorkerPlan
 

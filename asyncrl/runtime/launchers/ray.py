@@ -23,13 +23,13 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from asyncrl.config.run_dir import LOGS_DIR
 from asyncrl.runtime.hosts import ray_carrier
 from asyncrl.runtime.hosts.ray_requests import HostRequest, Request, Task, address_of
 from asyncrl.runtime.hosts.remote import RemoteBackend
 from asyncrl.runtime.launchers import WorkerHandle
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process.hardware import visible_gpus
-from asyncrl.runtime.run_dir import LOGS_DIR
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 _DRIVER_LOG = "ray_driver.log"

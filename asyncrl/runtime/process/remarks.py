@@ -12,7 +12,7 @@ import logging
 import time
 from pathlib import Path
 
-from asyncrl.runtime.run_dir import REMARKS_FILE
+from asyncrl.config.run_dir import REMARKS_FILE
 
 _log = logging.getLogger(__name__)
 

@@ -46,6 +46,7 @@ from asyncrl.comm.name_resolve import (
 )
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import STOP_SIGNAL
@@ -54,7 +55,6 @@ from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE
 from asyncrl.runtime.process.starting import Effort, StartLimit, StartWait
 from asyncrl.runtime.process.stopping import LEAVE_LIMIT_S, explain_delay
 from asyncrl.runtime.process.waiting import await_name
-from asyncrl.runtime.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.runtime.settings import etcd_access
 
 _LOOKS_PER_LEASE = 3

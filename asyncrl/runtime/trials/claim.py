@@ -31,9 +31,9 @@ from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.files.private_files import NotPrivate, check_owned, check_tree, make_private_folder, open_private_file
 from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import LOCK_FILE, run_dir_of
 from asyncrl.runtime.keeper import GONE_LIMIT_S, identity_of
 from asyncrl.runtime.process.worker import open_resolver
-from asyncrl.runtime.run_dir import LOCK_FILE, run_dir_of
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld
 
 LEASE_S = 60.0

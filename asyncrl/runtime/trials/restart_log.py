@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.run_dir import RESTARTS_FILE
 from asyncrl.observe.tail import JsonlTail
-from asyncrl.runtime.run_dir import RESTARTS_FILE
 
 _log = logging.getLogger(__name__)
 WHOLE_RUN = "the whole run"

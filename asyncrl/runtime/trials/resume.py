@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import settings
-from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE, CHECKPOINTS_DIR, CONFIG_FILE, versions_in
+from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE, CHECKPOINTS_DIR, CONFIG_FILE, versions_in
 from asyncrl.runtime.trials.summary import is_complete
 
 _OF_THE_LAUNCH = ("resume", "logging.display")

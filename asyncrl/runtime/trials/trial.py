@@ -19,11 +19,7 @@ from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.names import INCARNATIONS, LAUNCH_KEY, TRIAL_KEY
 from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.kinds import KINDS
-from asyncrl.runtime.last_step import LastStep, keeps_last_step, trains_elsewhere
-from asyncrl.runtime.process.process_tree import end_launch
-from asyncrl.runtime.process.worker import open_resolver
-from asyncrl.runtime.run_dir import (
+from asyncrl.config.run_dir import (
     BOOKS_FILE,
     EXIT_FILE,
     LAUNCHER_LOG,
@@ -36,6 +32,10 @@ from asyncrl.runtime.run_dir import (
     run_dir_of,
     write_run_config,
 )
+from asyncrl.runtime.kinds import KINDS
+from asyncrl.runtime.last_step import LastStep, keeps_last_step, trains_elsewhere
+from asyncrl.runtime.process.process_tree import end_launch
+from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import TrialClaim, is_here
 from asyncrl.runtime.trials.resume import CheckFolder, TrialError, continuation

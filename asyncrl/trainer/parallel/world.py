@@ -21,9 +21,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import TRAINING_WORLD_KEY
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import MEETING_PREFIX
 from asyncrl.runtime.process.hardware import interface_of
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.run_dir import MEETING_PREFIX
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.parallel.collectives import Collectives
 from asyncrl.trainer.parallel.place import MESH_AXES, Place, World

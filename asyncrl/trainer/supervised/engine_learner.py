@@ -21,9 +21,9 @@ from torch import Tensor
 from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
 from asyncrl.plugins.datasets.demonstrations import Demonstration
-from asyncrl.runtime.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs, engine_loader

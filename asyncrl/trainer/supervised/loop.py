@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.api import Tokenizer
 from asyncrl.comm.files.private_files import make_private_folder
+from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE
 from asyncrl.observe.metrics import read_rows
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed
 from asyncrl.plugins.datasets.demonstrations import (
@@ -49,7 +50,6 @@ from asyncrl.plugins.datasets.tokenizers import (
     model_files,
 )
 from asyncrl.runtime.process.torch_device import choose_device
-from asyncrl.runtime.run_dir import CONFIG_FILE, METRICS_FILE
 from asyncrl.trainer.supervised.engine_learner import EngineLearner
 from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.ranks import joined

@@ -15,7 +15,7 @@ import torch
 from asyncrl.comm.files.private_files import make_private_folder
 from asyncrl.comm.name_resolve import NameBackend, make_resolver
 from asyncrl.comm.names import ACTOR
-from asyncrl.runtime.run_dir import LOCK_FILE, NAMES_DIR
+from asyncrl.config.run_dir import LOCK_FILE, NAMES_DIR
 from asyncrl.trainer.parallel.place import World
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.parallel.world import training_world

@@ -27,9 +27,9 @@ from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameResolveError
 from asyncrl.comm.security import HttpSecurity, RunSecret, SecretError
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import METRICS_FILE, SECRET_FILE, run_dir_of
 from asyncrl.manager.messages import StatusReply
 from asyncrl.runtime.process.worker import open_resolver
-from asyncrl.runtime.run_dir import METRICS_FILE, SECRET_FILE, run_dir_of
 from asyncrl.verify.chaos.disk import Ballast
 from asyncrl.verify.chaos.links import Links
 from asyncrl.verify.chaos.plan import DELAY_S, Fault, FaultKind, PlanClock

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from asyncrl.runtime.run_dir import versions_in
+from asyncrl.config.run_dir import versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.versions.manifest import ManifestError, verify
 

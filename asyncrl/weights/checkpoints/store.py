@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.comm.files.retry_write import no_retry, retry_write_blocking
+from asyncrl.config.run_dir import CHECKPOINT_STATE_FILE, versions_in
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.run_dir import CHECKPOINT_STATE_FILE, versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoints.distributed import Part, SavePlan, StoredTensors, write_shard
 from asyncrl.weights.checkpoints.folder import latest, prune

@@ -27,9 +27,9 @@ from asyncrl.comm import names
 from asyncrl.comm.http.calls import PIECE_BYTES, JsonHttp
 from asyncrl.comm.http.server import Handler, HttpServer, Refused, Route, json_response
 from asyncrl.comm.security import HttpSecurity
+from asyncrl.config.run_dir import STAGED_DIR
 from asyncrl.config.same_code import KnownSources
 from asyncrl.runtime.process.worker import AsyncWorker
-from asyncrl.runtime.run_dir import STAGED_DIR
 from asyncrl.weights.staging.client import HOLD_S, SOURCE_FAILED
 from asyncrl.weights.staging.fetch import SourceFailed
 from asyncrl.weights.staging.messages import SameCodeReply, SameCodeRequest, StageReply, StageRequest, is_folder

@@ -35,9 +35,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from asyncrl.config.run_dir import versions_in
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.run_dir import versions_in
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.model_files.adapters import STEM as ADAPTERS_STEM
 from asyncrl.weights.model_files.tensor_file import DTYPE_NAMES, TensorFile

@@ -14,7 +14,7 @@ from asyncrl.comm.names import TrialHolder
 from asyncrl.commands.eval import _settings, _write_answers
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.runtime.run_dir import ANSWERS_DIR, LOCK_FILE, run_dir_of, write_run_config
+from asyncrl.config.run_dir import ANSWERS_DIR, LOCK_FILE, run_dir_of, write_run_config
 
 
 def test_relative_paths_of_a_run_mean_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.launch import main
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.run_dir import read_run_config, write_run_config
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint

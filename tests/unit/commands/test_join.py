@@ -9,7 +9,7 @@ import pytest
 from asyncrl.commands import join
 from asyncrl.commands.join import JoinError, joinable
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.runtime.run_dir import write_run_config
+from asyncrl.config.run_dir import write_run_config
 from asyncrl.runtime.settings import HostConfig
 
 

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.commands.before_start.same_data import check_same_data, keep_data_record
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.runtime.run_dir import run_dir_of
+from asyncrl.config.run_dir import run_dir_of
 from asyncrl.runtime.trials.resume import TrialError
 
 LINES = [json.dumps({"prompt": f"{i}+1="}) for i in range(4)]

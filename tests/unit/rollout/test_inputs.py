@@ -13,6 +13,7 @@ from asyncrl.commands.before_start.same_data import keep_inputs
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import load_plugin
+from asyncrl.config.run_dir import DATA_RECORD_FILE, run_dir_of
 from asyncrl.config.setting import ChoiceConfig, ConfigError
 from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.plugins.datasets.settings import SourceConfig
@@ -22,7 +23,6 @@ from asyncrl.rollout.inputs.copied import Inputs, bring_inputs, check_rows, impo
 from asyncrl.rollout.inputs.named import check, files_in_args, named_inputs
 from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set
-from asyncrl.runtime.run_dir import DATA_RECORD_FILE, run_dir_of
 from asyncrl.runtime.settings import HostConfig
 
 

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
+from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.process import RolloutWorker
-from asyncrl.runtime.run_dir import DATA_RECORD_FILE
 
 
 @pytest.mark.parametrize(("left", "message"), [(3, None), (2, "data.jsonl:2 is the last line with a row of training")])

@@ -15,6 +15,7 @@ import pytest
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveUnavailable
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import METRICS_FILE, run_dir_of
 from asyncrl.observe.display import Row
 from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
@@ -25,7 +26,6 @@ from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Lau
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import open_resolver
-from asyncrl.runtime.run_dir import METRICS_FILE, run_dir_of
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
 from asyncrl.runtime.worker_plan import WorkerPlan
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import write_run_config
 from asyncrl.runtime import keeper
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.hosts import ray_carrier
@@ -17,7 +18,6 @@ from asyncrl.runtime.hosts.ray_requests import HostRequest, Request, address_of,
 from asyncrl.runtime.launchers import local
 from asyncrl.runtime.launchers.ray import Backend
 from asyncrl.runtime.plan import plan_workers
-from asyncrl.runtime.run_dir import write_run_config
 from asyncrl.runtime.settings import HostConfig
 
 ABSENT = "system.launcher='ray': Ray is not installed; pip install 'asyncrl[ray]', in the cluster's version"

@@ -14,6 +14,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.names import GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, WorkerStatus, status_key
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import write_run_config
 from asyncrl.runtime.process import starting, worker
 from asyncrl.runtime.process.starting import (
     BEFORE_BEGIN,
@@ -25,7 +26,6 @@ from asyncrl.runtime.process.starting import (
     await_start,
 )
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
-from asyncrl.runtime.run_dir import write_run_config
 
 LIMIT_S = 60.0
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import versions_in
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.messages import SaveCheckpoint

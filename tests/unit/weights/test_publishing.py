@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
+from asyncrl.config.run_dir import versions_in
 from asyncrl.plugins.datasets.templates.chat import template_source
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.runtime.run_dir import versions_in
 from asyncrl.trainer.model.loading import load_causal_lm
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.model_files.loading import read_checkpoint
