@@ -34,6 +34,7 @@ from asyncrl.master.parts import Parts
 from asyncrl.master.peers.connections import GRACE_S
 from asyncrl.master.recovery.beginning import Beginning
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
+from asyncrl.observe import observer
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import RestartTrainer
@@ -97,8 +98,9 @@ class TrainLoop:
         """
         if self.parts.stop.is_set():
             raise StopRequested
-        began = perf_counter()
-        batch = await self.parts.batches.next(self.parts.version)
+        began, step = perf_counter(), self.parts.version + 1
+        with observer.doing(f"waits for the rollouts of step {step}", "wait_for_batch", step=step):
+            batch = await self.parts.batches.next(self.parts.version)
         await self.parts.checkpoints.look()
         return batch, perf_counter() - began
 
@@ -110,10 +112,12 @@ class TrainLoop:
         self._model_in_step = True
         config = parts.config
         dealing = Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs, config.seed)
+        training = observer.doing(f"trains step {parts.version + 1}", "train", step=parts.version + 1)
         async with profiled(config.profile, parts.run_dir, parts.version + 1):
-            await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
-            stats: Row = await parts.executor.run()
-            await parts.ranks.all(EndStep())
+            with training:
+                await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
+                stats: Row = await parts.executor.run()
+                await parts.ranks.all(EndStep())
         parts.buffer.mark_trained(batch)
         parts.version += 1
         self._model_in_step = False

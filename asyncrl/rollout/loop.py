@@ -122,6 +122,10 @@ class RolloutLoop:
         self._room = asyncio.Event()
         self._failures_in_a_row = 0
 
+    def figures(self) -> dict[str, float]:
+        """Figures for `observed/`: rollouts under way here, and how many there may be."""
+        return {"rollouts": self._config.max_concurrent - self._free, "places": self._config.max_concurrent}
+
     async def run(self) -> NoReturn:
         """Keep as many rollouts going as the gate and `max_concurrent` allow."""
         async with asyncio.TaskGroup() as tasks:

@@ -39,6 +39,7 @@ from asyncrl.config.run_dir import (
     REMARKS_FILE,
     run_dir_of,
 )
+from asyncrl.observe import observer
 from asyncrl.observe.display import Display
 from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
@@ -126,9 +127,11 @@ class Launcher:
         """Start everything and see it through; returns the exit code."""
         backend = open_backend(self.config.system.launcher, self.run_dir)
         backend.lock = self._trial.lock
+        observer.start(self.run_dir, "launcher", 0)
         try:
             return asyncio.run(self._run(backend))
         finally:
+            observer.close()
             backend.close()
             self.release()
             self._display.close()

@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.master.peers.ranks import Ranks
+from asyncrl.observe import observer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.trainer.messages import CollectWeights, Publish
 
@@ -112,11 +114,14 @@ class VersionAnnouncer:
         outcomes: dict[str, EvaluationResult | str] = dict.fromkeys(names, "given up, as the run ended")
         try:
             for name in names:
+                began = time.time()
                 try:
                     outcomes[name] = await self._evaluate(name, version)
                 except Exception as error:
                     _log.warning("the evaluation of version %d on %s failed", version, name, exc_info=error)
                     outcomes[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                finally:
+                    observer.span("evaluation", began, time.time(), version=version, set=name)
         finally:
             self._running, self._ended_at = None, self._clock()
             if not self._abandoned:

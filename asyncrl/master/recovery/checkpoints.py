@@ -17,6 +17,7 @@ from asyncrl.master.books.run_files import checkpoint_root
 from asyncrl.master.metrics.journal import Journal
 from asyncrl.master.peers.ranks import Ranks
 from asyncrl.master.recovery.kept_step import files_of
+from asyncrl.observe import observer
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
     FinishShare,
@@ -110,9 +111,11 @@ class Checkpoints:
             self._under_way.cancel()
 
     async def _complete(self, path: str, progress: Progress) -> None:
+        began = time.time()
         shares = await self._ranks.all(FinishShare(path))
         protected = self._protected(progress.version)
         await self._ranks.publisher(CommitCheckpoint(path, files_of(shares), self._keeping.keep, protected))
+        observer.span("checkpoint", began, time.time(), version=progress.version)
         self.saved = progress
 
     def _protected(self, version: int) -> tuple[int, ...]:
