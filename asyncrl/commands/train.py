@@ -16,6 +16,7 @@ from asyncrl.commands.before_start.devices import device_lines
 from asyncrl.commands.before_start.input_checks import base_model_config, chat_notes, check_prompts
 from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.commands.before_start.same_data import check_same_data, keep_data_record, keep_inputs
+from asyncrl.commands.before_start.space import space_line
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
@@ -93,7 +94,8 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         launcher.prepare()
         keep_data_record(config)
         keep_inputs(config)
-        for line in (*device_lines(config), *notes):
+        enough, space = space_line(config)
+        for line in (*device_lines(config), *([] if enough else [f"WARNING: {space}"]), *notes):
             display.note(line)
         _show_prompts(config, surveys, run_dir, display.note)
         code = launcher.run()

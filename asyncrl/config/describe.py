@@ -28,6 +28,8 @@ commands:
   attach RUN                          show a run that was started with --detach
   join RUN --kind KIND                add generation_servers or rollout_workers to a run that goes on
   chaos EXPERIMENT                    run one under kills, pauses and broken connections
+  doctor RUN                          say why a run is slow, stands still or learns nothing
+  doctor EXPERIMENT                   make every check of a start, and start nothing
 (`asyncrl` and `python -m asyncrl.launch` are the same command)
 
 options:
