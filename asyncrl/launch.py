@@ -5,8 +5,8 @@
 one and does to it what can go wrong; `doctor RUN` says why a run is slow or stands still, and `doctor EXPERIMENT`
 makes every check of a start; `trace RUN` writes what a run did when; `show RUN` prints samples that it kept; `rollout`
 generates and keeps without training; `replay` trains on what was kept; `attach RUN` shows a run that was started with
-`--detach`; `join RUN` adds GenerationServers or RolloutWorkers to one that goes on; `install verifiers VERSION` makes an
-environment for a package that clashes with asyncrl's.
+`--detach`; `join RUN` adds GenerationServers or RolloutWorkers to one that goes on; `install verifiers VERSION` makes
+an environment for a package that clashes with asyncrl's.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
 Ctrl-C or SIGTERM after a checkpoint.
