@@ -113,8 +113,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "reward/<name>",
         "",
-        "Mean of the reward, or part of a reward, of this name. Where a call of the graph asks a reward model, its mean "
-        "score under the key that the call writes.",
+        "Mean of the reward, or part of a reward, of this name. Where a call of the graph asks a reward model, its "
+        "mean score under the key that the call writes.",
         "Rises, if it is the goal. Parts that move against each other show what the policy trades.",
     ),
     Metric(
@@ -287,7 +287,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "time/wait_eval_s",
         "s",
-        "Time in which the new version waited to be announced to the servers, as an evaluation of an earlier version ran.",
+        "Time in which the new version waited to be announced to the servers, as an earlier version was evaluated.",
         "Near 0; else evaluate less often or on fewer prompts.",
     ),
     Metric(
