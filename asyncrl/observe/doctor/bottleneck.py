@@ -59,7 +59,7 @@ def evaluation(m: Measured) -> Finding | None:
     return _finding(
         m,
         "evaluation",
-        "Evaluation",
+        "Evaluations set the pace",
         f"training waits {wait_s:.1f} s of each {m.step_s:.1f} s step for an evaluation to end, and "
         f"{_percent(m.evaluating)} of the servers' samples are evaluations'; {_percent(m.evaluations)} of the versions "
         "are evaluated.",
@@ -108,7 +108,7 @@ def trainer(m: Measured) -> Finding | None:
     return _finding(
         m,
         kind,
-        "The trainer",
+        "The trainer sets the pace",
         f"it is busy {_percent(1 - m.wait)} of the time, {parts[top]:.2f} s of each {m.step_s:.2f} s step with "
         f"{_part_name(top)}; a finished rollout waits {m.waited_s:.1f} s for it and {_percent(m.busy)} of the places "
         "are taken.",
@@ -279,7 +279,7 @@ def weight_updates(m: Measured) -> Finding | None:
     return _finding(
         m,
         "slow-updates",
-        "Weight updates",
+        "Weight updates take long",
         f"{_waits(m)}; the servers load weights {_percent(updating)} of the time.",
         "Set manager.update_mode=in_place, or a manager.weight_transport from memory.",
         m.step_if(generation_s=m.calls.get("generation", 0.0) * (1 - updating), server=1 - updating),
@@ -313,10 +313,10 @@ def generation(m: Measured) -> Finding | None:
     return _finding(
         m,
         "slow-generation",
-        "Generation",
+        "Generation sets the pace",
         f"{_waits(m)}; {m.calls.get('generation', 0.0):.2f} of the {m.rollout_s:.2f} s of a rollout are generation, "
         f"and {m.busy_places:.0f} of {m.places} places are taken{does}.",
-        "More generation servers, or shorter answers. The figure is for twice as many servers.",
+        "More generation servers, or shorter answers; the figure is for twice the servers.",
         m.step_if(generation_s=m.calls.get("generation", 0.0) / 2, server=0.5),
     )
 

@@ -12,6 +12,7 @@ AT_WORK = frozenset({"ready", "serves", "plays", "waits for the master"})
 SILENT_S = 10.0
 """A living process writes every two seconds."""
 LONG_S = 60.0
+MOST_LINES = 8
 TIMES_A_STEP = 8.0
 
 
@@ -31,12 +32,33 @@ def progress(history: History) -> list[tuple[str, str, float]]:
     return [
         (process.name, process.last["stage"], max(0.0, now - process.last["since"]))
         for process in _workers(history)
-        if process.last["stage"] not in AT_WORK
+        if process.last["stage"] not in AT_WORK and not process.last.get("ended")
     ]
 
 
+def standing_lines(history: History, verdict: Finding | None) -> list[str]:
+    """Where a run stands, for the terminal: what its processes do before the first step, then what sets the pace."""
+    if history.steps:
+        if verdict is None or verdict.level is Level.remark:
+            return []
+        return [f"{verdict.title}: {verdict.advice or verdict.sentence} {verdict.gain}".strip()]
+    doing = [f"{name} {stage} ({seconds:.0f} s)" for name, stage, seconds in progress(history)]
+    if len(doing) > MOST_LINES:
+        doing = [*doing[: MOST_LINES - 1], f"and {len(doing) - MOST_LINES + 1} other processes"]
+    return doing or ["all processes are at work: the first batch is being generated"]
+
+
 def _workers(history: History) -> list[Process]:
-    return [process for process in history.processes.values() if process.kind != "launcher" and process.lines]
+    """The processes of the newest launch."""
+    launcher = history.processes.get("launcher/0")
+    since = 0.0
+    if launcher is not None and launcher.lines:
+        since = next(line["at"] for line in launcher.lines if line["pid"] == launcher.last["pid"])
+    return [
+        process
+        for process in history.processes.values()
+        if process.kind != "launcher" and process.lines and process.last["at"] >= since
+    ]
 
 
 def _doing(history: History) -> str:
