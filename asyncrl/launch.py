@@ -3,10 +3,10 @@
 `python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder;
 `eval MODEL` evaluates one, or such a folder; `audit RUN` checks what a run left on the disk; `chaos EXPERIMENT` runs
 one and does to it what can go wrong; `doctor RUN` says why a run is slow or stands still, and `doctor EXPERIMENT`
-makes every check of a start; `trace RUN` writes what a run did when; `show RUN` prints samples that it kept; `rollout`
-generates and keeps without training; `replay` trains on what was kept; `attach RUN` shows a run that was started with
-`--detach`; `join RUN` adds GenerationServers or RolloutWorkers to one that goes on; `install verifiers VERSION` makes
-an environment for a package that clashes with asyncrl's.
+makes every check of a start; `dashboard RUN` shows runs on a page; `trace RUN` writes what a run did when; `show RUN`
+prints samples that it kept; `rollout` generates and keeps without training; `replay` trains on what was kept;
+`attach RUN` shows a run that was started with `--detach`; `join RUN` adds GenerationServers or RolloutWorkers to one
+that goes on; `install verifiers VERSION` makes an environment for a package that clashes with asyncrl's.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
 Ctrl-C or SIGTERM after a checkpoint.
@@ -27,6 +27,7 @@ COMMANDS = (
     "attach",
     "audit",
     "chaos",
+    "dashboard",
     "doctor",
     "eval",
     "export",

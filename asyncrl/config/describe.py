@@ -29,6 +29,7 @@ commands:
   join RUN --kind KIND                add generation_servers or rollout_workers to a run that goes on
   chaos EXPERIMENT                    run one under kills, pauses and broken connections
   doctor RUN                          say why a run is slow, stands still or learns nothing
+  dashboard RUN                       show runs on a page, live or as one file
   trace RUN                           write what it did when, for ui.perfetto.dev or as a picture
   doctor EXPERIMENT                   make every check of a start, and start nothing
 (`asyncrl` and `python -m asyncrl.launch` are the same command)

@@ -108,7 +108,7 @@ class VirtualRun:
             self._write_step(batch, times, ends[-1] - ends[-2])
         self._write()
         late = ends[len(ends) // 4 :]
-        return (late[-1] - late[0]) / (len(late) - 1)
+        return (late[-1] - late[0]) / max(1, len(late) - 1)
 
     def _work(self, seconds: float) -> float:
         until = self.now + seconds
