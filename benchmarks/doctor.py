@@ -150,7 +150,7 @@ CASES = {
     "tiny server batch": Case(("server-batch-too-small",), ("generation.max_running_requests=8",), 8),
     "tiny KV cache": Case(("kv-cache-too-small",), ("generation.max_total_tokens=600",), 8),
     "evaluation each step": Case(("evaluation",), ("eval.interval=1", "eval.size=1500"), 6),
-    "trainer-bound": Case(("trainer",), ("trainer.tokens_per_micro_batch=128",), 8),
+    "trainer-bound": Case(("trainer",), ("trainer.ppo_epochs=12",), 8),
     "blocked event loop": Case(("blocked-event-loop",), ("reward.path={code}:blocks",), 5),
     "no cores left": Case(("no-cpu", "slow-server"), ("system.niceness=5",), 8, busy_cores),
     "a reward that fails": Case(("rewards-that-always-fail",), ("reward.path={code}:fails",), 10),
