@@ -51,7 +51,7 @@ async def blocks(data, completion):
 
 
 def fails(data, completion):
-    if len(data["prompt"]) % 2:
+    if len(data["prompt"]) % 2 == 0:
         raise ValueError("this row has no answer")
     return float(completion.count("1"))
 

@@ -72,7 +72,7 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("experiment")
     parser.add_argument("overrides", nargs="*", help="setting=value")
     parser.add_argument("--config-dir", type=Path, help="folder of your own experiments")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     report = _Report()
     with _loaded(report, args.experiment, args.overrides, args.config_dir) as config:
         if config is not None:

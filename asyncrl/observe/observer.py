@@ -47,8 +47,8 @@ class Observer:
         self._file, self._every_s, self._file_bytes = file, every_s, file_bytes
         self._stage, self._since = "starting", time.time()
         self._gauges: list[Gauges] = []
-        self._loop: AbstractEventLoop | None = None
-        self._pinged: float | None = None
+        self._loops: list[AbstractEventLoop] = []
+        self._pinged: dict[AbstractEventLoop, float] = {}
         self._late_s = self._loop_late_s = 0.0
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -76,8 +76,8 @@ class Observer:
         self._gauges.append(read)
 
     def watch(self, loop: AbstractEventLoop) -> None:
-        """Measure how late `loop` is from now on."""
-        self._loop = loop
+        """Measure how late `loop` is from now on; of several the latest is told."""
+        self._loops.append(loop)
 
     def span(self, name: str, begin: float, end: float, **about: Any) -> None:
         """Write that `name` lasted from `begin` to `end`, in seconds since 1970."""
@@ -93,7 +93,7 @@ class Observer:
             **_resources(),
             "late_s": round(self._late_s, 3),
         }
-        if self._loop is not None:
+        if self._loops:
             line["loop_late_s"] = round(self._loop_late_s, 3)
         self._late_s = self._loop_late_s = 0.0
         for read in self._gauges:
@@ -115,23 +115,20 @@ class Observer:
                 self._write(self.line())
 
     def _ping(self, now: float) -> None:
-        """Ask the loop to say when it comes to this; an answer that is due counts as late so far."""
-        loop = self._loop
-        if loop is None or loop.is_closed():
-            return
-        if self._pinged is not None:
-            self._loop_late_s = max(self._loop_late_s, now - self._pinged)
-            return
-        self._pinged = now
-        try:
-            loop.call_soon_threadsafe(self._pong)
-        except RuntimeError:  # closed meanwhile
-            self._loop = None
+        """Ask each loop to say when it comes to this; an answer that is due counts as late so far."""
+        for loop in list(self._loops):
+            if (asked := self._pinged.get(loop)) is not None and not loop.is_closed():
+                self._loop_late_s = max(self._loop_late_s, now - asked)
+                continue
+            self._pinged[loop] = now
+            try:
+                loop.call_soon_threadsafe(self._pong, loop)
+            except RuntimeError:  # closed
+                self._loops.remove(loop)
 
-    def _pong(self) -> None:
-        if self._pinged is not None:
-            self._loop_late_s = max(self._loop_late_s, time.monotonic() - self._pinged)
-            self._pinged = None
+    def _pong(self, loop: AbstractEventLoop) -> None:
+        if (asked := self._pinged.pop(loop, None)) is not None:
+            self._loop_late_s = max(self._loop_late_s, time.monotonic() - asked)
 
     def _write(self, line: dict[str, Any]) -> None:
         data = json.dumps(line).encode() + b"\n"
