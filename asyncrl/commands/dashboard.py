@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ipaddress
+import os
 import secrets
 import signal
 import sys
@@ -22,6 +24,8 @@ from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 
 PORT = 8265
+LEAST_TOKEN = 16
+_MAKE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -33,9 +37,13 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="write the page with its data, and stop")
     parser.add_argument("--host", default="127.0.0.1", help="loopback address to listen on; default 127.0.0.1")
     parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; 0 takes a free one")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with the token, for Prometheus; made if it is not there"
+    )
     args = parser.parse_args(argv)
     try:
         _check_host(args.host)
+        token = token_of(args.token_file)
         histories = [History(run) for run in args.runs]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -46,14 +54,15 @@ def main(argv: Sequence[str], program: str) -> int:
         args.report.write_text(html([page_data(history, decode) for history, decode in pages]), encoding="utf-8")
         print(f"{args.report}: {args.report.stat().st_size / 1e3:.0f} kB; open it in a browser, or attach it")
         return EXIT_OK
-    return asyncio.run(_serve(histories, decoders, args.host, args.port))
+    return asyncio.run(_serve(histories, decoders, args.host, args.port, token))
 
 
-async def _serve(histories: Sequence[History], decoders: Sequence[Decode | None], host: str, port: int) -> int:
+async def _serve(
+    histories: Sequence[History], decoders: Sequence[Decode | None], host: str, port: int, token: str
+) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    token = secrets.token_urlsafe(24)
 
     def ready(url: str) -> None:
         print(f"{url}/#token={token}\nCtrl-C ends the dashboard; the runs go on", flush=True)
@@ -64,6 +73,26 @@ async def _serve(histories: Sequence[History], decoders: Sequence[Decode | None]
         print(f"error: --port {port}: {error.strerror}; choose another, or 0 for a free one", file=sys.stderr)
         return EXIT_CONFIG
     return EXIT_OK
+
+
+def token_of(file: Path | None) -> str:
+    """Return the token in `file`, which is made with a new one if it is not there; without a file a new token.
+
+    Raises:
+        ValueError: the file cannot be read or made, or holds no token.
+    """
+    made = secrets.token_urlsafe(24)
+    if file is None:
+        return made
+    try:
+        with contextlib.suppress(FileExistsError), os.fdopen(os.open(file, _MAKE, 0o600), "w") as stream:
+            stream.write(made)
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--token-file {file}: {error}; name a file that you can read, or a new one") from error
+    if len(token) < LEAST_TOKEN:
+        raise ValueError(f"--token-file {file}: holds no token of {LEAST_TOKEN} characters; remove it for a new one")
+    return token
 
 
 def _check_host(host: str) -> None:

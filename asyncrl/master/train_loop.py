@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
@@ -28,7 +29,7 @@ from asyncrl.master.books.run_files import check_books, write_books, write_summa
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.data.step_plan import Dealing, plan_batch
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
-from asyncrl.master.metrics.metric_rows import Row
+from asyncrl.master.metrics.metric_rows import Row, buffered_s
 from asyncrl.master.metrics.profile import profiled
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.connections import GRACE_S
@@ -109,6 +110,7 @@ class TrainLoop:
         update (`asyncrl.master.graph.builtin`).
         """
         parts, began = self.parts, perf_counter()
+        times = buffered_s(batch, time.time())
         self._model_in_step = True
         config = parts.config
         dealing = Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs, config.seed)
@@ -121,7 +123,7 @@ class TrainLoop:
         parts.buffer.mark_trained(batch)
         parts.version += 1
         self._model_in_step = False
-        times = {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
+        times |= {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
         if parts.config.buffer.order.path:
             times["rollout/order_failed"] = float(parts.batches.order.failures)
         return CompleteStep(parts.version, batch, stats | times)

@@ -53,6 +53,7 @@ GROUPS = {
     "samples": "Counts of samples",
     "buffer": "The sample buffer",
     "data": "The data",
+    "checkpoint": "Checkpoints",
     "ppo": "The policy's update",
     "loss": "Parts of the loss",
     "grad_norm": "The gradient",
@@ -214,6 +215,36 @@ METRICS: tuple[Metric, ...] = (
         "Rollouts dropped since the step before, as their oldest token is older than `max_head_offpolicyness` allows.",
         "0 or few. Each is generation thrown away.",
     ),
+    Metric(
+        "rollout/dropped_duplicate_prompt",
+        "rollouts",
+        "Rollouts dropped since the step before, as another rollout of the same prompt came first.",
+        "0. A few after a process was started again.",
+    ),
+    Metric(
+        "rollout/dropped_agent_rejected",
+        "rollouts",
+        "Rollouts of the step whose agent returned no samples.",
+        "0, unless your agent rejects prompts.",
+    ),
+    Metric(
+        "rollout/dropped_overlong_prompt",
+        "rollouts",
+        "Rollouts of the step whose prompt is longer than `dataset.max_prompt_tokens`.",
+        "Few. They were counted at the start of the run.",
+    ),
+    Metric(
+        "rollout/dropped_curriculum",
+        "rollouts",
+        "Prompts that were left out since the step before, as they were too easy or too hard in the epoch before.",
+        "Set by `dataset.curriculum`.",
+    ),
+    Metric(
+        "rollout/dropped_worker_died",
+        "rollouts",
+        "Rollouts of the step that were lost with their RolloutWorker.",
+        "0. Their prompts are tried again.",
+    ),
     Metric("rollout/dropped_failed", "rollouts", "Rollouts of the step that failed at an unknown place.", _PROBLEM),
     Metric(
         "rollout/dropped_failed: <code>",
@@ -233,6 +264,27 @@ METRICS: tuple[Metric, ...] = (
         "rollouts",
         "Rollouts of the step whose prompts ended their RolloutWorker more than once.",
         "0.",
+    ),
+    Metric(
+        "rollout/dropped_<reason>",
+        "rollouts",
+        "Groups that a filter of `rollout.filters` dropped since the step before for this reason: `zero_variance`, "
+        "`too_hard`, `too_easy` or a reason of your own filter. `_given_up` follows where the filter would have "
+        "returned the prompt once too often.",
+        "Well below the rollouts that are trained.",
+    ),
+    Metric(
+        "rollout/transport_s",
+        "s",
+        "Time from the end of a rollout until the trainer received it. Between hosts, a difference of their clocks "
+        "counts too. " + _MEAN,
+        "Near 0. More means that the trainer takes nothing, as its buffer is full, or a slow network.",
+    ),
+    Metric(
+        "rollout/buffered_s",
+        "s",
+        "Time from the receipt of a rollout until the step that trains it began, a mean over the batch.",
+        "Below `time/step_s`. More means that the trainer is the limit and tokens grow old in the buffer.",
     ),
     Metric("staleness/mean", "versions", "Mean age of the trained tokens in policy versions.", "At most η."),
     Metric("staleness/max", "versions", "Age of the oldest trained token in policy versions.", "At most η."),
@@ -348,6 +400,14 @@ METRICS: tuple[Metric, ...] = (
         "Mean of the policy's loss over the tokens that carry loss, with the weights of the correction.",
         "Finite. Its size says little.",
     ),
+    Metric(
+        "checkpoint/seconds",
+        "s",
+        "Time from the begin of a checkpoint until it was whole on the disk, beside training. It is in the first row "
+        "written after that.",
+        "Below the time between two checkpoints.",
+    ),
+    Metric("checkpoint/bytes", "bytes", "Size of that checkpoint's files.", "Steady."),
     Metric("loss/value", "", "Mean of the critic's loss over its tokens.", "Falls, then steady."),
     Metric("ppo/loss_per_minibatch", "", "List of the losses of the step's minibatches, in order.", "Finite."),
     Metric(
@@ -526,6 +586,9 @@ METRICS: tuple[Metric, ...] = (
         "eval/<set>/len_mean", "tokens", "Mean number of generated tokens of an answer.", "Steady, or grows slowly."
     ),
     Metric("eval/<set>/truncated", "share", "Share of the answers that a length limit cut off.", "Small."),
+    Metric(
+        "eval/<set>/seconds", "s", "Time that the evaluation on the set took.", "Small next to the time between two."
+    ),
     Metric("eval/<set>/prompts", "prompts", "Prompts of the set that were answered.", "All prompts of the set."),
     Metric("eval/<set>/failed", "", "1 where the evaluation of this version failed.", "Absent."),
     Metric(
@@ -546,10 +609,13 @@ def _patterns() -> tuple[tuple[re.Pattern[str], Metric], ...]:
 
 def _pattern(name: str) -> re.Pattern[str]:
     """Placeholders stand for anything without a slash; the last one, if the name ends with it, for anything."""
-    parts = re.split(r"<[^>]*>", name)
-    own = rf"(?:{'|'.join(SAMPLES_OWN)})/.+" if name.endswith("<metric>") else ".+"
-    between = [*["[^/]+"] * (len(parts) - 2), own if not parts[-1] else "[^/]+"]
-    return re.compile("".join(re.escape(part) + gap for part, gap in zip(parts, [*between, ""], strict=True)))
+    *parts, end = re.split(r"<(\w+)>", name)
+    pattern = ""
+    for part, placeholder in zip(parts[::2], parts[1::2], strict=True):
+        ends = not end and placeholder == parts[-1]
+        own = rf"(?:{'|'.join(SAMPLES_OWN)})/.+" if placeholder == "metric" else ".+" if ends else "[^/]+"
+        pattern += f"{re.escape(part)}(?P<{placeholder}>{own})"
+    return re.compile(pattern + re.escape(end))
 
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
@@ -557,7 +623,18 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 def find(name: str) -> Metric | None:
     """Return the entry of the metric `name` of a row; None if the table does not have it."""
-    return _BY_NAME.get(name) or next((each for pattern, each in _patterns() if pattern.fullmatch(name)), None)
+    found = match(name)
+    return None if found is None else found[0]
+
+
+def match(name: str) -> tuple[Metric, dict[str, str]] | None:
+    """Return the entry of the metric `name` of a row, and the text of each placeholder of the entry's name."""
+    if (exact := _BY_NAME.get(name)) is not None:
+        return exact, {}
+    for pattern, metric in _patterns():
+        if found := pattern.fullmatch(name):
+            return metric, found.groupdict()
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,8 @@ class StepEnd:
     def write_down(self, step: CompleteStep) -> None:
         """6."""
         parts, told = self._parts, self._parts.reports.told
-        parts.journal.step(step.version, step.batch, step.measured, told.status, perf_counter())
+        measured = step.measured | parts.checkpoints.figures()
+        parts.journal.step(step.version, step.batch, measured, told.status, perf_counter())
         parts.ledger.step(step.batch, parts.reports.reported_books)
         write_books(parts.run_dir, step.version, told.books)
         parts.stall.progressed()

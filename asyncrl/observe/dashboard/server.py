@@ -14,6 +14,7 @@ from asyncrl.comm.http.server import HttpServer, Refused, Route, json_response
 from asyncrl.observe.dashboard.page import html
 from asyncrl.observe.dashboard.page_data import Decode, page_data
 from asyncrl.observe.history import History
+from asyncrl.observe.prometheus import CONTENT_TYPE, prometheus_text
 
 SEEN_BYTES = 64
 
@@ -35,7 +36,11 @@ class Dashboard:
         self._reading = asyncio.Lock()
         self._page = html(None).encode()
         self._server = HttpServer(
-            {"/": Route(self._answer_page, "GET", open=True), "/api/runs": Route(self._answer_runs, "GET")},
+            {
+                "/": Route(self._answer_page, "GET", open=True),
+                "/api/runs": Route(self._answer_runs, "GET"),
+                "/metrics": Route(self._answer_metrics, "GET"),
+            },
             token=token,
             tls=None,
         )
@@ -61,6 +66,16 @@ class Dashboard:
             runs = await asyncio.to_thread(self._read)
         version = hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()[:SEEN_BYTES]
         return json_response({"version": version, "runs": None if version == seen else runs})
+
+    async def _answer_metrics(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        async with self._reading:
+            text = await asyncio.to_thread(self._read_metrics)
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    def _read_metrics(self) -> str:
+        for history, _ in self._runs:
+            history.refresh()
+        return prometheus_text(history for history, _ in self._runs)
 
     def _read(self) -> list[dict[str, Any]]:
         found = []

@@ -226,6 +226,10 @@ async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(t
     assert [row["filter/dropped_groups"] for row in run.rows()] == [4 + 2] * 3
     assert [row["rollout/dropped_failed"] for row in run.rows()] == [5, 0, 0]
     assert [row["rollout/dropped_failed: reward my.py:score"] for row in run.rows()] == [1, 1, 1]
+    assert [row["rollout/dropped_zero_variance"] for row in run.rows()] == [3, 3, 3]
+    assert [row["rollout/dropped_too_hard"] for row in run.rows()] == [1, 1, 1]
+    assert [row["rollout/dropped_worker_died"] for row in run.rows()] == [1, 0, 0]
+    assert [row["rollout/dropped_stale"] for row in run.rows()] == [0, 0, 0], "as the buffer counts them"
 
 
 async def test_weights_that_a_server_still_loads_are_kept(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_names_that_the_code_makes_from_lists_are_in_the_table() -> None:
         *(f"time/{name}_s" for name in laps | calls),
         *(f"chat/{name}" for name in chat),
         *(f"rollout/{activity}_s" for activity in Activity),
-        *(f"rollout/dropped_{reason}" for reason in (*FAILURES, DropReason.stale)),
+        *(f"rollout/dropped_{reason}" for reason in (*FAILURES, *DropReason)),
     ]
     assert [name for name in made if name not in IN_TABLE] == []
     evaluated = [f"eval/held_out/{name}" for name in (*evaluation_metrics(8), "failed")]
@@ -100,6 +100,7 @@ def test_names_that_the_code_makes_from_lists_are_in_the_table() -> None:
         ("eval/math/reward/right", "eval/<set>/<metric>"),
         ("rollout/lost_episodes: env a/b.py:Game.step raised ValueError", "rollout/lost_episodes: <failure>"),
         ("rollout/dropped_failed: reward a/b.py:score", "rollout/dropped_failed: <code>"),
+        ("rollout/dropped_zero_variance", "rollout/dropped_<reason>"),
         ("reward/tool/search", "reward/<name>"),
         ("tool/search/calls", "tool/<name>/calls"),
         ("tool/search/pages", "tool/<name>/<number>"),

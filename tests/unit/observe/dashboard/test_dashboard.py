@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from asyncrl.commands.dashboard import token_of
 from asyncrl.launch import main
 from asyncrl.observe.dashboard.page import SCRIPTS, STYLES, UPLOT_SHA256, html, static
 from asyncrl.observe.dashboard.page_data import MOST_POINTS, TIMELINE_SPANS, page_data
@@ -122,6 +123,38 @@ def test_data_needs_the_token_and_the_page_does_not(run: Path) -> None:
         return found
 
     assert served(run, statuses) == [200, 401, 401, 200]
+
+
+def test_prometheus_gets_the_metrics_of_the_run_with_the_token(run: Path) -> None:
+    async def scraped(session: aiohttp.ClientSession, url: str) -> list[tuple[int, str, str]]:
+        found = []
+        for token in ("wrong", "secret"):
+            async with session.get(f"{url}/metrics", headers={"Authorization": f"Bearer {token}"}) as answer:
+                found.append((answer.status, answer.content_type, await answer.text()))
+        return found
+
+    (refused, _, _), (status, kind, text) = served(run, scraped)
+    assert (refused, status, kind) == (401, 200, "text/plain")
+    assert 'asyncrl_step{run="mine/trial0"} 12.0' in text
+    assert 'asyncrl_process_busy_s_total{process="generation_server/0",run="mine/trial0"}' in text
+
+
+@pytest.mark.parametrize("content", [b"short", b"\xff" * 32])
+def test_a_token_file_without_a_token_is_refused_by_name(
+    content: bytes, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    assert main(["dashboard", str(run), "--token-file", str(file)]) == 2
+    assert f"--token-file {file}" in capsys.readouterr().err
+
+
+def test_a_token_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    made = token_of(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert token_of(file) == made
+    assert len({token_of(None), token_of(None), made}) == 3
 
 
 def test_what_has_not_changed_is_not_sent_again(run: Path) -> None:
