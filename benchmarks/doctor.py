@@ -33,6 +33,8 @@ USER_CODE = """
 import asyncio
 import time
 
+from asyncrl.api import Environment
+
 
 def constant(data, completion):
     return 1.0
@@ -54,7 +56,10 @@ def fails(data, completion):
     return float(completion.count("1"))
 
 
-class Slow:
+class Slow(Environment):
+    def __init__(self, reward):
+        pass
+
     async def reset(self, *, seed=None, options=None):
         return None, {}
 
@@ -139,13 +144,13 @@ CASES = {
     "slow reward": Case(("slow-reward",), ("reward.path={code}:slow",), 8),
     "slow environment": Case(("slow-environment",), ("env.path={code}:Slow",), 8),
     "a server held up": Case(("slow-server",), (), 10, stopping),
-    "one slow server of two": Case(("slow-server",), ("generation.servers=2",), 12, lambda run: stopping(run, 1)),
-    "η = 0": Case(("eta-too-small",), ("max_head_offpolicyness=0",), 20),
+    "one slow server of two": Case(("slow-server",), ("generation.servers=2",), 40, lambda run: stopping(run, 1)),
+    "eta = 0": Case(("eta-too-small",), ("max_head_offpolicyness=0",), 20),
     "two places": Case(("too-few-places",), ("rollout.max_concurrent=2",), 10),
     "tiny server batch": Case(("server-batch-too-small",), ("generation.max_running_requests=8",), 8),
     "tiny KV cache": Case(("kv-cache-too-small",), ("generation.max_total_tokens=600",), 8),
     "evaluation each step": Case(("evaluation",), ("eval.interval=1", "eval.size=1500"), 6),
-    "trainer-bound": Case(("trainer",), ("trainer.tokens_per_micro_batch=128",), 8),
+    "trainer-bound": Case(("trainer",), ("trainer.ppo_epochs=12",), 8),
     "blocked event loop": Case(("blocked-event-loop",), ("reward.path={code}:blocks",), 5),
     "no cores left": Case(("no-cpu", "slow-server"), ("system.niceness=5",), 8, busy_cores),
     "a reward that fails": Case(("rewards-that-always-fail",), ("reward.path={code}:fails",), 10),
