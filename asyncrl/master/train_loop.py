@@ -119,11 +119,12 @@ class TrainLoop:
             with training:
                 await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
                 stats: Row = await parts.executor.run()
-                await parts.ranks.all(EndStep())
+                ended = await parts.ranks.all(EndStep())
         parts.buffer.mark_trained(batch)
         parts.version += 1
         self._model_in_step = False
         times |= {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
+        times["rank/memory_bytes"] = max(rank.memory_bytes for rank in ended)
         if parts.config.buffer.order.path:
             times["rollout/order_failed"] = float(parts.batches.order.failures)
         return CompleteStep(parts.version, batch, stats | times)

@@ -54,6 +54,7 @@ GROUPS = {
     "buffer": "The sample buffer",
     "data": "The data",
     "checkpoint": "Checkpoints",
+    "rank": "The training ranks",
     "ppo": "The policy's update",
     "loss": "Parts of the loss",
     "grad_norm": "The gradient",
@@ -399,6 +400,13 @@ METRICS: tuple[Metric, ...] = (
         "",
         "Mean of the policy's loss over the tokens that carry loss, with the weights of the correction.",
         "Finite. Its size says little.",
+    ),
+    Metric(
+        "rank/memory_bytes",
+        "bytes",
+        "Most memory that a training rank has used since it began, the largest of all ranks: memory of its GPU, or "
+        "resident memory of its process where it has no GPU.",
+        "Steady after the first steps, and below what the device has.",
     ),
     Metric(
         "checkpoint/seconds",

@@ -200,7 +200,13 @@ class MoveColumns(Request[Done], frozen=True):
     target: str
 
 
-class EndStep(Request[Done], frozen=True):
+class EndedStep(Reply, frozen=True):
+    """The most bytes of memory that the rank has used so far: its GPU's, or resident memory where it has none."""
+
+    memory_bytes: int
+
+
+class EndStep(Request[EndedStep], frozen=True):
     """Free the step's batch."""
 
 

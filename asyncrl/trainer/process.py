@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -54,6 +55,7 @@ from asyncrl.trainer.messages import (
     CollectWeights,
     CommitCheckpoint,
     Discard,
+    EndedStep,
     EndStep,
     FinishShare,
     GridShare,
@@ -116,6 +118,13 @@ def _gpu_memory(device: torch.device) -> dict[str, float]:
     """Bytes of the GPU's memory: in use by anybody, there at all, and this process's at most so far."""
     free, total = torch.cuda.mem_get_info(device)
     return {"gpu_used": total - free, "gpu_bytes": total, "gpu_peak": torch.cuda.max_memory_reserved(device)}
+
+
+def _most_memory(device: torch.device) -> int:
+    """The most bytes that this process has used so far: of the GPU, or resident where it has none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class ModelWorker(Worker):
@@ -399,12 +408,12 @@ class ModelWorker(Worker):
             self._kept.called(call.writes, self._batches[grid])
         return CallStats(stats)
 
-    def _end_step(self, request: EndStep) -> Done:
+    def _end_step(self, request: EndStep) -> EndedStep:
         if self._kept is not None and (batch := self._batches.get(self._world.placement.actor)) is not None:
             self._kept.end(batch)
         self._batches.clear()
         self._profile.end()
-        return Done()
+        return EndedStep(_most_memory(self._device))
 
     def _publish(self, request: Publish) -> PublishedWeights:
         self._check_master(request)

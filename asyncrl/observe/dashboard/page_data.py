@@ -12,11 +12,14 @@ from typing import Any
 
 from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
 from asyncrl.observe.doctor import Diagnosis, examine
+from asyncrl.observe.glossary import find
 from asyncrl.observe.history import History
 from asyncrl.observe.samples import Row, read_samples, sample_files
 from asyncrl.observe.timeline import timeline
 from asyncrl.observe.timeline.spans import Timeline
 
+ROWS_EXPLAINED = 100
+"""So many of the newest rows are looked at for metrics to explain."""
 MOST_POINTS = 600
 """Points of a curve, and columns of the heat map."""
 TIMELINE_STEPS = 40
@@ -41,6 +44,7 @@ def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
         "eta": settings.max_head_offpolicyness if settings else 0,
         "config": _flat(history.config),
         "series": _series(history),
+        "meanings": _meanings(history),
         "ages": _ages(history),
         "dropped": _dropped(history),
         "doctor": _doctor(diagnosis),
@@ -93,6 +97,13 @@ def _series(history: History) -> dict[str, list[float | None]]:
     for name in names:
         found[name] = [value if _is_number(value := row.get(name)) else None for row in rows]
     return found
+
+
+def _meanings(history: History) -> dict[str, str]:
+    """The glossary's text of each metric of the newest rows, for tooltips."""
+    newest = [history.rows[step] for step in sorted(history.rows)[-ROWS_EXPLAINED:]]
+    found = {name: find(name) for name in sorted({name for row in newest for name in row})}
+    return {name: f"{name}: {entry.meaning} Healthy: {entry.healthy}" for name, entry in found.items() if entry}
 
 
 def _is_number(value: Any) -> bool:

@@ -53,12 +53,13 @@ class History:
     Args:
         folder: of the run, or the `metrics.jsonl` or another file in it.
         keep_steps: rollouts that ended in as many of the newest steps are kept; figures of all steps are.
+        keep_from: rollouts that ended in this step or later are kept instead.
 
     Raises:
         ValueError: the folder holds no run; the message is for the user.
     """
 
-    def __init__(self, folder: Path, *, keep_steps: int = KEEP_STEPS) -> None:
+    def __init__(self, folder: Path, *, keep_steps: int = KEEP_STEPS, keep_from: int | None = None) -> None:
         folder = folder.expanduser().resolve()
         self.folder = folder if folder.is_dir() else folder.parent
         if not (self.folder / CONFIG_FILE).is_file():
@@ -66,7 +67,7 @@ class History:
                 f"{folder} is no run: it has no {CONFIG_FILE}; give the folder <fileroot>/<experiment>/<trial>"
             )
         self.name = f"{self.folder.parent.name}/{self.folder.name}"
-        self.ledger = LedgerHistory(self.folder / LEDGER_DIR, keep_steps)
+        self.ledger = LedgerHistory(self.folder / LEDGER_DIR, keep_steps, keep_from)
         self._observed = ProcessHistory(self.folder / OBSERVED_DIR)
         self._metrics = Appended(self.folder / METRICS_FILE)
         self._config: tuple[int, Mapping[str, Any]] = (-1, {})

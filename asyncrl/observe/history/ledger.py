@@ -1,7 +1,8 @@
 """The ledger, folded into steps and rollouts as it grows (`asyncrl.comm.ledger_lines`).
 
 What a later launch forgot is forgotten here too. Of each step its figures are kept; of rollouts those that have not
-ended, and those that ended within the newest `keep_steps` steps, so that memory does not grow with the run.
+ended, and those that ended within the newest `keep_steps` steps, so that memory does not grow with the run. With
+`keep_from`, those that ended in this step or later are kept instead.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class LedgerHistory:
         lines: read so far; `unreadable` of them are no lines of a ledger.
     """
 
-    def __init__(self, folder: Path, keep_steps: int) -> None:
-        self._folder, self._keep_steps = folder, keep_steps
+    def __init__(self, folder: Path, keep_steps: int, keep_from: int | None = None) -> None:
+        self._folder, self._keep_steps, self._keep_from = folder, keep_steps, keep_from
         self._clear()
 
     def _clear(self) -> None:
@@ -202,9 +203,15 @@ class LedgerHistory:
         self._trained, self._admitted, self._finished, self._dropped = [], 0, 0, Counter()
         self._ended_by_step.append((line.step, self._ended))
         self._ended = []
-        while len(self._ended_by_step) > self._keep_steps:
+        while self._is_one_too_old():
             for rollout_id in self._ended_by_step.popleft()[1]:
                 self._forget_ended(rollout_id)
+
+    def _is_one_too_old(self) -> bool:
+        """True if the oldest step whose rollouts are kept is no longer to be kept."""
+        if self._keep_from is None:
+            return len(self._ended_by_step) > self._keep_steps
+        return bool(self._ended_by_step) and self._ended_by_step[0][0] < self._keep_from
 
     def _forget_ended(self, rollout_id: str) -> None:
         rollout = self.rollouts.get(rollout_id)

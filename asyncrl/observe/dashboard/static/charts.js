@@ -60,7 +60,14 @@ function chart(width, title, sub, curves, view, height = 190) {
     box.addEventListener("mouseleave", (event) => tip(event, ""));
     view.onresize.push(() => plot.setSize({ width: Math.max(200, box.clientWidth), height }));
   });
-  return card(width, title, sub, box);
+  const made = card(width, title, sub, box);
+  made.querySelector("h3").title = curves.flatMap(([metric]) => meaning(metric, view)).join("\n");
+  return made;
+}
+
+// The glossary's text of a metric, as a list of one; empty where it has none.
+function meaning(metric, view) {
+  return view.runs.map((run) => (run.meanings || {})[metric]).filter(Boolean).slice(0, 1);
 }
 
 function canvas(height, draw, view) {

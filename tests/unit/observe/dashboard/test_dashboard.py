@@ -38,6 +38,7 @@ def test_the_data_has_what_the_page_shows(run: Path) -> None:
     assert len(data["series"]["reward/mean"]) == 12
     assert all(sum(share) == pytest.approx(1.0, abs=1e-4) for share in data["ages"]["shares"])
     assert data["doctor"]["findings"]
+    assert data["meanings"]["reward/mean"].startswith("reward/mean: Mean reward of the batch's episodes")
     assert {"steps", "trainer", "rollout_worker/0"} <= set(data["timeline"]["tracks"])
     assert data["samples"]["why"].startswith("no samples were kept; samples.every=16")
     json.dumps(data, allow_nan=False)
