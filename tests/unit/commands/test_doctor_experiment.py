@@ -16,7 +16,10 @@ def told(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     return {line[2:15].strip(): f"{line[0]} {line[15:]}" for line in lines if line[:1] in "✓✗-"}
 
 
-def test_what_can_start_is_told_check_by_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_start_is_told_check_by_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # where no base model was made yet
     assert main(["doctor", "async_ppo", f"fileroot={tmp_path}"]) == 0
     lines = told(capsys)
     assert list(lines) == ["settings", "data", "devices", "hosts", "model"]
