@@ -2,10 +2,12 @@
 
 `python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder;
 `eval MODEL` evaluates one, or such a folder; `audit RUN` checks what a run left on the disk; `chaos EXPERIMENT` runs
-one and does to it what can go wrong; `show RUN` prints samples that it kept; `rollout` generates and keeps without
-training; `replay` trains on what was kept; `attach RUN` shows a run that was started with `--detach`; `join RUN`
-adds GenerationServers or RolloutWorkers to one that goes on; `install verifiers VERSION` makes an environment for a
-package that clashes with asyncrl's.
+one and does to it what can go wrong; `doctor RUN` says why a run is slow or stands still, and `doctor EXPERIMENT`
+makes every check of a start; `dashboard RUN` shows runs on a page; `trace RUN` writes what a run did when; `show RUN`
+prints samples that it kept; `rollout` generates and keeps without training; `replay` trains on what was kept;
+`attach RUN` shows a run that was started with `--detach`; `join RUN` adds GenerationServers or RolloutWorkers to one
+that goes on; `init FOLDER` writes a project of your own; `clean RUN` removes what an ended run does not need; `install
+verifiers VERSION` makes an environment for a package that clashes with asyncrl's.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
 Ctrl-C or SIGTERM after a checkpoint.
@@ -22,7 +24,23 @@ from pathlib import Path
 
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
-COMMANDS = ("attach", "audit", "chaos", "eval", "export", "install", "join", "replay", "rollout", "show")
+COMMANDS = (
+    "attach",
+    "audit",
+    "chaos",
+    "clean",
+    "dashboard",
+    "doctor",
+    "eval",
+    "export",
+    "init",
+    "install",
+    "join",
+    "replay",
+    "rollout",
+    "show",
+    "trace",
+)
 """Commands that are not experiments: modules of `asyncrl.commands`, each with its own `main`."""
 
 

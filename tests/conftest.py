@@ -22,7 +22,9 @@ import psutil
 import pytest
 
 from asyncrl.comm.security import HttpSecurity, RunSecret
-from asyncrl.config.run_dir import CHECKPOINTS_DIR, versions_in
+from asyncrl.config.run_dir import CHECKPOINTS_DIR, OBSERVED_DIR, versions_in
+from asyncrl.observe.glossary import NO_FIGURES, find, find_figure
+from asyncrl.observe.history.processes import ProcessHistory
 from asyncrl.observe.metrics import read_rows
 from asyncrl.runtime.last_step import LastStep
 
@@ -385,6 +387,16 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         return read_rows(self.run_dir / "metrics.jsonl")
 
+    def unexplained(self) -> set[str]:
+        """The metrics and figures of the run that are not in the glossary."""
+        observed = ProcessHistory(self.run_dir / OBSERVED_DIR)
+        observed.refresh()
+        figures = {name for process in observed.processes.values() for line in process.lines for name in line}
+        metrics = {name for row in self.metrics() for name in row}
+        return {name for name in metrics if find(name) is None} | {
+            name for name in figures - NO_FIGURES if find_figure(name) is None
+        }
+
     def rows(self) -> list[dict[str, Any]]:
         """The metrics of the train steps."""
         return [row for row in self.metrics() if row["step"]]
@@ -517,6 +529,8 @@ def start_run(tmp_path: Path, tiny_model: Path, template: Template | None) -> It
     yield start
     for run in runs:
         run.kill_tree()
+    for run in runs:
+        assert not run.unexplained(), "metrics that asyncrl/observe/glossary.py lacks"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_EPISODE = (1 << 31) - 1
+FINISHED_AT = "rollout/finished_at"
+"""Metric of a trajectory on its way to the trainer: when its rollout finished, in seconds since 1970."""
 MAX_REWARD = 1e30
 """Advantages are in float32, where the difference of two larger rewards could become infinite."""
 

@@ -232,6 +232,9 @@ class _Progress:
         """Say that a set is done."""
         self._console.print(f"{row['set']}: FAILED, {row['failed']}" if "failed" in row else f"{row['set']}: done")
 
+    def standing(self, lines: Sequence[str]) -> None:
+        """An evaluation trains nothing."""
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -16,11 +16,14 @@ from asyncrl.commands.before_start.devices import device_lines
 from asyncrl.commands.before_start.input_checks import base_model_config, chat_notes, check_prompts
 from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.commands.before_start.same_data import check_same_data, keep_data_record, keep_inputs
+from asyncrl.commands.before_start.space import space_line
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe.display import make_display, wrapped
+from asyncrl.observe.doctor import examine
+from asyncrl.observe.history import History
 from asyncrl.plugins.datasets.survey import PromptStats, shown
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
@@ -93,17 +96,25 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         launcher.prepare()
         keep_data_record(config)
         keep_inputs(config)
-        for line in (*device_lines(config), *notes):
+        enough, space = space_line(config)
+        for line in (*device_lines(config), *([] if enough else [f"WARNING: {space}"]), *notes):
             display.note(line)
         _show_prompts(config, surveys, run_dir, display.note)
         code = launcher.run()
     finally:
         display.close()
-    for line in summary_lines(run_dir):
+    for line in (*summary_lines(run_dir), *_what_to_look_at(run_dir)):
         console.print(wrapped(line, console, SUMMARY_INDENT))
     if detached:
         (run_dir / EXIT_FILE).write_text(str(code))
     return code
+
+
+def _what_to_look_at(run_dir: Path) -> list[str]:
+    """The doctor's verdict, and the commands that show more."""
+    verdict = examine(History(run_dir)).verdict
+    told = "nothing is wrong" if verdict is None else verdict.title
+    return [f"doctor     {told}; python -m asyncrl.launch doctor {run_dir}"]
 
 
 def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:

@@ -18,6 +18,7 @@ USAGE = """\
 {program} COMMAND --help
 
 commands:
+  init FOLDER                         write a small project of your own, which runs at once
   eval MODEL                          evaluate a run's policy, a Hugging Face folder or a model on the hub
   show RUN                            print samples that a run kept
   install PACKAGE [VERSION] [FOLDER]  make an environment for verifiers, sglang_cpu or sglang_gpu
@@ -28,6 +29,11 @@ commands:
   attach RUN                          show a run that was started with --detach
   join RUN --kind KIND                add generation_servers or rollout_workers to a run that goes on
   chaos EXPERIMENT                    run one under kills, pauses and broken connections
+  doctor RUN                          say why a run is slow, stands still or learns nothing
+  dashboard RUN                       show runs on a page, live or as one file
+  clean RUN                           remove what an ended run does not need
+  trace RUN                           write what it did when, for ui.perfetto.dev or as a picture
+  doctor EXPERIMENT                   make every check of a start, and start nothing
 (`asyncrl` and `python -m asyncrl.launch` are the same command)
 
 options:

@@ -46,6 +46,8 @@ INBOXES_DIR = "inboxes"
 SPILLED_DIR = "spilled"
 """Rollouts that wait for training and do not fit into `trainer.buffer_memory`; of no use to a later process."""
 LOGS_DIR = "logs"
+OBSERVED_DIR = "observed"
+"""Lines of every process about itself: `asyncrl.observe.observer`."""
 PROFILE_DIR = "profile"
 """Traces, memory and stacks of the steps in `profile.steps`."""
 CHECKPOINTS_DIR = "checkpoints"
@@ -68,6 +70,11 @@ def run_dir_of(config: ExperimentConfig) -> Path:
 def log_file(run_dir: Path, kind: str, index: int) -> Path:
     """Return the log file of the `index`-th process of `kind`."""
     return run_dir / LOGS_DIR / f"{kind}-{index}.log"
+
+
+def observed_file(run_dir: Path, kind: str, index: int) -> Path:
+    """Return the file of the `index`-th process of `kind` about itself."""
+    return run_dir / OBSERVED_DIR / f"{kind}-{index}.jsonl"
 
 
 def versions_in(root: Path) -> list[int]:

@@ -18,6 +18,7 @@ What it sees to, so that no caller has to:
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -329,6 +330,23 @@ class GenerationServerClient:
             return msgspec.convert(info, ModelInfo)
         except msgspec.ValidationError as error:
             raise MalformedReply(f"{self.url}/model_info answered {str(info)[:300]}: {error}") from error
+
+    async def metrics(self, *, timeout_s: float) -> str:
+        """What the server shows Prometheus."""
+        async with asyncio.timeout(timeout_s):
+            pieces = [piece async for piece in self._http.pieces(f"{self.url}/metrics", silence_s=timeout_s)]
+        return b"".join(pieces).decode()
+
+    async def limits(self, *, timeout_s: float) -> dict[str, float]:
+        """The most samples that run at a time and positions of the KV cache, as far as the server tells them."""
+        info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=timeout_s)
+        states = info.get("internal_states") if isinstance(info, dict) else None
+        told = [info, *(states if isinstance(states, list) else ())] if isinstance(info, dict) else []
+        names = {"max_running_requests": "max_running", "max_total_num_tokens": "max_tokens"}
+        found: dict[str, float] = {}
+        for each in told:
+            found |= {ours: float(each[name]) for name, ours in names.items() if each.get(name)}
+        return found
 
     async def abort(self, rid_prefix: str) -> None:
         """End what runs under ids that begin with `rid_prefix` (see `wire_rid`); unknown ones are no error."""

@@ -11,6 +11,7 @@ again, registers its new address, and the GserverManager brings it to the newest
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from pathlib import Path
@@ -21,12 +22,14 @@ from asyncrl.comm.http.calls import HttpError
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, Served
+from asyncrl.inference.figures import EngineFigures
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.observe import observer
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.process.lasting_imports import lasting_imports
-from asyncrl.runtime.process.waiting import StopRequested, or_stop
+from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import AsyncWorker
 from asyncrl.runtime.trials.restart_budget import RestartBudget
 from asyncrl.weights.staging.messages import MODEL
@@ -41,6 +44,8 @@ class GenerationServer(AsyncWorker):
 
     async def main(self) -> None:
         """Keep the engine up until a stop is requested."""
+        self._figures = EngineFigures()
+        observer.gauges(self._figures)
         try:
             if not self.config.system.shared:
                 self.config.model.path = await self._model_on_this_host()
@@ -70,17 +75,28 @@ class GenerationServer(AsyncWorker):
         limit, window_s = self.config.system.restarts_per_process, self.config.system.restart_window_s
         budget = RestartBudget(limit, window_s)
         while True:
+            observer.stage("loads the model")
             served = await host.start()
             await self._check_kept_requests(served.url)
             self._register(served)
             try:
-                reason = await host.failed()
+                reason = await self._serve(host, served)
             finally:
                 self._unregister()
             if not budget.spend(time.monotonic()):
                 raise EngineFailed(f"{reason}\ngiven up after {limit} restarts in {window_s:g} s")
             self.log.error("%s\nstarting it again", reason)
             self.set_status("starting")
+
+    async def _serve(self, host: EngineHost, served: Served) -> str:
+        """Wait until the engine is gone, and observe it meanwhile; returns the reason."""
+        observer.stage("serves")
+        async with connect(served.url, self.http_security) as client:
+            following = asyncio.create_task(self._figures.follow(client))
+            try:
+                return await host.failed()
+            finally:
+                await cancel(following)
 
     async def _check_kept_requests(self, url: str) -> None:
         """Check that answers may span a weight update, where the run has such.

@@ -25,7 +25,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR, MANAGER_LOG_FILE
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.canary_check import CanaryCheck, logprob_check_tolerance
-from asyncrl.manager.fleet.decisions import FleetDecisions, Target
+from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.fan_out import ORIGIN
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.staging import Staging
@@ -34,6 +34,7 @@ from asyncrl.manager.messages import Empty, RequestSize, StatusReply
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.observe import observer
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
@@ -115,6 +116,7 @@ class GserverManager(AsyncWorker):
             url = await http.start(self.config.system.host)
             self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.heartbeat_s, replace=True)
             self.ready()
+            observer.gauges(self._figures)
             async with asyncio.TaskGroup() as loops:
                 works = [
                     self._clock.keep(),
@@ -154,6 +156,24 @@ class GserverManager(AsyncWorker):
             log=self.log,
             clock=self._clock,
         )
+
+    def _figures(self) -> dict[str, float]:
+        """Figures for `observed/`, read by another thread."""
+        service, books = self._service, self._service.gate.books()
+        lives = list(self._decisions.servers)
+        return {
+            "rollouts_running": books.running,
+            "finished_untrained": books.finished_untrained,
+            "submitted_total": books.submitted,
+            "trained_total": books.trained,
+            "dropped_total": sum(books.dropped.values()),
+            "gate_limit": service.gate.limit,
+            "idle_s": round(service.admission.idle_s, 3),
+            "served_version": books.version,
+            "trained_version": books.trained_version,
+            "workers": len(service.leases.workers),
+            **{f"servers_{state.value}": sum(life.state is state for life in lives) for state in ServerState},
+        }
 
     def status(self) -> StatusReply:
         """Gate, servers, newest published version and the workers that live."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
@@ -28,12 +29,13 @@ from asyncrl.master.books.run_files import check_books, write_books, write_summa
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.data.step_plan import Dealing, plan_batch
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
-from asyncrl.master.metrics.metric_rows import Row
+from asyncrl.master.metrics.metric_rows import Row, buffered_s
 from asyncrl.master.metrics.profile import profiled
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.connections import GRACE_S
 from asyncrl.master.recovery.beginning import Beginning
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
+from asyncrl.observe import observer
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import RestartTrainer
@@ -97,8 +99,9 @@ class TrainLoop:
         """
         if self.parts.stop.is_set():
             raise StopRequested
-        began = perf_counter()
-        batch = await self.parts.batches.next(self.parts.version)
+        began, step = perf_counter(), self.parts.version + 1
+        with observer.doing(f"waits for the rollouts of step {step}", "wait_for_batch", step=step):
+            batch = await self.parts.batches.next(self.parts.version)
         await self.parts.checkpoints.look()
         return batch, perf_counter() - began
 
@@ -107,17 +110,21 @@ class TrainLoop:
         update (`asyncrl.master.graph.builtin`).
         """
         parts, began = self.parts, perf_counter()
+        times = buffered_s(batch, time.time())
         self._model_in_step = True
         config = parts.config
         dealing = Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs, config.seed)
+        training = observer.doing(f"trains step {parts.version + 1}", "train", step=parts.version + 1)
         async with profiled(config.profile, parts.run_dir, parts.version + 1):
-            await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
-            stats: Row = await parts.executor.run()
-            await parts.ranks.all(EndStep())
+            with training:
+                await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
+                stats: Row = await parts.executor.run()
+                ended = await parts.ranks.all(EndStep())
         parts.buffer.mark_trained(batch)
         parts.version += 1
         self._model_in_step = False
-        times = {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
+        times |= {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
+        times["rank/memory_bytes"] = max(rank.memory_bytes for rank in ended)
         if parts.config.buffer.order.path:
             times["rollout/order_failed"] = float(parts.batches.order.failures)
         return CompleteStep(parts.version, batch, stats | times)

@@ -5,10 +5,11 @@ Displays are fed rows of `metrics.jsonl` by the launcher; they know nothing of p
 
 from __future__ import annotations
 
+import re
 import textwrap
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,6 +28,8 @@ Row = Mapping[str, Any]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _TREND_WIDTH = 24
+_SINCE = re.compile(r" \(\d+ s\)$")
+"""End of a line that says for how long."""
 _RECENT = 10
 """Steps that rates and shares of time are shown over."""
 
@@ -39,6 +42,9 @@ class Display(Protocol):
 
     def row(self, row: Row) -> None:
         """Take a row of metrics."""
+
+    def standing(self, lines: Sequence[str]) -> None:
+        """Take where the run stands: what processes do before the first step, then what sets the pace."""
 
     def close(self) -> None:
         """The end."""
@@ -146,6 +152,7 @@ class PlainDisplay:
         self._console = console
         self._total = total_steps
         self._failures = _Failures()
+        self._begun, self._told = False, [""]
 
     def note(self, text: str) -> None:
         """Print the remark."""
@@ -164,8 +171,17 @@ class PlainDisplay:
             ]
         parts += [f"{name} {value:.3f}" for name, value in main_figures(row).items()]
         self._console.print("  ".join(parts), markup=False, soft_wrap=True)
+        self._begun = self._begun or "reward/mean" in row
         for remark in self._failures.take(row):
             self.note(remark)
+
+    def standing(self, lines: Sequence[str]) -> None:
+        """Print what processes do, as long as there is no step, whenever it is something else than before."""
+        told = [_SINCE.sub("", line) for line in lines]
+        if not self._begun and told != self._told:
+            self._told = told
+            for line in lines:
+                self.note(f"  {line}")
 
     def close(self) -> None:
         """Nothing is held."""
@@ -179,6 +195,7 @@ class LiveDisplay:
         self._total = total_steps
         self._eta = eta
         self._row: Row = {}
+        self._standing: Sequence[str] = ()
         self._recent: deque[Row] = deque(maxlen=_RECENT)
         self._rewards: list[float] = []
         self._evaluated: dict[str, list[float]] = {}
@@ -206,14 +223,19 @@ class LiveDisplay:
         if self._first_step is None:
             self._first_step = (row["step"], time.monotonic())
 
+    def standing(self, lines: Sequence[str]) -> None:
+        """Show where the run stands below the figures."""
+        self._standing = lines
+
     def close(self) -> None:
         """Draw the last state and stop."""
+        self._standing = ()
         self._live.stop()
 
     def _render(self) -> RenderableType:
         body: list[RenderableType] = [self._progress(), self._figures(self._row)]
-        if not self._row:
-            body.append(Text("no train step yet", style="dim"))
+        standing = self._standing or ([] if self._row else ["no train step yet"])
+        body += [Text(line, style="dim") for line in standing]
         title = Text(self._title, style="bold", overflow="ellipsis")
         return Panel(Group(*body), title=title, title_align="left", border_style="cyan", padding=(0, 1))
 

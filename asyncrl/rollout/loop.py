@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -34,6 +35,7 @@ from typing import NoReturn
 
 from asyncrl.algorithms.group_view import Verdict
 from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
+from asyncrl.api.trajectory import FINISHED_AT
 from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, failed_in, given_up
 from asyncrl.config.catalog import resolve
 from asyncrl.manager.client import ManagerClient
@@ -122,6 +124,10 @@ class RolloutLoop:
         self._room = asyncio.Event()
         self._failures_in_a_row = 0
 
+    def figures(self) -> dict[str, float]:
+        """Figures for `observed/`: rollouts under way here, and how many there may be."""
+        return {"rollouts": self._config.max_concurrent - self._free, "places": self._config.max_concurrent}
+
     async def run(self) -> NoReturn:
         """Keep as many rollouts going as the gate and `max_concurrent` allow."""
         async with asyncio.TaskGroup() as tasks:
@@ -195,6 +201,7 @@ class RolloutLoop:
         """Push the trajectory until a training rank has it, with the counts of episodes lost since the last push."""
         lost, self._lost = self._lost, Counter()  # with those of groups that were not pushed
         trajectory.metrics.update(lost)
+        trajectory.metrics[FINISHED_AT] = time.time()
         try:
             await self._push(trajectory)
         except BaseException:

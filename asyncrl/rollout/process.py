@@ -23,6 +23,7 @@ from asyncrl.inference.settings import caches_prefixes, finds_stop_strings
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
+from asyncrl.observe import observer
 from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
@@ -63,6 +64,7 @@ class RolloutWorker(AsyncWorker):
 
     async def _main_until_stopped(self) -> None:
         inputs = await self._have_inputs()
+        observer.stage("loads data, agent and reward")
         self._plugins = self._load_plugins()
         if inputs is not None:
             await self._check_same_inputs(inputs)
@@ -211,6 +213,8 @@ class RolloutWorker(AsyncWorker):
                 least_episodes=config.algorithm.least_episodes,
             )
             self.ready()
+            observer.stage("plays")
+            observer.gauges(loop.figures)
             await self._until_stopped(loop, pusher)
         finally:
             server.close()

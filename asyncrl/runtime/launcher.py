@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable, Subtree
@@ -39,7 +40,12 @@ from asyncrl.config.run_dir import (
     REMARKS_FILE,
     run_dir_of,
 )
+from asyncrl.observe import observer
 from asyncrl.observe.display import Display
+from asyncrl.observe.doctor import examine
+from asyncrl.observe.doctor.measured import WINDOW_STEPS
+from asyncrl.observe.doctor.standing import standing_lines
+from asyncrl.observe.history import History
 from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import STOP_SIGNAL
@@ -65,6 +71,8 @@ STOP_LIMIT_S = 3.0
 """Longest time, in s, for a process to end after it was asked to; then it is killed."""
 REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
+STANDING_S = 4.0
+"""Interval in seconds at which a person is told where the run stands."""
 CAUSE_LIMIT_S = 2.0
 """Longest time, in s, between a trainer process that gives up and the report of the death that caused it."""
 CHECKPOINT_LIMIT_S = SAVE_LIMIT_S
@@ -126,9 +134,11 @@ class Launcher:
         """Start everything and see it through; returns the exit code."""
         backend = open_backend(self.config.system.launcher, self.run_dir)
         backend.lock = self._trial.lock
+        observer.start(self.run_dir, "launcher", 0)
         try:
             return asyncio.run(self._run(backend))
         finally:
+            observer.close()
             backend.close()
             self.release()
             self._display.close()
@@ -141,6 +151,7 @@ class Launcher:
         showing = asyncio.create_task(self._show_metrics())
         rotating = asyncio.create_task(self._rotate_logs())
         guarding = asyncio.create_task(self._guard_claim())
+        watching = asyncio.create_task(self._show_standing())
         try:
             while (code := await self._run_processes()) is None:
                 await self._give_up(self._workers)
@@ -152,6 +163,7 @@ class Launcher:
             return EXIT_FAILED
         finally:
             guarding.cancel()
+            watching.cancel()
             showing.cancel()
             rotating.cancel()
             self._show_new_rows()
@@ -400,6 +412,16 @@ class Launcher:
             self._show_new_rows()
             await asyncio.sleep(REFRESH_S)
 
+    async def _show_standing(self) -> None:
+        """Show what the processes do, and once they train what sets the pace."""
+        history: History | None = None
+        while True:
+            await asyncio.sleep(STANDING_S)
+            if self._run_of is not Run.train:
+                return
+            history = await asyncio.to_thread(_read_again, history, self.run_dir)
+            self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))
+
     async def _rotate_logs(self) -> None:
         while True:
             await asyncio.sleep(log_rotation.EVERY_S)
@@ -410,3 +432,11 @@ class Launcher:
             self._display.row(row)
         for line in self._remarks.read():
             self._display.note(line["remark"])
+
+
+def _read_again(history: History | None, run_dir: Path) -> History:
+    """The run's history as of now. The first time reads all that earlier launches left."""
+    if history is None:
+        return History(run_dir, keep_steps=WINDOW_STEPS)
+    history.refresh()
+    return history

@@ -22,6 +22,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         episodes: `[S]` the member of the group that each sample is of; see `asyncrl.api.Sample.episode`.
         metrics: the rollout's own numbers by name: times, rewards.
         distinct: tokens with every prefix that its samples share counted once; 0 where prefixes are not shared.
+        received_at: when this process of the rank took it in, in seconds since 1970; 0 if that is not known.
     """
 
     rollout_id: str
@@ -37,6 +38,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     episodes: tuple[int, ...]
     metrics: dict[str, float] = {}  # msgspec makes a new one for each record
     distinct: int = 0
+    received_at: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -198,7 +200,13 @@ class MoveColumns(Request[Done], frozen=True):
     target: str
 
 
-class EndStep(Request[Done], frozen=True):
+class EndedStep(Reply, frozen=True):
+    """The most bytes of memory that the rank has used so far: its GPU's, or resident memory where it has none."""
+
+    memory_bytes: int
+
+
+class EndStep(Request[EndedStep], frozen=True):
     """Free the step's batch."""
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from contextlib import ExitStack
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -32,6 +34,7 @@ from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.routers import routing_shape_of
+from asyncrl.observe import observer
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.runtime.last_step import LastStep, keeps_last_step
 from asyncrl.runtime.process.starting import LONGEST_STARTS
@@ -52,6 +55,7 @@ from asyncrl.trainer.messages import (
     CollectWeights,
     CommitCheckpoint,
     Discard,
+    EndedStep,
     EndStep,
     FinishShare,
     GridShare,
@@ -82,9 +86,45 @@ from asyncrl.trainer.trajectories.arrivals import ArrivalCheck
 from asyncrl.trainer.trajectories.intake import Intake
 from asyncrl.trainer.versions import Versions
 
+WAITING = "waits for the master"
 _SERVE_S = 0.5  # how long a request may be waited for before a stop request is looked at
 _MEET_LOOK_S = 0.1
 _CLOSE_S = 1.0  # how long the end waits for weights on their way
+
+
+_Request = TypeVar("_Request")
+_Reply = TypeVar("_Reply")
+
+
+@contextmanager
+def _doing(name: str, **about: Any) -> Iterator[None]:
+    """Tell that this rank computes `name` inside, and the master is waited for afterwards."""
+    with observer.doing(f"computes {name}", name, **about):
+        yield
+    observer.stage(WAITING)
+
+
+def _observed(name: str, answer: Callable[[_Request], _Reply]) -> Callable[[_Request], _Reply]:
+    """`answer`, of which is told how long it took."""
+
+    def observed(request: _Request) -> _Reply:
+        with _doing(name):
+            return answer(request)
+
+    return observed
+
+
+def _gpu_memory(device: torch.device) -> dict[str, float]:
+    """Bytes of the GPU's memory: in use by anybody, there at all, and this process's at most so far."""
+    free, total = torch.cuda.mem_get_info(device)
+    return {"gpu_used": total - free, "gpu_bytes": total, "gpu_peak": torch.cuda.max_memory_reserved(device)}
+
+
+def _most_memory(device: torch.device) -> int:
+    """The most bytes that this process has used so far: of the GPU, or resident where it has none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class ModelWorker(Worker):
@@ -125,11 +165,15 @@ class ModelWorker(Worker):
         graph = load_graph(config)
         placed = placement(config, graph)
         if placed.workers > 1:
+            observer.stage("waits for the other ranks")
             self._meet(placed.workers)
+        if device.type == "cuda":
+            observer.gauges(partial(_gpu_memory, device))
         joining = (config, self.index, placed, device, self.run_dir, self.resolver, self._collectives)
         start_s = LONGEST_STARTS * config.system.start_timeout_s  # whether the others go on, the master sees
         self._world = self._open.enter_context(training_world(*joining, start_s=start_s))
         self._device = device
+        observer.stage("loads the models")
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         self.log.info("%s", device_line(device, getattr(torch, config.model.dtype.on(device.type)), self._attention()))
         self._open.callback(self._rank.checkpoints.close)
@@ -167,6 +211,7 @@ class ModelWorker(Worker):
     def run(self) -> None:
         """Serve the master until a stop is requested."""
         self.ready()
+        observer.stage(WAITING)
         while not self.stop_requested.is_set():
             self._server.serve_one(_SERVE_S)
 
@@ -203,15 +248,15 @@ class ModelWorker(Worker):
             },
             queued={
                 TakeUp: self._take_up,
-                BeginStep: self._begin_step,
+                BeginStep: _observed("begin_step", self._begin_step),
                 RunCall: self._run_call,
-                MoveColumns: self._move_columns,
-                EndStep: self._end_step,
-                Publish: self._publish,
+                MoveColumns: _observed("move_columns", self._move_columns),
+                EndStep: _observed("end_step", self._end_step),
+                Publish: _observed("publish", self._publish),
                 CollectWeights: self._collect_weights,
-                SaveCheckpoint: self._save_checkpoint,
-                LoadCheckpoint: self._load_checkpoint,
-                LoadLastStep: self._load_last_step,
+                SaveCheckpoint: _observed("save_checkpoint", self._save_checkpoint),
+                LoadCheckpoint: _observed("load_checkpoint", self._load_checkpoint),
+                LoadLastStep: _observed("load_last_step", self._load_last_step),
             },
         )
         self._open.callback(self._server.close)
@@ -357,18 +402,18 @@ class ModelWorker(Worker):
             ranks=self._world.places[grid].data,
             state=self._rank.state,
         )
-        with self._profile.call(call.name):
+        with self._profile.call(call.name), _doing(call.name, role=call.role):
             stats = run_call(self._functions[call.function], context, self._batches[grid])
         if self._kept is not None and grid == self._world.placement.actor:
             self._kept.called(call.writes, self._batches[grid])
         return CallStats(stats)
 
-    def _end_step(self, request: EndStep) -> Done:
+    def _end_step(self, request: EndStep) -> EndedStep:
         if self._kept is not None and (batch := self._batches.get(self._world.placement.actor)) is not None:
             self._kept.end(batch)
         self._batches.clear()
         self._profile.end()
-        return Done()
+        return EndedStep(_most_memory(self._device))
 
     def _publish(self, request: Publish) -> PublishedWeights:
         self._check_master(request)

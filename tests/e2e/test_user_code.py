@@ -107,9 +107,9 @@ def test_an_environment_and_a_reward_that_sleep_cost_no_lease_and_are_named(star
     dropped = {reason.partition(":")[0] for reason in summary["books"]["dropped"]}
     assert not {"worker_died", "timeout", "failed"} & dropped, summary["books"]
     assert len(rows) == 3
-    for row in rows:  # two answers of 2 s each and their rewards of 1 s
-        assert row["rollout/env_s"] >= 6.0
-        assert row["rollout/reward_s"] >= 2.0
+    for row in rows:  # two answers at once, each of 2 s with a reward of 1 s after it
+        assert row["rollout/env_s"] >= 3.0
+        assert row["rollout/reward_s"] >= 1.0
         assert row["rollout/generate_s"] > 0.0
     assert int((tmp_path / "most").read_text()) == 2 * 8, "as many steps sleep at a time as there may be"
     log = (run.run_dir / "logs" / "rollout_worker-0.log").read_text()

@@ -65,11 +65,26 @@ def test_the_installed_package_is_the_one_in_the_wheel(python: Path, tmp_path: P
     assert ended.stdout.startswith(str(python.parents[1])), ended.stdout + ended.stderr
 
 
-def test_the_main_job_runs_from_any_folder(python: Path, tmp_path: Path, tiny_model: Path) -> None:
-    settings = ["train_batch_size=4", "group_size=2", "total_train_steps=2", "trainer.ppo_minibatches=2"]
-    settings += ["rollout.sampling.max_new_tokens=16", "eval.size=8", f"model.path={tiny_model}", "fileroot=runs"]
+def test_a_project_of_ones_own_runs_from_an_empty_folder(python: Path, tmp_path: Path, tiny_model: Path) -> None:
+    """The way of a newcomer: `init`, its test, every check of a start, a run with its reward, and what it left."""
+    launch = ["-m", "asyncrl.launch"]
+    made = run(python, tmp_path, *launch, "init", "mine")
+    assert made.returncode == 0, made.stderr
+    project = tmp_path / "mine"
+    assert "2 passed" in run(python, project, "-m", "pytest", "-q").stdout
+    settings = ["mine", "--config-dir", ".", "train_batch_size=4", "group_size=2", "total_train_steps=3"]
+    settings += ["trainer.ppo_minibatches=2", "rollout.sampling.max_new_tokens=16", "eval.sampling.max_new_tokens=16"]
+    settings += ["eval.size=8", "samples.every=1", f"model.path={tiny_model}", "fileroot=runs"]
     settings += ["system.start_timeout_s=240", "system.stall_timeout_s=240"]  # of a busy machine
-    ended = run(python, tmp_path, "-m", "asyncrl.launch", "async_ppo", *settings)
+    checked = run(python, project, *launch, "doctor", *settings)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    ended = run(python, project, *launch, *settings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    summary = json.loads((tmp_path / "runs" / "async_ppo" / "trial0" / "summary.json").read_text())
-    assert summary["steps"] == 2
+    folder = project / "runs" / "mine" / "trial0"
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 3
+    judged = run(python, project, *launch, "doctor", str(folder), "--json")
+    assert json.loads(judged.stdout)["step"] == 3
+    for command in (["dashboard", "--report", "report.html"], ["trace", "--svg", "run.svg"], ["show"]):
+        told = run(python, project, *launch, command[0], str(folder), *command[1:])
+        assert told.returncode == 0, told.stdout + told.stderr
+    assert "rollout_worker/0" in (project / "report.html").read_text()

@@ -151,7 +151,7 @@ class Workers:
             replies = await self.all(request)
             assert all(reply == replies[0] for reply in replies)
             stats |= replies[0].stats
-        await self.all(EndStep())
+        assert min(ended.memory_bytes for ended in await self.all(EndStep())) > 2**20
         return stats
 
     async def begin(self, assignment: list[Assignment], step: int, minibatches: int) -> None:

@@ -23,6 +23,7 @@ from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.manager.wakeup import Signal
+from asyncrl.observe import observer
 from asyncrl.weights.transports.base import ManagerEnd
 
 HEALTH_TIMEOUT_S = 5.0
@@ -157,7 +158,7 @@ class FleetRunner:
             waiter.cancel()
 
     async def _update(self, order: BeginUpdate) -> None:
-        began = self._clock()
+        began, began_at, served = self._clock(), time.time(), False
         client = GenerationServerClient(self._http, order.url)
         try:
             checks = () if order.keeps_requests else self._checks
@@ -173,13 +174,15 @@ class FleetRunner:
             if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
         else:
-            if self._decisions.succeeded(order.server, order.attempt):
+            if served := self._decisions.succeeded(order.server, order.attempt):
                 took_ms = 1e3 * (self._clock() - began)
                 self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
                 if order.keeps_requests and self._checks:
                     self._late_checks[order.server] = self._spawn(self._check_late(order, client))
         finally:
             self._updates.pop(order.attempt, None)
+            lane = f"generation_server/{order.server}"
+            observer.span("update", began_at, time.time(), lane=lane, version=order.target.version, served=served)
         self._show()
         self._changed.notify()
 

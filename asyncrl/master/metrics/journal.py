@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.comm.drop_reasons import FAILURES, DropReason, failure, is_filter_reason
+from asyncrl.comm.drop_reasons import FAILURES, DropReason, is_filter_reason
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
@@ -151,8 +151,7 @@ class Journal:
         }
         row |= {
             f"rollout/dropped_{reason}": after.dropped.get(reason, 0) - before.dropped.get(reason, 0)
-            for reason in (*FAILURES, *sorted(after.dropped))
-            if failure(reason) is not None
+            for reason in sorted({*FAILURES, *after.dropped} - {DropReason.stale})  # the buffer counts that one
         }
         if after.samples > before.samples:
             row["rollout/received_len_mean"] = (after.tokens - before.tokens) / (after.samples - before.samples)
@@ -174,8 +173,12 @@ class Journal:
         """The oldest version whose row waits for its evaluation."""
         return self._rows.awaited()
 
-    def evaluated(self, version: int, outcomes: Outcomes) -> None:
-        """The evaluation of `version` has ended, on each set with its result or for the reason why there is none."""
+    def evaluated(self, version: int, outcomes: Outcomes, seconds: Mapping[str, float]) -> None:
+        """The evaluation of `version` has ended, on each set with its result or for the reason why there is none.
+
+        Args:
+            seconds: that each set took.
+        """
         measured: Row = {}
         failed: Row = {}
         for name, outcome in outcomes.items():
@@ -183,7 +186,7 @@ class Journal:
                 failed |= self._failed(version, name, outcome)
                 continue
             statistics = evaluation_statistics(name, outcome)
-            measured |= statistics
+            measured |= statistics | {f"eval/{name}/seconds": seconds[name]}
             _log.info("evaluation of version %d on %s: %s", version, name, statistics)
             if (outcome.min_version, outcome.max_version) != (version, version):
                 answered = f"{outcome.min_version} to {outcome.max_version}"

@@ -70,6 +70,12 @@ def batch_statistics(batch: TrainBatch) -> Row:
     )
 
 
+def buffered_s(batch: TrainBatch, now: float) -> Row:
+    """Return the mean time since the trainer received a rollout of `batch`, at `now` in seconds since 1970."""
+    waited = [max(0.0, now - record.received_at) for record in batch.records if record.received_at]
+    return {"rollout/buffered_s": sum(waited) / len(waited)} if waited else {}
+
+
 @dataclass(slots=True)
 class _Held:
     row: Row

@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.master.peers.ranks import Ranks
+from asyncrl.observe import observer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.trainer.messages import CollectWeights, Publish
 
@@ -37,7 +39,8 @@ class VersionAnnouncer:
         announce: makes a version known to the servers; takes the folder of its weights too.
         evaluate: measures a version on the set of a name; it has a time limit of its own.
         due: the names of the sets that a version is to be evaluated on.
-        on_end: takes the version of every evaluation that ended, and by set its result or why there is none.
+        on_end: takes the version of every evaluation that ended, and by set its result or why there is none, and by set
+            the seconds that it took.
         clock: seconds; dates the end of the last evaluation.
     """
 
@@ -46,7 +49,7 @@ class VersionAnnouncer:
         announce: Callable[[int, str], None],
         evaluate: Callable[[str, int], Awaitable[EvaluationResult]],
         due: Callable[[int], Sequence[str]],
-        on_end: Callable[[int, Outcomes], None],
+        on_end: Callable[[int, Outcomes, Mapping[str, float]], None],
         clock: Callable[[], float],
     ) -> None:
         self._announce = announce
@@ -110,20 +113,26 @@ class VersionAnnouncer:
 
     async def _run(self, version: int, names: Sequence[str]) -> None:
         outcomes: dict[str, EvaluationResult | str] = dict.fromkeys(names, "given up, as the run ended")
+        seconds: dict[str, float] = {}
         try:
             for name in names:
+                began = time.time()
                 try:
                     outcomes[name] = await self._evaluate(name, version)
                 except Exception as error:
                     _log.warning("the evaluation of version %d on %s failed", version, name, exc_info=error)
                     outcomes[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                finally:
+                    ended = time.time()
+                    seconds[name] = ended - began
+                    observer.span("evaluation", began, ended, version=version, set=name)
         finally:
             self._running, self._ended_at = None, self._clock()
             if not self._abandoned:
-                self._tell_end(version, outcomes)
+                self._tell_end(version, outcomes, seconds)
 
-    def _tell_end(self, version: int, outcomes: dict[str, EvaluationResult | str]) -> None:
-        self._on_end(version, outcomes)
+    def _tell_end(self, version: int, outcomes: Outcomes, seconds: Mapping[str, float]) -> None:
+        self._on_end(version, outcomes, seconds)
         if self._put_off is not None:
             self.announce(*self._put_off)
             self._put_off = None

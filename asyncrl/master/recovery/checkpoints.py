@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 from asyncrl.config.run_dir import versions_in
 from asyncrl.master.books.run_files import checkpoint_root
 from asyncrl.master.metrics.journal import Journal
+from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.ranks import Ranks
 from asyncrl.master.recovery.kept_step import files_of
+from asyncrl.observe import observer
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
     FinishShare,
@@ -53,6 +55,7 @@ class Checkpoints:
     ) -> None:
         self.saved: Progress | None = None
         """Progress of the newest checkpoint that is whole on disk."""
+        self._figures: Row = {}
         self._keeping, self._root = keeping, checkpoint_root(run_dir)
         self._ranks, self._journal, self._check = ranks, journal, check
         self._under_way: asyncio.Task[None] | None = None
@@ -100,6 +103,11 @@ class Checkpoints:
         if self._under_way is not None and self._under_way.done():
             await self.finish()
 
+    def figures(self) -> Row:
+        """Return the seconds and bytes of a checkpoint that became whole since the last call; empty if none did."""
+        figures, self._figures = self._figures, {}
+        return figures
+
     def newest(self) -> int:
         """Return the version of the newest checkpoint on disk, 0 if there is none."""
         return max(versions_in(self._root), default=0)
@@ -110,9 +118,16 @@ class Checkpoints:
             self._under_way.cancel()
 
     async def _complete(self, path: str, progress: Progress) -> None:
+        began = time.time()
         shares = await self._ranks.all(FinishShare(path))
         protected = self._protected(progress.version)
-        await self._ranks.publisher(CommitCheckpoint(path, files_of(shares), self._keeping.keep, protected))
+        files = files_of(shares)
+        await self._ranks.publisher(CommitCheckpoint(path, files, self._keeping.keep, protected))
+        observer.span("checkpoint", began, time.time(), version=progress.version)
+        self._figures = {
+            "checkpoint/seconds": self._clock() - self._begun_s,
+            "checkpoint/bytes": sum(entry.bytes for entry in files.values()),
+        }
         self.saved = progress
 
     def _protected(self, version: int) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.parts import Parts
 from asyncrl.master.recovery.kept_step import KeptStep
+from asyncrl.observe import observer
 from asyncrl.runtime.process.waiting import or_stop
 
 
@@ -75,17 +76,20 @@ class StepEnd:
     async def publish(self, step: CompleteStep) -> None:
         """2."""
         parts = self._parts
-        step.path = await parts.publish(to_disk=parts.complete or parts.wants_folder)
+        with observer.doing(f"publishes version {step.version}", "publish", step=step.version):
+            step.path = await parts.publish(to_disk=parts.complete or parts.wants_folder)
         step.lap("publish")
 
     async def finish_keeping(self, step: CompleteStep) -> None:
         """3."""
-        await self._parts.steps.finish()
+        with observer.doing(f"keeps step {step.version}", "keep", step=step.version):
+            await self._parts.steps.finish()
         step.lap("keep")
 
     async def announce(self, step: CompleteStep) -> None:
         """4. The evaluation that it may wait for has a limit of its own."""
-        await or_stop(self._parts.announcer.published(step.version, step.path), self._parts.stop, math.inf)
+        with observer.doing(f"waits to announce version {step.version}", "wait_eval", step=step.version):
+            await or_stop(self._parts.announcer.published(step.version, step.path), self._parts.stop, math.inf)
         step.lap("wait_eval")
 
     async def report(self, step: CompleteStep) -> None:
@@ -95,7 +99,8 @@ class StepEnd:
     def write_down(self, step: CompleteStep) -> None:
         """6."""
         parts, told = self._parts, self._parts.reports.told
-        parts.journal.step(step.version, step.batch, step.measured, told.status, perf_counter())
+        measured = step.measured | parts.checkpoints.figures()
+        parts.journal.step(step.version, step.batch, measured, told.status, perf_counter())
         parts.ledger.step(step.batch, parts.reports.reported_books)
         write_books(parts.run_dir, step.version, told.books)
         parts.stall.progressed()

@@ -9,9 +9,10 @@ meter.metrics()                          # {"rollout/env_s": 0.8, "rollout/rewar
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from enum import StrEnum, auto
 
@@ -33,19 +34,31 @@ class Activity(StrEnum):
     tool = auto()
 
 
+def seconds_in_any(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of `intervals`, each a begin and an end in seconds.
+
+    So calls that run at the same time count once: no activity of a rollout takes longer than the rollout.
+    """
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
 class Meter:
     """Meter of one rollout, parts of which may run in several threads: entries are appended, and read at the end."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Activity, list[float]] = {activity: [] for activity in Activity}
+        self._intervals: dict[Activity, list[tuple[float, float]]] = {activity: [] for activity in Activity}
         self._rewards: defaultdict[str, list[float]] = defaultdict(list)
         self._failures = 0
         self._verdicts: dict[str, bool] = {}
         self._tools: list[Mapping[str, float]] = []
 
-    def add_seconds(self, activity: Activity, seconds: float) -> None:
-        """`activity` took `seconds`."""
-        self._seconds[activity].append(seconds)
+    def add_interval(self, activity: Activity, begin: float, end: float) -> None:
+        """`activity` ran from `begin` to `end`, in seconds of one clock."""
+        self._intervals[activity].append((begin, end))
 
     def add_reward(self, name: str, value: float) -> None:
         """The reward `name` gave `value` to an answer."""
@@ -70,10 +83,10 @@ class Meter:
         self._tools.append(metrics)
 
     def metrics(self) -> dict[str, float]:
-        """Seconds of each activity, summed over calls that may have run at the same time; the mean of each reward, and
-        of each number of the tools over the samples that used any.
+        """Return the seconds in which each activity ran at least once (`seconds_in_any`), the mean of each reward, and
+        the mean of each number of the tools over the samples that used any tool.
         """
-        found = {f"rollout/{activity}_s": sum(seconds) for activity, seconds in self._seconds.items() if seconds}
+        found = {f"rollout/{activity}_s": seconds_in_any(ran) for activity, ran in self._intervals.items() if ran}
         if self._failures:
             found["rollout/failed_rewards"] = float(self._failures)
         for name in sorted({name for metrics in self._tools for name in metrics}):
@@ -107,4 +120,4 @@ def timed(activity: Activity) -> Iterator[None]:
     try:
         yield
     finally:
-        current_meter().add_seconds(activity, time.monotonic() - begun)
+        current_meter().add_interval(activity, begun, time.monotonic())

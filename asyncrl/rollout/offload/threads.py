@@ -18,6 +18,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from asyncrl.observe import observer
+
 _T = TypeVar("_T")
 _Job = tuple[Callable[[], Any], "Future[Any]", contextvars.Context]
 
@@ -121,6 +123,7 @@ class UserLoop:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
+        observer.watch(self._loop)
         while True:
             try:
                 self._loop.run_forever()

@@ -48,6 +48,7 @@ from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
+from asyncrl.observe import observer
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.descriptors import allow_all_files
@@ -162,6 +163,7 @@ class Worker(ABC):
         """Run the whole life cycle; returns the process's exit code."""
         setproctitle.setproctitle(f"asyncrl {self.name} [{self.config.experiment_name}/{self.config.trial_name}]")
         allow_all_files()
+        observer.start(self.run_dir, self.kind, self.index)
         # Both reach the launcher too, which stops its workers in order. What a worker starts ends by SIGTERM as usual.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -193,6 +195,7 @@ class Worker(ABC):
             self._started.set()
             self.close()
             self.resolver.close()
+            observer.close()
             self._stopped.set()
 
     def _tell_end(self, state: names.State, reason: str = "") -> None:
@@ -245,6 +248,7 @@ class Worker(ABC):
         """
         gc.collect()
         gc.freeze()
+        observer.stage("ready")
         self.set_status("ready")
         self.log.info("%s is ready (pid %d)", self.name, os.getpid())
 
@@ -266,6 +270,7 @@ class Worker(ABC):
     def start_wait(self, kind: str, what: str, *, while_alive: bool = False) -> StartWait:
         """A wait for `what` processes of `kind` do as they start, which counts as progress of this one's start."""
         limit = StartLimit("system.start_timeout_s", self.config.system.start_timeout_s)
+        observer.stage(f"waits for {what} of a {kind}")
         return StartWait(
             self.resolver, kind, what, limit, while_alive=while_alive, progressed=self._note_progress_of_others
         )
@@ -303,6 +308,7 @@ class AsyncWorker(Worker):
     async def _main(self) -> None:
         self.stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        observer.watch(self._loop)
         self._loop.add_signal_handler(STOP_SIGNAL, self.request_stop)
         if self.stop_requested.is_set():
             self.stop.set()

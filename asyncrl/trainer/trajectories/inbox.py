@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
@@ -194,4 +195,5 @@ def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = Fals
         episodes=tuple(columns.episodes.tolist()),
         metrics=trajectory.metrics,
         distinct=distinct_tokens(trajectory.samples) if shares_prefixes else 0,
+        received_at=time.time(),
     )

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from asyncrl.api.trajectory import Trajectory
+from asyncrl.api.trajectory import FINISHED_AT, Trajectory
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.trainer.messages import PollBuffer, PolledBuffer
 from asyncrl.trainer.settings import TrainerConfig
@@ -101,6 +102,8 @@ class Intake:
             Exception: it is none to train on.
         """
         self._check(trajectory)
+        if (finished_at := trajectory.metrics.pop(FINISHED_AT, None)) is not None:
+            trajectory.metrics["rollout/transport_s"] = max(0.0, time.time() - finished_at)  # clocks of hosts differ
         if self._kept is not None:
             try:
                 self._kept.write(trajectory)

@@ -28,6 +28,8 @@ from asyncrl.trainer.messages import (
     CallStats,
     CommitCheckpoint,
     Discard,
+    EndedStep,
+    EndStep,
     FinishShare,
     IsStepRunning,
     LoadCheckpoint,
@@ -137,6 +139,8 @@ class FakeWorkers:
                 else:
                     commit(request, Path(request.path))
                     self.stored = json.loads(json.dumps(begun.master_state))
+            case EndStep():
+                return EndedStep(memory_bytes=1000 + worker)
             case IsStepRunning():
                 return StepRunning(self.stands(worker).in_step)
             case TakeUp():

@@ -45,9 +45,12 @@ async def test_an_evaluation_pins_its_version_while_training_goes_on(tmp_path: P
     measured = {"accuracy": 0.5, "reward_mean": 0.5, "len_mean": 6.0, "truncated": 0.5, "prompts": 2.0}
     measured["tool/search/calls"] = 2.0
     evaluation = {f"eval/held_out/{metric}": value for metric, value in measured.items()}
+    assert rows[0].pop("eval/held_out/seconds") > 0.0
     assert rows[0] == {"step": 0, "policy_version": 0, **evaluation}
     assert [step for step, row in rows.items() if "eval/held_out/accuracy" in row] == [0, 2, 4]
-    assert run.summary()["eval"] == {"held_out": {"version": 4, **measured}}
+    last = run.summary()["eval"]
+    assert last["held_out"].pop("seconds") > 0.0
+    assert last == {"held_out": {"version": 4, **measured}}
     assert [item["version"] for item in run.summary()["evaluations"]] == [0, 2, 4]
     assert run.summary()["evaluations_failed"] == []
 

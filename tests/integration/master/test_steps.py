@@ -43,6 +43,7 @@ async def test_trains_every_step_and_leaves_rows_with_all_required_keys(
     assert rows[0].keys() >= required_metrics
     assert rows[0]["reward/mean"] == 0.5
     assert rows[0]["ppo/loss_per_minibatch"] == [0.1, 0.2]
+    assert rows[0]["rank/memory_bytes"] == 999 + run.workers.count, "the largest of the ranks"
     assert run.board.versions == [1, 2, 3]
     assert run.summary()["books"] == {
         "submitted": 12, "trained": 12, "dropped": {}, "abandoned": 0, "running": 0, "finished_untrained": 0,
@@ -226,6 +227,10 @@ async def test_groups_that_filters_dropped_are_counted_where_they_were_dropped(t
     assert [row["filter/dropped_groups"] for row in run.rows()] == [4 + 2] * 3
     assert [row["rollout/dropped_failed"] for row in run.rows()] == [5, 0, 0]
     assert [row["rollout/dropped_failed: reward my.py:score"] for row in run.rows()] == [1, 1, 1]
+    assert [row["rollout/dropped_zero_variance"] for row in run.rows()] == [3, 3, 3]
+    assert [row["rollout/dropped_too_hard"] for row in run.rows()] == [1, 1, 1]
+    assert [row["rollout/dropped_worker_died"] for row in run.rows()] == [1, 0, 0]
+    assert [row["rollout/dropped_stale"] for row in run.rows()] == [0, 0, 0], "as the buffer counts them"
 
 
 async def test_weights_that_a_server_still_loads_are_kept(tmp_path: Path) -> None:

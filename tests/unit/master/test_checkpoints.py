@@ -10,7 +10,9 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
+from asyncrl.trainer.messages import WrittenShare
 from asyncrl.trainer.settings import CheckpointConfig
+from asyncrl.weights.versions.manifest import FileEntry
 
 
 def due(tmp_path: Path, seconds_of_step: float, **settings: Any) -> list[int]:
@@ -50,3 +52,23 @@ def test_a_checkpoint_is_due_by_steps_or_by_the_time_since_the_last_one_began(
     tmp_path: Path, settings: dict[str, Any], versions: list[int]
 ) -> None:
     assert due(tmp_path, 60.0, **settings) == versions
+
+
+def test_a_checkpoint_that_is_whole_tells_its_seconds_and_bytes_once(tmp_path: Path) -> None:
+    shares = [WrittenShare({"a": FileEntry(30, "0" * 16)}), WrittenShare({"b": FileEntry(12, "1" * 16)})]
+    now = [1000.0]
+
+    async def commit(request: object) -> None:
+        now[0] += 4.0
+
+    ranks = MagicMock(all=AsyncMock(return_value=shares), publisher=AsyncMock(side_effect=commit), master="m")
+    checkpoints = Checkpoints(CheckpointConfig(), tmp_path, ranks, MagicMock(), lambda: None, clock=lambda: now[0])
+
+    async def save() -> None:
+        await checkpoints.begin(Progress(1, 0), {})
+        assert checkpoints.figures() == {}
+        await checkpoints.finish()
+
+    asyncio.run(save())
+    assert checkpoints.figures() == {"checkpoint/seconds": 4.0, "checkpoint/bytes": 42}
+    assert checkpoints.figures() == {}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from asyncrl.master.data.buffer import RolloutRecord, TrainBatch
-from asyncrl.master.metrics.metric_rows import RowQueue, batch_statistics
+from asyncrl.master.metrics.metric_rows import RowQueue, batch_statistics, buffered_s
 
 
 def test_rows_come_out_in_order_each_with_its_evaluation() -> None:
@@ -72,6 +73,13 @@ def test_an_episode_of_many_samples_counts_once_in_the_rewards() -> None:
 def test_a_group_of_one_episode_is_without_variance_whatever_its_samples_rewards() -> None:
     alone = record("a", 1, {1: 8}, (4, 4), (2, 2), (1.0, 0.0), (False, False), {}, (0, 0))
     assert batch_statistics(TrainBatch(1, 1, (alone,)))["reward/frac_zero_std"] == 1.0
+
+
+def test_the_time_in_the_buffer_is_the_mean_over_rollouts_whose_receipt_is_known() -> None:
+    plain = record("a", 1, {1: 8}, (4, 4), (2, 2), (1.0, 0.0), (False, False), {})
+    early, late = (structs.replace(plain, received_at=at) for at in (90.0, 98.0))
+    assert buffered_s(TrainBatch(1, 1, (early, late, plain)), 100.0) == {"rollout/buffered_s": 6.0}
+    assert buffered_s(TrainBatch(1, 1, (plain,)), 100.0) == {}
 
 
 def test_lost_episodes_are_added_up_over_the_rollouts_of_a_step() -> None:

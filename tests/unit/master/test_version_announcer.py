@@ -23,7 +23,7 @@ class Watched:
             lambda version, path: self.announced.append(version),
             self._evaluate,
             lambda version: [name for name, interval in (("a", 2), ("b", 4)) if version % interval == 0],
-            lambda version, outcomes: self.ended.append((version, dict(outcomes))),
+            lambda version, outcomes, seconds: self.ended.append((version, dict(outcomes))),
             time.monotonic,
         )
 

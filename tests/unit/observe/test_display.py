@@ -203,3 +203,15 @@ def test_rates_and_shares_are_those_of_the_recent_steps() -> None:
     assert "generated 900," in text
     assert "trainer for data 90 %" in text
     assert "generated 0," in panel(burst, *[quiet] * 10)
+
+
+def test_what_processes_do_is_printed_again_only_when_it_changes() -> None:
+    screen, out = console()
+    display = PlainDisplay(screen, 10)
+    display.standing(["generation_server/0 loads the model (4 s)"])
+    display.standing(["generation_server/0 loads the model (8 s)"])
+    display.standing(["all processes are at work: the first batch is being generated"])
+    assert out.getvalue().splitlines() == [
+        "  generation_server/0 loads the model (4 s)",
+        "  all processes are at work: the first batch is being generated",
+    ]

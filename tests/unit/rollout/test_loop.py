@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from asyncrl.api import (
     Trajectory,
 )
 from asyncrl.api.generation import Completion
+from asyncrl.api.trajectory import FINISHED_AT
 from asyncrl.comm.drop_reasons import failure, is_filter_reason
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.manager.client import ManagerClient
@@ -552,6 +554,7 @@ async def test_reward_parts_and_the_agents_own_metrics_are_means_over_the_sample
         answered(0.0, 1, reward_parts={"format": 0.0, "length": -1.0}),
     ]
     (trajectory,) = await run(FakeGate(admit=1), Returning(samples))
+    assert 0.0 < trajectory.metrics.pop(FINISHED_AT) <= time.time()
     assert trajectory.metrics == {"agent/turns": 2.0, "reward/format": 0.5, "reward/length": -1.0}
 
 

@@ -464,10 +464,10 @@ def test_a_slow_code_is_named_once_in_a_while_with_how_often_it_was() -> None:
     )
 
 
-def test_a_meter_sums_times_and_averages_rewards() -> None:
+def test_a_meter_counts_time_of_calls_at_once_once_and_averages_rewards() -> None:
     meter = Meter()
-    for seconds in (0.5, 1.5):
-        meter.add_seconds(Activity.generate, seconds)
+    for begin, end in ((4.0, 4.5), (1.0, 2.0), (1.5, 2.5), (1.25, 1.75)):
+        meter.add_interval(Activity.generate, begin, end)
     meter.add_reward("right", 1.0)
     meter.add_reward("right", 0.0)
     meter.add_failure()

@@ -35,6 +35,7 @@ class EngineCollector(Collector):
         )
         counters = (
             ("prompt_tokens", "Prompt tokens", stats.prompt_tokens),
+            ("cached_tokens", "Prompt tokens copied instead of prefilled", stats.cached_tokens),
             ("generation_tokens", "Generated tokens", stats.generated_tokens),
             ("num_requests", "Finished samples", stats.finished_requests),
             ("num_aborted_requests", "Aborted samples", stats.aborted_requests),

@@ -5,12 +5,13 @@ them.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncrl.api.trajectory import Trajectory
+from asyncrl.api.trajectory import FINISHED_AT, Trajectory
 from asyncrl.runtime.last_step import LastStep
 from asyncrl.trainer.messages import PollBuffer
 from asyncrl.trainer.settings import TrainerConfig
@@ -102,3 +103,18 @@ async def test_a_poll_waits_for_an_arrival_of_another_thread(
     (trajectory,) = make_trajectories(groups=1)
     await asyncio.to_thread(made.receive, trajectory)
     assert [record.rollout_id for record in (await polling).rollouts] == [trajectory.rollout_id]
+
+
+def test_a_trajectory_tells_how_long_it_was_under_way_and_when_it_came(
+    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    made = intake(last_step, tmp_path)
+    for finished_at, trajectory in zip((990.0, 1003.0, None), make_trajectories(groups=3), strict=True):
+        if finished_at is not None:
+            trajectory.metrics[FINISHED_AT] = finished_at
+        made.receive(trajectory)
+    records = made.inbox.poll(0).rollouts
+    assert [record.metrics.get("rollout/transport_s") for record in records] == [10.0, 0.0, None]
+    assert all(FINISHED_AT not in record.metrics for record in records)
+    assert [record.received_at for record in records] == [1000.0] * 3

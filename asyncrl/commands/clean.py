@@ -1,0 +1,82 @@
+"""`python -m asyncrl.launch clean RUN`: remove what a run that has ended no longer needs.
+
+By default that is what it could be continued or read from without: checkpoints but for the newest, weights but for the
+newest, copies for hosts, spilled rollouts. `--all` removes the whole folder.
+
+Exit codes: 0 removed, or nothing to remove; 1 not confirmed; 2 the folder is no run, or the run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from asyncrl.config.run_dir import (
+    ANNOUNCED_DIR,
+    CHECKPOINTS_DIR,
+    INBOXES_DIR,
+    SPILLED_DIR,
+    STAGED_DIR,
+    WEIGHTS_DIR,
+    versions_in,
+)
+from asyncrl.observe.history import History, State
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+
+_MIB = 1 << 20
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"{program} clean", description="Remove what a run that has ended no longer needs."
+    )
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--all", action="store_true", help="the whole folder")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    args = parser.parse_args(argv)
+    try:
+        history = History(args.run)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    if history.state is State.running:
+        print(f"error: {history.folder} is running; end it first", file=sys.stderr)
+        return EXIT_CONFIG
+    found = [history.folder] if args.all else list(superfluous(history.folder))
+    if not found:
+        print(f"{history.folder} has nothing that it does not need; --all removes the whole folder")
+        return EXIT_OK
+    for path in found:
+        print(f"{_size(path) / _MIB:10.1f} MiB  {path}")
+    if not args.yes and not _confirmed(sum(map(_size, found)) / _MIB):
+        print("nothing was removed")
+        return EXIT_FAILED
+    for path in found:
+        shutil.rmtree(path)
+    return EXIT_OK
+
+
+def superfluous(folder: Path) -> Iterator[Path]:
+    """Folders in the run's `folder` that neither the same command nor `export`, `eval` and the readers need."""
+    versioned = [folder / CHECKPOINTS_DIR, *sorted((folder / WEIGHTS_DIR).glob("*"))]
+    for root in versioned:
+        for version in versions_in(root)[:-1]:
+            yield root / f"v{version}"
+    for name in (STAGED_DIR, SPILLED_DIR, INBOXES_DIR, ANNOUNCED_DIR):
+        if (folder / name).is_dir() and any((folder / name).iterdir()):
+            yield folder / name
+
+
+def _size(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+
+
+def _confirmed(mib: float) -> bool:
+    try:
+        return input(f"remove {mib:.1f} MiB? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False

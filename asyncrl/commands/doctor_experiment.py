@@ -1,0 +1,157 @@
+"""`python -m asyncrl.launch doctor EXPERIMENT [setting=value ...]`: every check of a start, and nothing is started.
+
+Exit codes: 0 it can start, 2 it cannot; the lines say why.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from asyncrl.commands.before_start.checks import validate, warnings
+from asyncrl.commands.before_start.devices import device_lines
+from asyncrl.commands.before_start.hub import resolve_hub_names
+from asyncrl.commands.before_start.input_checks import (
+    base_model_config,
+    chat_notes,
+    check_data,
+    check_graph,
+    check_prompts,
+    resolve_length,
+)
+from asyncrl.commands.before_start.rehearse import rehearsed
+from asyncrl.commands.before_start.space import space_line
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.load import Config, load_experiment
+from asyncrl.config.setting import ConfigError
+from asyncrl.runtime.checks import check_place
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
+from asyncrl.runtime.hosts.ssh_check import check_hosts
+from asyncrl.runtime.plan import with_types
+from asyncrl.trainer.supervised.base_model import base_model_dir
+
+Checked = Callable[[], Iterator[str]]
+
+
+class _Report:
+    """Prints each check with its outcome."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self.failed = False
+
+    def check(self, name: str, run: Checked) -> bool:
+        """Make a check, which yields what it found, or raises what is wrong; returns True if nothing is."""
+        try:
+            found = list(run())
+        except ConfigError as error:
+            self.line("✗", "bold red", name, str(error))
+            self.failed = True
+            return False
+        self.line("✓", "green", name, "; ".join(found))
+        return True
+
+    def line(self, mark: str, style: str, name: str, told: str) -> None:
+        """Print a line."""
+        for number, line in enumerate(told.splitlines() or [""]):
+            head = Text(f"{mark} {name:<12}" if not number else " " * 14, style=style)
+            self._console.print(head + Text(f" {line}"))
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"{program} doctor", description="Make every check of a start, and start nothing."
+    )
+    parser.add_argument("experiment")
+    parser.add_argument("overrides", nargs="*", help="setting=value")
+    parser.add_argument("--config-dir", type=Path, help="folder of your own experiments")
+    args = parser.parse_intermixed_args(argv)
+    report = _Report()
+    with _loaded(report, args.experiment, args.overrides, args.config_dir) as config:
+        if config is not None:
+            report.check("data", lambda: _data(config, args.config_dir))
+            if isinstance(config, ExperimentConfig):
+                _check_run(report, config, args.config_dir)
+    return EXIT_CONFIG if report.failed else EXIT_OK
+
+
+@contextmanager
+def _loaded(report: _Report, experiment: str, overrides: Sequence[str], folder: Path | None) -> Iterator[Config | None]:
+    """The experiment's config; None where its settings are wrong."""
+    loaded: list[Config] = []
+
+    def load() -> Iterator[str]:
+        config = load_experiment(experiment, list(overrides), folder)
+        resolve_hub_names(config)
+        resolve_length(config)
+        validate(config)
+        check_graph(config)
+        loaded.append(config)
+        if isinstance(config, ExperimentConfig):
+            yield f"{config.total_train_steps} steps of {config.train_batch_size} x {config.group_size} answers"
+            yield from (f"warning: {line}" for line in warnings(config))
+
+    report.check("settings", load)
+    yield loaded[0] if loaded else None
+
+
+def _data(config: Config, folder: Path | None) -> Iterator[str]:
+    check_data(config, folder)
+    yield "readable"
+
+
+def _check_run(report: _Report, config: ExperimentConfig, folder: Path | None) -> None:
+    def place() -> Iterator[str]:
+        check_place(config)
+        yield from device_lines(with_types(config))
+
+    def hosts() -> Iterator[str]:
+        check_hosts(config)
+        yield f"{len(config.system.hosts)} hosts answer" if config.system.hosts else "this one"
+
+    fits = report.check("devices", place)
+    report.check("hosts", hosts)
+    model = _model_folder(config, folder)
+    if model is None:
+        report.line("-", "yellow", "model", "the base model is made at the first start; prompts are checked then")
+        return
+    config = with_types(replace(config, model=replace(config.model, path=str(model))))
+    report.check("disk", lambda: _space(config))
+    prompts = report.check("prompts", lambda: _prompts(config))
+    if prompts and fits:
+        report.check("first row", lambda: _rehearsal(config))
+
+
+def _model_folder(config: ExperimentConfig, folder: Path | None) -> Path | None:
+    """The folder of the model; None where it is a base model that is yet to be made."""
+    if config.model.path is not None:
+        return Path(config.model.path).expanduser().resolve()
+    made = base_model_dir(base_model_config(config, folder))
+    return made if made.is_dir() else None
+
+
+def _space(config: ExperimentConfig) -> Iterator[str]:
+    enough, line = space_line(config)
+    if not enough:
+        raise ConfigError(line)
+    yield line
+
+
+def _prompts(config: ExperimentConfig) -> Iterator[str]:
+    for group, found in check_prompts(config).items():
+        lines = found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong)
+        yield f"{group}: {'; '.join(lines)}"
+    yield from chat_notes(config)
+
+
+def _rehearsal(config: ExperimentConfig) -> Iterator[str]:
+    with rehearsed(config) as notes:
+        found = notes()
+    yield from found or ["agent and reward took made-up answers to it"]

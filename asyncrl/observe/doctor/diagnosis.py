@@ -1,0 +1,84 @@
+"""Everything that the doctor says of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.observe.doctor.bottleneck import balanced, bottlenecks
+from asyncrl.observe.doctor.finding import Finding, Level
+from asyncrl.observe.doctor.health import problems
+from asyncrl.observe.doctor.measured import FEWEST_STEPS, Measured, measure
+from asyncrl.observe.doctor.standing import standing
+from asyncrl.observe.history import History
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage's share of use, None where it is not measured, and its figures."""
+
+    name: str
+    use: float | None
+    figures: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All findings, the gravest first; `measured` is None where the run has too few steps."""
+
+    findings: Sequence[Finding]
+    stages: Sequence[Stage]
+    measured: Measured | None
+    not_measured: Sequence[str]
+
+    @property
+    def verdict(self) -> Finding | None:
+        """The finding for a single line: a problem if there is one, else the bottleneck."""
+        return self.findings[0] if self.findings else None
+
+    @property
+    def bottleneck(self) -> Finding | None:
+        """The stage that sets the pace."""
+        return next((each for each in self.findings if each.level is Level.bottleneck), None)
+
+
+def examine(history: History) -> Diagnosis:
+    """Judge a run by its files."""
+    measured = measure(history)
+    found = [*standing(history), *problems(history, measured)]
+    missing: tuple[str, ...] = ()
+    if measured is None:
+        missing = (f"speed: fewer than {FEWEST_STEPS} steps",)
+    else:
+        even = balanced(measured)
+        found += list(bottlenecks(measured)) if even is None else [even]
+        missing = measured.missing
+    order = {Level.problem: 0, Level.bottleneck: 1, Level.remark: 2}
+    findings = sorted(found, key=lambda finding: order[finding.level])
+    return Diagnosis(findings, () if measured is None else stages(measured), measured, missing)
+
+
+def stages(m: Measured) -> list[Stage]:
+    """The stages of a run with the share of time in which each is in use."""
+    listed = [
+        Stage("trainer", 1 - m.wait, f"{m.trainer_s:.2f} of {m.step_s:.2f} s a step; training {m.parts['train']:.2f}"),
+        Stage("gate full", m.idle, f"{m.idle_s:.2f} s a step; η = {m.eta} lets {(m.eta + 1) * m.batch} rollouts live"),
+        Stage("places", m.busy, f"{m.busy_places:.0f} of {m.places} taken, {m.rollout_s:.2f} s a rollout"),
+    ]
+    listed += [
+        Stage(f"  {what}", seconds / m.rollout_s if m.rollout_s else 0.0, f"{seconds:.2f} s of a rollout")
+        for what, seconds in m.calls.items()
+        if seconds > 0.001
+    ]
+    for server in m.servers:
+        if server.running is None:
+            listed.append(Stage(server.name, None, "tells no figures"))
+            continue
+        most = server.max_running
+        figures = f"{server.running:.0f} of {most or 0:.0f} samples, {server.queued or 0:.0f} queued"
+        if server.kv_share is not None:
+            figures += f", KV cache {100 * server.kv_share:.0f} %"
+        if server.tokens_s is not None:
+            figures += f", {server.tokens_s:,.0f} tokens/s"
+        listed.append(Stage(server.name, server.running / most if most else None, figures))
+    return listed

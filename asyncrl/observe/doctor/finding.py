@@ -1,0 +1,57 @@
+"""A finding of the doctor, and how it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum, auto
+
+PAGE = "docs/troubleshooting.md"
+
+
+class Level(StrEnum):
+    """How much a finding matters."""
+
+    problem = auto()
+    """Something is wrong: the run stands still, learns nothing or loses data."""
+    bottleneck = auto()
+    """Nothing is wrong; this stage sets the pace."""
+    remark = auto()
+    """Worth knowing, nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A finding.
+
+    Attributes:
+        kind: names it for scripts, and its section in `PAGE`.
+        title: in a few words.
+        sentence: what was seen, with figures.
+        advice: what to set or to look at; may be empty.
+        step_s: the run's seconds a step, and `at_best_s` those that the advice can give, where they are known.
+    """
+
+    kind: str
+    level: Level
+    title: str
+    sentence: str
+    advice: str = ""
+    step_s: float | None = None
+    at_best_s: float | None = None
+
+    @property
+    def link(self) -> str:
+        """Where the documentation says more."""
+        return f"{PAGE}#{self.kind}"
+
+    @property
+    def gain(self) -> str:
+        """What the advice brings at best; empty where that is not known or little."""
+        if self.step_s is None or self.at_best_s is None or self.at_best_s > 0.97 * self.step_s:
+            return ""
+        return f"At best: {self.step_s:.2f} → {self.at_best_s:.2f} s a step."
+
+    def line(self) -> str:
+        """The finding in one line."""
+        parts = [f"{self.title}: {self.sentence}", self.advice, self.gain]
+        return " ".join(part for part in parts if part)

@@ -1,0 +1,156 @@
+"""Rules on a run's health: what is lost, what is not learnt, which limits bind, whose memory grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from asyncrl.comm.drop_reasons import DropReason, failure, is_filter_reason
+from asyncrl.observe.doctor.finding import Finding, Level
+from asyncrl.observe.doctor.measured import Measured
+from asyncrl.observe.history import History, Process
+from asyncrl.observe.history.history import Row
+from asyncrl.observe.learning import FLAT_STEPS, is_constant, is_flat
+
+MANY_FAILED = 0.1
+MANY_STALE = 0.1
+NEARLY_ALL = 0.9
+COLLAPSED = 0.1
+"""An entropy is said to have collapsed if it fell below this share of the first steps'."""
+LOW_ENTROPY = 0.02
+"""Nats a token below which little is left to explore."""
+FEW_EFFECTIVE = 0.1
+FEWEST_LINES = 30
+"""Lines of a process, about a minute, before its memory is judged."""
+SOON_S = 6 * 3600.0
+
+
+def problems(history: History, measured: Measured | None) -> Iterator[Finding]:
+    """All that is wrong or silently binds, the gravest first."""
+    rows = [row for _, row in sorted(history.rows.items()) if "reward/mean" in row]
+    if measured is not None:
+        yield from _drops(measured)
+    yield from _learning(rows)
+    yield from _limits(history, rows, measured)
+    for process in history.processes.values():
+        yield from _memory(process)
+
+
+def _drops(m: Measured) -> Iterator[Finding]:
+    admitted = max(1, m.admitted)
+    failed = {reason: count for reason, count in m.dropped.items() if count and failure(reason) is not None}
+    if sum(failed.values()) > MANY_FAILED * admitted:
+        reason = max(failed, key=lambda name: failed[name])
+        yield Finding(
+            "rewards-that-always-fail",
+            Level.problem,
+            "Rollouts fail",
+            f"{sum(failed.values())} of {admitted} rollouts since step {m.steps[0]} failed, {failed[reason]} of them "
+            f"{failure(reason)} ({reason}).",
+            "The logs of the rollout_workers say why.",
+        )
+    if (stale := m.dropped.get(DropReason.stale, 0)) > MANY_STALE * admitted:
+        yield Finding(
+            "stale-drops",
+            Level.problem,
+            "Rollouts are dropped as too old",
+            f"{stale} of {admitted} rollouts since step {m.steps[0]} were older than η = {m.eta} allows when their "
+            "turn came, which selects against long answers.",
+            f"Set on_stale=wait, or max_head_offpolicyness={m.eta + 1}, or rollout.pacing=deadline.",
+        )
+    filtered = {reason: count for reason, count in m.dropped.items() if is_filter_reason(reason)}
+    if sum(filtered.values()) > NEARLY_ALL * admitted:
+        reason = max(filtered, key=lambda name: filtered[name])
+        yield Finding(
+            "filters-drop-nearly-all",
+            Level.problem,
+            "Filters drop nearly every group",
+            f"{sum(filtered.values())} of {admitted} groups since step {m.steps[0]}, most of them as {reason!r}.",
+            "The prompts are too easy or too hard for this policy, or the filter is too strict: look at the rewards.",
+        )
+
+
+def _learning(rows: Sequence[Row]) -> Iterator[Finding]:
+    flat = [row for row in rows[-5 * FLAT_STEPS :] if is_flat(row)]
+    if len(flat) >= FLAT_STEPS and len(flat) > 0.8 * len(rows[-5 * FLAT_STEPS :]):
+        what = "are all the same" if all(map(is_constant, flat)) else "are equal within each group"
+        yield Finding(
+            "nothing-learnt",
+            Level.problem,
+            "Nothing is learnt",
+            f"in {len(flat)} of the last {len(rows[-5 * FLAT_STEPS :])} steps the rewards {what} "
+            f"(mean {rows[-1]['reward/mean']:.3g}), so every advantage is zero.",
+            "Look at the reward function, at how hard the prompts are, and at group_size.",
+        )
+        return
+    entropies = [row["entropy"] for row in rows if "entropy" in row]
+    if len(entropies) >= 10:
+        fifth = len(entropies) // 5
+        first, last = sum(entropies[:fifth]) / fifth, sum(entropies[-fifth:]) / fifth
+        if 0 < last < min(COLLAPSED * first, LOW_ENTROPY):
+            yield Finding(
+                "entropy-collapses",
+                Level.problem,
+                "The policy's entropy has collapsed",
+                f"it fell from {first:.3f} to {last:.4f} nats a token: answers hardly differ any more.",
+                "Lower optimizer.lr, raise algorithm.entropy_bonus or the clip's upper bound, or stop here.",
+            )
+    squares = rows[-1].get("ppo/importance_square_mean") if rows else None
+    if squares and squares > 1 / FEW_EFFECTIVE:
+        yield Finding(
+            "old-data",
+            Level.problem,
+            "Little of the batch counts",
+            f"the effective sample size is {1 / squares:.0%} of the tokens: the policy has moved far from what "
+            "generated them.",
+            "Lower max_head_offpolicyness or optimizer.lr, or use fewer trainer.ppo_epochs.",
+        )
+
+
+def _limits(history: History, rows: Sequence[Row], m: Measured | None) -> Iterator[Finding]:
+    rates = [row["lr"] for row in rows if row.get("lr") is not None]
+    total = int(history.setting("total_train_steps", 0))
+    if len(rates) >= FLAT_STEPS and max(rates) > 0 and rates[-1] < 1e-3 * max(rates) and len(rows) < total:
+        yield Finding(
+            "schedule-at-its-end",
+            Level.problem,
+            "The learning rate's schedule is at its end",
+            f"the learning rate is {rates[-1]:.3g} at step {rows[-1]['step']:.0f} of {total}, at most it was "
+            f"{max(rates):.3g}.",
+            "Give the schedule as many steps as the run, or stop here.",
+        )
+    if m is not None and m.eta >= 2 and len(rows) > 5 * m.eta and 0 < m.greatest_age < m.eta / 2:
+        yield Finding(
+            "eta-never-reached",
+            Level.remark,
+            "η is never reached",
+            f"no token was older than {m.greatest_age:.0f} versions, and {m.eta} are allowed.",
+            "It does no harm; more places (rollout.max_concurrent) or servers would use it.",
+        )
+
+
+def _memory(process: Process) -> Iterator[Finding]:
+    """A process whose memory grows so that its host's is used up within hours."""
+    lines = [line for line in process.lines if "rss" in line and line.get("pid") == process.last.get("pid")]
+    half = lines[len(lines) // 2 :]
+    if len(half) < FEWEST_LINES:
+        return
+    third = len(half) // 3
+    early, late = half[:third], half[-third:]
+    seconds = _mean([line["at"] for line in late]) - _mean([line["at"] for line in early])
+    grown = min(line["rss"] for line in late) - max(line["rss"] for line in early)
+    free = process.last.get("host_free", 0)
+    if grown <= 0 or seconds <= 0 or free / (grown / seconds) > SOON_S:
+        return
+    hours = free / (grown / seconds) / 3600
+    yield Finding(
+        "memory-grows",
+        Level.problem,
+        "Memory grows",
+        f"{process.name} grew by {grown / 2**20:.0f} MiB in {seconds / 60:.0f} minutes to "
+        f"{process.last['rss'] / 2**30:.1f} GiB; at this pace its host's memory is used up in {hours:.1f} hours.",
+        "Look for what the user's code keeps, or lower trainer.buffer_memory.",
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,354 @@
+"""What the doctor's rules judge by: means over a window of a run's newest steps.
+
+The laws are those of operational analysis (Denning and Buzen 1978): a step of B rollouts every `step_s` seconds is a
+throughput of B / step_s; rollouts alive are admissions a second times seconds of a rollout (Little); a stage's use is
+its busy time over the window. Nothing is assumed about distributions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import log
+from statistics import median
+
+from asyncrl.observe.history import History, Process, Rollout
+from asyncrl.observe.history.history import Row
+
+WINDOW_STEPS = 50
+LITTLE_WAITING = 0.15
+"""A trainer that waits less than this share of the time sets the pace itself."""
+QUEUE_SHARE = 0.25
+"""Samples queue in the servers if they are more than this share of the running ones."""
+"""The newest steps that are looked at."""
+FEWEST_STEPS = 3
+TRAINER_PARTS = ("train", "publish", "keep", "wait_eval")
+FEW_EVALUATIONS = 0.1
+FEWEST_LOADS = 8
+GUESSED = 2.5
+"""A batch that is full to one part in so many is taken for a server at its limit."""
+LEAST_SPREAD = 0.2
+"""Difference of the logarithms of the number of running samples below which it says nothing."""
+CALLS = {
+    "generate_s": "generation",
+    "reward_s": "reward",
+    "env_s": "environment",
+    "tool_s": "tool",
+    "agent_wait_s": "a place for user code",
+    "env_wait_s": "a place for user code",
+}
+"""Metrics of a rollout's seconds, and what they are spent on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A generation server over the window; figures that its engine does not give are None.
+
+    `tokens_s` are generated a second; `busy`, `cpu` and `no_core` are shares of the time in engine steps, on a
+    processor and ready without one (the latter two may exceed 1, as they are sums over threads); `updating` is the
+    share of time in weight updates.
+    """
+
+    name: str
+    running: float | None
+    queued: float | None
+    max_running: float | None
+    kv_share: float | None
+    retracted_s: float | None
+    tokens_s: float | None
+    busy: float | None
+    cpu: float | None
+    no_core: float | None
+    late_s: float | None
+    silent: float
+    updating: float
+
+    @property
+    def tokens_per_sample(self) -> float | None:
+        """Tokens a second for each running sample."""
+        if not self.tokens_s or not self.running:
+            return None
+        return self.tokens_s / self.running
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """See the module's docstring; times are seconds, per step where nothing else is said.
+
+    Attributes:
+        parts: of a step: waiting for a batch, training, publishing and so on.
+        rollout_s: from admitted to finished; `calls` its seconds by what they were spent on.
+        waited_s: from finished to the end of the step that trained it.
+        places, busy_places: rollouts that may run at a time, and that did on average.
+        idle_s: time in which the full gate let no rollout run.
+        evaluations: share of the versions that are evaluated; `evaluating` is the share of the servers' samples that
+            are an evaluation's.
+        saturation: 0 where twice the samples give twice the tokens a second, 1 where they give no more; None: the
+            number of samples hardly varied.
+    """
+
+    steps: tuple[int, int]
+    step_s: float
+    batch: int
+    eta: int
+    group: int
+    parts: Mapping[str, float]
+    idle_s: float
+    rollout_s: float
+    waited_s: float
+    calls: Mapping[str, float]
+    places: int
+    busy_places: float
+    servers: tuple[Server, ...]
+    worker_loop_late_s: float | None
+    worker_late_s: float | None
+    evaluations: float
+    evaluating: float
+    saturation: float | None
+    greatest_age: float
+    admitted: int
+    dropped: Mapping[str, int]
+    missing: tuple[str, ...] = field(default=())
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of a step in which the trainer waits for rollouts."""
+        return self.parts["wait_for_batch"]
+
+    @property
+    def wait(self) -> float:
+        """Share of a step in which the trainer waits for rollouts."""
+        return self.wait_s / self.step_s
+
+    @property
+    def trainer_s(self) -> float:
+        """Seconds of a step that the trainer's side takes."""
+        return max(0.0, self.step_s - self.wait_s)
+
+    @property
+    def idle(self) -> float:
+        """Share of the time in which the gate is full and nothing runs."""
+        return self.idle_s / self.step_s
+
+    @property
+    def busy(self) -> float:
+        """Share of the places that are taken."""
+        return self.busy_places / self.places if self.places else 0.0
+
+    @property
+    def queues(self) -> bool:
+        """True if samples queue in the servers, so that more rollouts at a time would only wait there."""
+        running, queued = self.total("running"), self.total("queued")
+        return running is not None and queued is not None and queued > QUEUE_SHARE * max(1.0, running)
+
+    def step_if(
+        self,
+        *,
+        trainer_s: float | None = None,
+        user_s: float | None = None,
+        generation_s: float | None = None,
+        places: int | None = None,
+        queues: bool | None = None,
+        server: float = 1.0,
+    ) -> float:
+        """Seconds of a step at best, if the given figures were others.
+
+        A step takes as long as the slowest of three: the trainer's side; B rollouts of `rollout_s` in so many places;
+        and what the servers do, as far as they are at their limit. `server` scales what they have to do for a step.
+        """
+        generation = self.calls.get("generation", 0.0) if generation_s is None else generation_s
+        user = max(0.0, self.rollout_s - self.calls.get("generation", 0.0)) if user_s is None else user_s
+        supply_s = self.batch * (generation + user) / max(1, self.places if places is None else places)
+        limit = (1.0 if self.queues else self._limit) if queues is None else 1.0 if queues else self.saturation or 0.0
+        servers_s = limit * server * self.step_s if self.wait >= LITTLE_WAITING else 0.0
+        return max(self.trainer_s if trainer_s is None else trainer_s, supply_s, servers_s)
+
+    @property
+    def _limit(self) -> float:
+        """How far the servers are at their limit; where that was not seen, it is guessed by how full their batch is."""
+        if self.saturation is not None:
+            return self.saturation
+        running, most = self.total("running"), self.total("max_running")
+        return min(1.0, GUESSED * running / most) if running and most else 0.0
+
+    def total(self, name: str) -> float | None:
+        """The sum of the servers' figure `name`; None where one of them does not give it."""
+        values = [getattr(server, name) for server in self.servers]
+        return sum(values) if values and None not in values else None
+
+
+def measure(history: History) -> Measured | None:
+    """Measure the newest steps; None where there are fewer than `FEWEST_STEPS` with their row and ledger line."""
+    rows = _window(history)
+    if len(rows) < FEWEST_STEPS:
+        return None
+    first, last = int(rows[0]["step"]), int(rows[-1]["step"])
+    steps = [history.steps[int(row["step"])] for row in rows]
+    begin, end = steps[0].at - rows[0].get("time/step_s", 0.0), steps[-1].at
+    step_s = max(_mean(row["time/step_s"] for row in rows), 1e-9)
+    parts = {name: _mean(row.get(f"time/{name}_s", 0.0) for row in rows) for name in ("wait_for_batch", *TRAINER_PARTS)}
+    parts["other"] = max(0.0, step_s - sum(parts.values()))
+    rollout_s = _mean(step.rollout_s for step in steps)
+    settings = history.ledger.settings
+    dropped: Counter[str] = Counter()
+    for step in steps:
+        dropped.update(step.dropped)
+    workers = [each for each in history.processes.values() if each.kind == "rollout_worker"]
+    servers = tuple(
+        _server(each, history, begin, end)
+        for each in history.processes.values()
+        if each.kind == "generation_server" and each.between(begin, end)
+    )
+    places = int(history.setting("rollout.max_concurrent", 0)) * int(history.setting("rollout.workers", 1))
+    return Measured(
+        steps=(first, last),
+        step_s=step_s,
+        batch=settings.train_batch_size if settings else 0,
+        eta=settings.max_head_offpolicyness if settings else 0,
+        group=int(history.setting("group_size", 1)),
+        parts=parts,
+        idle_s=_mean(row.get("time/generation_idle_s", 0.0) for row in rows),
+        rollout_s=rollout_s,
+        waited_s=_mean(step.waited_s for step in steps),
+        calls=_calls(rows, rollout_s),
+        places=places,
+        busy_places=_alive(history.rollouts.values(), begin, end) or _little(steps, begin, end, rollout_s),
+        servers=servers,
+        worker_loop_late_s=_worst_mean(workers, "loop_late_s", begin, end),
+        worker_late_s=_worst_mean(workers, "late_s", begin, end),
+        evaluations=_mean(any(name.startswith("eval/") for name in row) for row in rows),
+        evaluating=_evaluating(history, servers, begin, end),
+        saturation=_saturation(history, begin, end),
+        greatest_age=max(row.get("staleness/max", 0.0) for row in rows),
+        admitted=sum(step.admitted for step in steps),
+        dropped=dropped,
+        missing=() if servers else ("generation servers (no lines of them in observed/)",),
+    )
+
+
+def _window(history: History) -> list[Row]:
+    """Rows of the newest steps that the ledger has too, without the first fifth of the run, in which it warms up."""
+    rows = [row for step, row in sorted(history.rows.items()) if step in history.steps and "time/step_s" in row]
+    warm = rows[max(1, len(rows) // 5) :] if len(rows) > FEWEST_STEPS else rows
+    return warm[-WINDOW_STEPS:]
+
+
+def _calls(rows: list[Row], rollout_s: float) -> dict[str, float]:
+    """Seconds of a rollout by what they were spent on; none is more than the rollout took."""
+    calls: Counter[str] = Counter()
+    for metric, what in CALLS.items():
+        calls[what] += _mean(row.get(f"rollout/{metric}", 0.0) for row in rows)  # type: ignore[assignment]
+    return {what: min(seconds, rollout_s) for what, seconds in calls.items()}
+
+
+def _alive(rollouts: Iterable[Rollout], begin: float, end: float) -> float:
+    """Rollouts that ran at a time, on average, of those that are still known."""
+    running_s = 0.0
+    for rollout in rollouts:
+        until = rollout.finished_at or rollout.ended_at or end
+        running_s += max(0.0, min(until, end) - max(rollout.admitted_at, begin))
+    return running_s / max(end - begin, 1e-9)
+
+
+def _little(steps: list, begin: float, end: float, rollout_s: float) -> float:  # type: ignore[type-arg]
+    return float(sum(step.admitted for step in steps) / max(end - begin, 1e-9) * rollout_s)
+
+
+def _server(process: Process, history: History, begin: float, end: float) -> Server:
+    def mean(name: str) -> float | None:
+        return process.mean(name, begin, end)
+
+    def rate(name: str) -> float | None:
+        return process.rate(name, begin, end)
+
+    updating_s = sum(
+        max(0.0, min(span["end"], end) - max(span["begin"], begin))
+        for each in history.processes.values()
+        for span in each.spans
+        if span["span"] == "update" and span.get("lane") == process.name
+    )
+    lines = process.between(begin, end)
+    return Server(
+        name=process.name,
+        running=mean("running"),
+        queued=mean("queued"),
+        max_running=process.greatest("max_running", begin, end),
+        kv_share=mean("kv_share"),
+        retracted_s=rate("retracted_total"),
+        tokens_s=rate("generated_total"),
+        busy=rate("busy_s"),
+        cpu=rate("cpu_s"),
+        no_core=rate("no_core_s"),
+        late_s=mean("late_s"),
+        silent=sum("silent" in line for line in lines) / len(lines) if lines else 0.0,
+        updating=updating_s / max(end - begin, 1e-9),
+    )
+
+
+def _evaluating(history: History, servers: tuple[Server, ...], begin: float, end: float) -> float:
+    """Share of the servers' samples that are not of rollouts while an evaluation runs."""
+    spans = [
+        (max(span["begin"], begin), min(span["end"], end))
+        for process in history.processes.values()
+        for span in process.spans
+        if span["span"] == "evaluation" and span["end"] > begin and span["begin"] < end
+    ]
+    lasted = sum(high - low for low, high in spans) / max(end - begin, 1e-9)
+    if lasted < FEW_EVALUATIONS or not servers:
+        return 0.0
+    among: list[float] = []
+    outside: list[float] = []
+    for at, running, _ in _loads(history, begin, end):
+        (among if any(low <= at <= high for low, high in spans) else outside).append(running)
+    if not among:
+        return 0.0
+    usual = _mean(outside) if outside else _alive(history.rollouts.values(), begin, end)
+    if not outside:
+        usual *= int(history.setting("group_size", 1))
+    more = max(0.0, _mean(among) - usual)
+    return float(min(1.0, lasted * more / max(_mean(among), 1e-9)))
+
+
+def _loads(history: History, begin: float, end: float) -> list[tuple[float, float, float]]:
+    """Time, running samples and tokens a second of the servers, as each line tells them."""
+    return [
+        (line["at"], line["running"], line["tokens_per_s"])
+        for process in history.processes.values()
+        for line in process.between(begin, end)
+        if line.get("running") and line.get("tokens_per_s")
+    ]
+
+
+def _saturation(history: History, begin: float, end: float) -> float | None:
+    """One minus the elasticity of tokens a second with the number of running samples, between the medians of the least
+    and the most loaded quarter of the lines.
+
+    The warm-up counts too: there samples are few, which shows what one of them gets alone.
+    """
+    loads = sorted((log(running), log(rate)) for _, running, rate in _loads(history, begin - (end - begin), end))
+    quarter = len(loads) // 4
+    if quarter < FEWEST_LOADS // 4:
+        return None
+    (low_n, low_rate), (high_n, high_rate) = (
+        (median(n for n, _ in part), median(rate for _, rate in part)) for part in (loads[:quarter], loads[-quarter:])
+    )
+    if high_n - low_n < LEAST_SPREAD:
+        return None
+    elasticity: float = (high_rate - low_rate) / (high_n - low_n)
+    return min(1.0, max(0.0, 1.0 - elasticity))
+
+
+def _worst_mean(processes: list[Process], gauge: str, begin: float, end: float) -> float | None:
+    means = [mean for each in processes if (mean := each.mean(gauge, begin, end)) is not None]
+    return max(means, default=None)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+def typical(values: Iterable[float]) -> float:
+    """The median of values."""
+    return median(values)

@@ -1,0 +1,127 @@
+"""Rules on a run that makes no step: which process does what, since when, and who is to be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from asyncrl.observe.doctor.finding import Finding, Level
+from asyncrl.observe.history import History, Process, State
+
+AT_WORK = frozenset({"ready", "serves", "plays", "waits for the master"})
+SILENT_S = 10.0
+"""A living process writes every two seconds."""
+LONG_S = 60.0
+MOST_LINES = 8
+TIMES_A_STEP = 8.0
+
+
+def standing(history: History) -> Iterator[Finding]:
+    """Findings on a run that stands, or has ended otherwise than it should."""
+    if history.state is State.died:
+        yield _died(history)
+    elif history.state is State.running and not history.steps:
+        yield _starting(history)
+    elif history.state is State.running and (finding := _stalled(history)) is not None:
+        yield finding
+
+
+def progress(history: History) -> list[tuple[str, str, float]]:
+    """Processes that are not at work yet: name, what each does, and for how many seconds."""
+    now = history.now
+    return [
+        (process.name, process.last["stage"], max(0.0, now - process.last["since"]))
+        for process in _workers(history)
+        if process.last["stage"] not in AT_WORK and not process.last.get("ended")
+    ]
+
+
+def standing_lines(history: History, verdict: Finding | None) -> list[str]:
+    """Where a run stands, for the terminal: what its processes do before the first step, then what sets the pace."""
+    if history.steps:
+        if verdict is None or verdict.level is Level.remark:
+            return []
+        return [f"{verdict.title}: {verdict.advice or verdict.sentence} {verdict.gain}".strip()]
+    doing = [f"{name} {stage} ({seconds:.0f} s)" for name, stage, seconds in progress(history)]
+    if len(doing) > MOST_LINES:
+        doing = [*doing[: MOST_LINES - 1], f"and {len(doing) - MOST_LINES + 1} other processes"]
+    return doing or ["all processes are at work: the first batch is being generated"]
+
+
+def _workers(history: History) -> list[Process]:
+    """The processes of the newest launch."""
+    launcher = history.processes.get("launcher/0")
+    since = 0.0
+    if launcher is not None and launcher.lines:
+        since = next(line["at"] for line in launcher.lines if line["pid"] == launcher.last["pid"])
+    return [
+        process
+        for process in history.processes.values()
+        if process.kind != "launcher" and process.lines and process.last["at"] >= since
+    ]
+
+
+def _doing(history: History) -> str:
+    """The stages of the processes that are not simply waiting to be asked, in a sentence."""
+    parts = [f"{name} {stage} since {seconds:.0f} s" for name, stage, seconds in progress(history)]
+    return "; ".join(parts)
+
+
+def _starting(history: History) -> Finding:
+    doing = _doing(history)
+    waiting = [name for name, stage, _ in progress(history) if not stage.startswith("waits")]
+    return Finding(
+        "no-step-yet",
+        Level.remark,
+        "No train step yet",
+        (doing or "all processes are at work, and the first batch is being generated") + ".",
+        f"The others wait for {', '.join(waiting)}; see its log." if waiting and len(waiting) <= 3 else "",
+    )
+
+
+def _stalled(history: History) -> Finding | None:
+    newest = max(history.steps)
+    since = history.now - history.steps[newest].at
+    times = [row["time/step_s"] for row in history.rows.values() if "time/step_s" in row]
+    if since < max(LONG_S, TIMES_A_STEP * (median(times) if times else 0.0)):
+        return None
+    now = history.now
+    silent = [p.name for p in _workers(history) if now - p.last["at"] > SILENT_S and not p.last.get("ended")]
+    doing = _doing(history)
+    gate = next((p.last for p in _workers(history) if p.kind == "gserver_manager"), {})
+    counters = ""
+    if gate:
+        counters = (
+            f" The manager counts {gate.get('rollouts_running', 0):.0f} rollouts under way and "
+            f"{gate.get('finished_untrained', 0):.0f} that wait to be trained."
+        )
+    return Finding(
+        "stalled",
+        Level.problem,
+        "The run stands still",
+        f"no step since {since:.0f} s, after step {newest}; {doing or 'all processes wait'}."
+        + (f" Silent: {', '.join(silent)}." if silent else "")
+        + counters,
+        f"Look at the log of {silent[0] if silent else 'the process named first'}; py-spy dump shows where it is.",
+    )
+
+
+def _died(history: History) -> Finding:
+    last = ", ".join(
+        f"{process.name} {process.last['stage']}" for process in _workers(history) if not process.last.get("ended")
+    )
+    reached = f"after step {max(history.steps)}" if history.steps else "before its first step"
+    restarts = history.restarts[-1:]
+    return Finding(
+        "died",
+        Level.problem,
+        "The run ended without a summary",
+        f"{reached}. "
+        + (f"Last seen: {last}. " if last else "")
+        + (
+            f"The last restart was of {restarts[0]['restarted']}, which {restarts[0].get('reason', '')}."
+            if restarts and "restarted" in restarts[0]
+            else ""
+        ),
+        "The same command continues from the newest checkpoint; the logs of the processes named say why.",
+    )

@@ -1,0 +1,11 @@
+"""A run as its files tell it: read bit by bit while it goes on, or at once when it is over.
+
+`History` is what `doctor`, `dashboard`, `trace` and the Python API read. It opens files of the run's folder and asks no
+process, so it costs the run nothing and works after a crash.
+"""
+
+from asyncrl.observe.history.history import History, State
+from asyncrl.observe.history.ledger import Rollout, StepOf
+from asyncrl.observe.history.processes import Process
+
+__all__ = ["History", "Process", "Rollout", "State", "StepOf"]

@@ -1,0 +1,37 @@
+"""New whole lines of a file that grows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class ReadAgain(Exception):
+    """The file is another one than before, or shorter: what was read of it no longer holds."""
+
+
+class Appended:
+    """Reads the whole lines that were appended to `file` since the last `read`."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self._offset, self._inode = file, 0, 0
+
+    def read(self) -> list[bytes]:
+        """The new lines without their ends; none where the file is not there.
+
+        Raises:
+            ReadAgain: the file was replaced or cut; the next call reads it from its beginning.
+        """
+        try:
+            with self.file.open("rb") as stream:
+                about = os.fstat(stream.fileno())
+                if self._inode not in (0, about.st_ino) or about.st_size < self._offset:
+                    self._offset, self._inode = 0, 0
+                    raise ReadAgain(self.file)
+                self._inode = about.st_ino
+                stream.seek(self._offset)
+                whole, newline, _ = stream.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._offset += len(whole) + len(newline)
+        return whole.splitlines() if newline else []

@@ -1,0 +1,189 @@
+"""All of a run's files that people ask about, in one reader."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from enum import StrEnum, auto
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from omegaconf import OmegaConf
+
+from asyncrl.comm import names
+from asyncrl.config.run_dir import (
+    CONFIG_FILE,
+    LEDGER_DIR,
+    LOCK_FILE,
+    METRICS_FILE,
+    OBSERVED_DIR,
+    REMARKS_FILE,
+    RESTARTS_FILE,
+    SUMMARY_FILE,
+)
+from asyncrl.observe.history.appended import Appended, ReadAgain
+from asyncrl.observe.history.ledger import LedgerHistory, Rollout, StepOf
+from asyncrl.observe.history.processes import Process, ProcessHistory
+
+Row = dict[str, Any]
+KEEP_STEPS = 100
+SILENT_S = 30.0
+"""A run on another host, whose lock cannot be seen, is running if a process of it wrote within so many seconds."""
+
+
+class State(StrEnum):
+    """Where a run stands."""
+
+    running = auto()
+    """A launcher holds it."""
+    finished = auto()
+    """It trained all its steps."""
+    stopped = auto()
+    """It was asked to stop and ended in order."""
+    died = auto()
+    """It ended without a summary."""
+
+
+class History:
+    """The run in `folder`; `refresh` takes in what is new, the first call all that there is.
+
+    Args:
+        folder: of the run, or the `metrics.jsonl` or another file in it.
+        keep_steps: rollouts that ended in as many of the newest steps are kept; figures of all steps are.
+        keep_from: rollouts that ended in this step or later are kept instead.
+
+    Raises:
+        ValueError: the folder holds no run; the message is for the user.
+    """
+
+    def __init__(self, folder: Path, *, keep_steps: int = KEEP_STEPS, keep_from: int | None = None) -> None:
+        folder = folder.expanduser().resolve()
+        self.folder = folder if folder.is_dir() else folder.parent
+        if not (self.folder / CONFIG_FILE).is_file():
+            raise ValueError(
+                f"{folder} is no run: it has no {CONFIG_FILE}; give the folder <fileroot>/<experiment>/<trial>"
+            )
+        self.name = f"{self.folder.parent.name}/{self.folder.name}"
+        self.ledger = LedgerHistory(self.folder / LEDGER_DIR, keep_steps, keep_from)
+        self._observed = ProcessHistory(self.folder / OBSERVED_DIR)
+        self._metrics = Appended(self.folder / METRICS_FILE)
+        self._config: tuple[int, Mapping[str, Any]] = (-1, {})
+        self.rows: dict[int, Row] = {}
+        """Rows of metrics by step."""
+        self.state = State.died
+        self.summary: dict[str, Any] | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in what is new."""
+        try:
+            self._take_rows(self._metrics.read())
+        except ReadAgain:  # a launch cuts off the steps that it trains anew
+            self.rows.clear()
+            self._take_rows(self._metrics.read())
+        self.ledger.refresh()
+        self._observed.refresh()
+        self.summary = self._json(SUMMARY_FILE)
+        self.state = self._state()
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved settings, as nested mappings."""
+        changed = (self.folder / CONFIG_FILE).stat().st_mtime_ns
+        if self._config[0] != changed:
+            loaded = OmegaConf.to_container(OmegaConf.load(self.folder / CONFIG_FILE))
+            assert isinstance(loaded, dict)
+            self._config = (changed, {str(key): value for key, value in loaded.items()})
+        return self._config[1]
+
+    def setting(self, path: str, default: Any = None) -> Any:
+        """The setting at `path`, such as `rollout.max_concurrent`."""
+        found: Any = self.config
+        for key in path.split("."):
+            if not isinstance(found, Mapping) or key not in found:
+                return default
+            found = found[key]
+        return found
+
+    @property
+    def steps(self) -> dict[int, StepOf]:
+        """Figures of the train steps, from the ledger, by number."""
+        return self.ledger.steps
+
+    @property
+    def rollouts(self) -> dict[str, Rollout]:
+        """Rollouts under way and of the newest steps, by id."""
+        return self.ledger.rollouts
+
+    @property
+    def processes(self) -> dict[str, Process]:
+        """What processes said of themselves, by name `<kind>/<index>`."""
+        return self._observed.processes
+
+    @property
+    def restarts(self) -> list[Row]:
+        """The restarts, in order (`asyncrl.runtime.trials.restart_log`)."""
+        return self._lines(RESTARTS_FILE)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks of the newest launch's processes for the terminal."""
+        return [str(line.get("remark", "")) for line in self._lines(REMARKS_FILE)]
+
+    @property
+    def now(self) -> float:
+        """The newest time that any of the files tells, in seconds since 1970."""
+        said: list[float] = [process.last.get("at", 0.0) for process in self.processes.values()]
+        return max([self.ledger.newest_at, *said])
+
+    def _take_rows(self, lines: list[bytes]) -> None:
+        for raw in lines:
+            try:
+                row = json.loads(raw)
+                step = int(row["step"])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue
+            if step <= next(reversed(self.rows), -1):  # trained anew after a launch went back
+                self.rows = {number: known for number, known in self.rows.items() if number < step}
+            self.rows[step] = row
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        try:
+            found = json.loads((self.folder / name).read_text())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _lines(self, name: str) -> list[Row]:
+        found = []
+        for raw in Appended(self.folder / name).read():
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                found.append(line)
+        return found
+
+    def _state(self) -> State:
+        if self._is_held():
+            return State.running
+        if self.summary is None:
+            return State.died
+        total = self.setting("total_train_steps", 0)
+        return State.finished if self.summary.get("steps", 0) >= total else State.stopped
+
+    def _is_held(self) -> bool:
+        """True if a launcher holds the trial: it has the lock here, or writes from another host."""
+        try:
+            inode = (self.folder / LOCK_FILE).stat().st_ino
+            holder = names.TrialHolder.decode((self.folder / LOCK_FILE).read_text())
+        except (OSError, msgspec.MsgspecError):
+            return False
+        if holder.host != socket.gethostname():
+            return time.time() - self.now < SILENT_S and self.summary is None
+        with open("/proc/locks", encoding="ascii") as locks:  # taking the lock to see could keep a launcher from it
+            return any(f":{inode} " in line and "FLOCK" in line for line in locks)

@@ -1,0 +1,99 @@
+"""The lines of processes about themselves (`asyncrl.observe.observer`), as they come."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.observe.history.appended import Appended, ReadAgain
+
+Line = dict[str, Any]
+KEEP_LINES = 3600
+"""Lines of a process that are kept: two hours."""
+KEEP_SPANS = 20_000
+OLDER = ".1"
+
+
+@dataclass(slots=True)
+class Process:
+    """What a process said of itself: its newest lines and its spans, each in order."""
+
+    name: str
+    lines: deque[Line] = field(default_factory=lambda: deque(maxlen=KEEP_LINES))
+    spans: deque[Line] = field(default_factory=lambda: deque(maxlen=KEEP_SPANS))
+
+    @property
+    def kind(self) -> str:
+        """The kind of process, as in its name `<kind>/<index>`."""
+        return self.name.partition("/")[0]
+
+    @property
+    def last(self) -> Line:
+        """The newest line; empty where there is none."""
+        return self.lines[-1] if self.lines else {}
+
+    def between(self, begin: float, end: float) -> list[Line]:
+        """The lines from `begin` to `end`, in seconds since 1970."""
+        return [line for line in self.lines if begin <= line["at"] <= end]
+
+    def rate(self, counter: str, begin: float, end: float) -> float | None:
+        """Growth of `counter` a second between two times; None where it is not known.
+
+        A process that was started again begins to count anew; only growth is counted.
+        """
+        readings = [(line["at"], line[counter]) for line in self.between(begin, end) if counter in line]
+        if len(readings) < 2 or readings[-1][0] <= readings[0][0]:
+            return None
+        grown = sum(max(0.0, b - a) for (_, a), (_, b) in itertools.pairwise(readings))
+        return float(grown / (readings[-1][0] - readings[0][0]))
+
+    def mean(self, gauge: str, begin: float, end: float) -> float | None:
+        """Mean of `gauge` over the lines between two times; None where it is in none."""
+        values = [line[gauge] for line in self.between(begin, end) if gauge in line]
+        return sum(values) / len(values) if values else None
+
+    def greatest(self, gauge: str, begin: float, end: float) -> float | None:
+        """Greatest value of `gauge` over the lines between two times; None where it is in none."""
+        return max((line[gauge] for line in self.between(begin, end) if gauge in line), default=None)
+
+
+class ProcessHistory:
+    """Reads `observed/` in `folder`; `refresh` takes in what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Appended] = {}
+        self.processes: dict[str, Process] = {}
+
+    def refresh(self) -> None:
+        """Take in what is new."""
+        for file in sorted(self._folder.glob("*.jsonl")):
+            kind, _, index = file.stem.rpartition("-")
+            name = f"{kind}/{index}"
+            process = self.processes.setdefault(name, Process(name))
+            if name not in self._files:
+                self._take(process, Appended(file.with_name(file.name + OLDER)).read())
+                self._files[name] = Appended(file)
+            try:
+                self._take(process, self._files[name].read())
+            except ReadAgain:  # it was full, and is the older one now
+                older = Appended(file.with_name(file.name + OLDER)).read()
+                newest = process.last.get("at", 0.0)
+                self._take(process, older, after=newest)
+                self._take(process, self._files[name].read())
+
+    def _take(self, process: Process, raw_lines: list[bytes], after: float = 0.0) -> None:
+        for raw in raw_lines:
+            try:
+                line = json.loads(raw)
+                if "span" in line:
+                    if line["end"] > after:
+                        process.spans.append(line)
+                elif line["at"] > after:
+                    process.lines.append(line)
+            except (ValueError, KeyError, TypeError):  # a line that a full disk cut, or not ours
+                continue

@@ -1,0 +1,233 @@
+"""A process's record of itself: a line every two seconds in `observed/<kind>-<index>.jsonl` of the run's folder.
+
+A line says what the process does (`stage`, for people), what it used (processor, memory), how late it was, and the
+figures that the process itself gives (`gauges`). Counters that end in `_s` or `_total` only grow, so that a reader can
+take differences over any time and miss lines. A line with `span` is a piece of work with its begin and end.
+
+The file stays when the process dies; a file that is full is followed by a new one and the one before is kept, so a
+process has at most `2 * FILE_BYTES` there. A disk that takes nothing costs lines, never the process.
+
+The functions of this module act on the process's one observer, as logging does. Where none was started (tests,
+commands), they do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.run_dir import OBSERVED_DIR, observed_file
+
+EVERY_S = 2.0
+TICK_S = 0.25
+"""Time between two checks of how late this process is."""
+FILE_BYTES = 2 << 20
+_log = logging.getLogger(__name__)
+
+Gauges = Callable[[], Mapping[str, float]]
+
+
+class Observer:
+    """Writes the lines of one process.
+
+    Args:
+        file: that the lines go to.
+        every_s: between two lines.
+    """
+
+    def __init__(self, file: Path, *, every_s: float = EVERY_S, file_bytes: int = FILE_BYTES) -> None:
+        self._file, self._every_s, self._file_bytes = file, every_s, file_bytes
+        self._stage, self._since = "starting", time.time()
+        self._gauges: list[Gauges] = []
+        self._loops: list[AbstractEventLoop] = []
+        self._pinged: dict[AbstractEventLoop, float] = {}
+        self._late_s = self._loop_late_s = 0.0
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._told = False
+        self._thread = threading.Thread(target=self._run, name="observer", daemon=True)
+
+    def start(self) -> None:
+        """Write the first line, and the others from a thread."""
+        self._write(self.line())
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write the last line."""
+        if not self._end.is_set():
+            self._end.set()
+            self._write(self.line() | {"ended": True})
+
+    def stage(self, text: str) -> None:
+        """Say what the process does from now on; the next line tells it."""
+        if text != self._stage:
+            self._stage, self._since = text, time.time()
+
+    def gauges(self, read: Gauges) -> None:
+        """Have each line hold the figures that `read` returns; it is called by the observer's thread."""
+        self._gauges.append(read)
+
+    def watch(self, loop: AbstractEventLoop) -> None:
+        """Measure how late `loop` is from now on; of several the latest is told."""
+        self._loops.append(loop)
+
+    def span(self, name: str, begin: float, end: float, **about: Any) -> None:
+        """Write that `name` lasted from `begin` to `end`, in seconds since 1970."""
+        self._write({"span": name, "begin": round(begin, 3), "end": round(end, 3), **about})
+
+    def line(self) -> dict[str, Any]:
+        """The line of now."""
+        line = {
+            "at": round(time.time(), 3),
+            "pid": os.getpid(),
+            "stage": self._stage,
+            "since": round(self._since, 3),
+            **_resources(),
+            "late_s": round(self._late_s, 3),
+        }
+        if self._loops:
+            line["loop_late_s"] = round(self._loop_late_s, 3)
+        self._late_s = self._loop_late_s = 0.0
+        for read in self._gauges:
+            try:
+                line |= read()
+            except Exception as error:  # a figure for people must not end what is observed
+                _log.debug("a gauge failed: %s: %s", type(error).__name__, error)
+        return line
+
+    def _run(self) -> None:
+        last = due = time.monotonic()
+        while not self._end.wait(TICK_S):
+            now = time.monotonic()
+            self._late_s = max(self._late_s, now - last - TICK_S)
+            last = now
+            self._ping(now)
+            if now - due >= self._every_s:
+                due = now
+                self._write(self.line())
+
+    def _ping(self, now: float) -> None:
+        """Ask each loop to say when it comes to this; an answer that is due counts as late so far."""
+        for loop in list(self._loops):
+            if (asked := self._pinged.get(loop)) is not None and not loop.is_closed():
+                self._loop_late_s = max(self._loop_late_s, now - asked)
+                continue
+            self._pinged[loop] = now
+            try:
+                loop.call_soon_threadsafe(self._pong, loop)
+            except RuntimeError:  # closed
+                self._loops.remove(loop)
+
+    def _pong(self, loop: AbstractEventLoop) -> None:
+        if (asked := self._pinged.pop(loop, None)) is not None:
+            self._loop_late_s = max(self._loop_late_s, time.monotonic() - asked)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        data = json.dumps(line).encode() + b"\n"
+        with self._lock:
+            try:
+                self._append(data)
+                self._told = False
+            except OSError as error:
+                if not self._told:
+                    _log.warning("%s takes no lines: %s", self._file, error)
+                self._told = True
+
+    def _append(self, data: bytes) -> None:
+        descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            full = os.fstat(descriptor).st_size + len(data) > self._file_bytes
+            if not full:
+                os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+        if full:
+            os.replace(self._file, self._file.with_name(self._file.name + ".1"))
+            self._append(data)
+
+
+_observer: Observer | None = None
+
+
+def start(run_dir: Path, kind: str, index: int) -> None:
+    """Begin to observe this process, the `index`-th of its `kind`."""
+    global _observer
+    try:
+        (run_dir / OBSERVED_DIR).mkdir(exist_ok=True)
+    except OSError as error:
+        _log.warning("%s takes no lines: %s", run_dir / OBSERVED_DIR, error)
+        return
+    _observer = Observer(observed_file(run_dir, kind, index))
+    _observer.start()
+
+
+def close() -> None:
+    """Write the last line of this process."""
+    global _observer
+    if _observer is not None:
+        _observer.close()
+        _observer = None
+
+
+def stage(text: str) -> None:
+    """See `Observer.stage`."""
+    if _observer is not None:
+        _observer.stage(text)
+
+
+def gauges(read: Gauges) -> None:
+    """See `Observer.gauges`."""
+    if _observer is not None:
+        _observer.gauges(read)
+
+
+def watch(loop: AbstractEventLoop) -> None:
+    """See `Observer.watch`."""
+    if _observer is not None:
+        _observer.watch(loop)
+
+
+def span(name: str, begin: float, end: float, **about: Any) -> None:
+    """See `Observer.span`."""
+    if _observer is not None:
+        _observer.span(name, begin, end, **about)
+
+
+@contextmanager
+def doing(text: str, name: str = "", **about: Any) -> Iterator[None]:
+    """Say that the process does `text` inside; with a `name`, also write the span."""
+    began = time.time()
+    stage(text)
+    try:
+        yield
+    finally:
+        if name:
+            span(name, began, time.time(), **about)
+
+
+def _resources() -> dict[str, float]:
+    """Counters of this process and its threads: seconds on a processor, seconds ready without one, resident bytes."""
+    times = os.times()
+    figures: dict[str, float] = {"cpu_s": round(times.user + times.system, 2)}
+    waited_ns, threads = 0, 0
+    for task in os.scandir("/proc/self/task"):
+        try:
+            with open(f"{task.path}/schedstat", encoding="ascii") as file:
+                waited_ns += int(file.read().split()[1])
+            threads += 1
+        except (OSError, IndexError):  # the thread ended, or the kernel keeps no such statistics
+            continue
+    figures |= {"no_core_s": round(waited_ns / 1e9, 2), "threads": threads}
+    with open("/proc/self/statm", encoding="ascii") as file:
+        figures["rss"] = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/meminfo", encoding="ascii") as file:
+        figures["host_free"] = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    return figures

@@ -1,0 +1,199 @@
+"""A timeline as an SVG picture for documents: time runs to the right, each lane is a row.
+
+What a document cannot show well is left to the trace: the calls of ranks, arrows and single waits. Of the waits the
+picture has their number over time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from asyncrl.observe.timeline.spans import EVENTS, OTHER, PHASES, STEPS, TRAINER, WAITING, Span, Timeline
+
+WIDTH, LEFT, RIGHT, TOP = 1280, 190, 20, 62
+PHASE_COLOURS = {
+    "wait_for_batch": "#d9534f",
+    "train": "#3b6fb6",
+    "publish": "#e0a030",
+    "keep": "#6b7078",
+    "wait_eval": "#c77dba",
+    OTHER: "#d5d8dd",
+}
+KIND_COLOURS = {"update": "#2a9d8f", "evaluation": "#8e5ea2", "checkpoint": "#6b7078", "restart": "#b3202c"}
+VERSIONS = ("#8fb4e3", "#b7a3d9", "#9fd0b5", "#f0c987", "#e8a3a3", "#9ad2e0")
+UNTRAINED = "#e0e0e0"
+STEP_FILL, LINE, TEXT, DIM = "#eef1f5", "#c9ccd1", "#30343b", "#6b7078"
+_ROW = {STEPS: 22.0, TRAINER: 20.0}
+_GAP = 14.0
+_AREA = 36.0
+"""Height of the number of rollouts that wait."""
+_LEGEND_ROW = 20.0
+_TICKS = 10
+_TIP_KEYS = ("prompt", "step", "reward", "version", "set", "reason", "served")
+"""What a bar tells that is pointed at."""
+
+
+def svg_picture(line: Timeline, name: str) -> str:
+    """The picture; rollouts are coloured by the version that admitted them, those that no step trained are grey."""
+    steps = [span for span in line.spans if span.kind == "step"]
+    first, last = steps[0].about["step"], steps[-1].about["step"]
+    asked = f"step {first}" if first == last else f"steps {first} to {last}"
+    body = [_text(16, 26, f"{name}: {asked}, {line.end - line.begin:.1f} s", size=15, weight=600)]
+    rows = _rows(line)
+    y = TOP + sum(height for _, _, height in rows) + _GAP * len(rows)
+    body += _grid(line, steps, y - _GAP)
+    at = float(TOP)
+    for track, spans, height in rows:
+        body += _track(line, track, spans, at, height)
+        at += height + _GAP
+    body += _legend(line, y)
+    height = round(y + 2 * _LEGEND_ROW + 10)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
+        f'font-family="DejaVu Sans, Noto Sans, sans-serif" font-size="11" fill="{TEXT}">'
+    )
+    return f'{head}<rect width="{WIDTH}" height="{height}" fill="#fff"/>{"".join(body)}</svg>\n'
+
+
+def _rows(line: Timeline) -> list[tuple[str, list[Span], float]]:
+    """The tracks from the top to the bottom, with their spans and heights."""
+    by_track: dict[str, list[Span]] = defaultdict(list)
+    for span in line.spans:
+        if span.kind != "call":
+            by_track[span.track].append(span)
+    servers = sorted({span.track for span in line.spans if span.kind == "update"})
+    workers = sorted({span.track for span in line.spans if span.kind == "rollout"})
+    order = [track for track in (STEPS, TRAINER, EVENTS, *servers, WAITING, *workers) if track in by_track]
+    return [(track, by_track[track], _height(track, by_track[track])) for track in order]
+
+
+def _height(track: str, spans: Sequence[Span]) -> float:
+    return _AREA if track == WAITING else _lanes(spans) * _row(track, spans)
+
+
+def _lanes(spans: Sequence[Span]) -> int:
+    return 1 + max(span.lane for span in spans)
+
+
+def _row(track: str, spans: Sequence[Span]) -> float:
+    """Height of a lane."""
+    return _ROW.get(track, 7.0 if _lanes(spans) > 4 else 13.0)
+
+
+def _track(line: Timeline, track: str, spans: Sequence[Span], y: float, height: float) -> Iterator[str]:
+    if track == WAITING:
+        yield from _area(line, spans, y, height)
+        return
+    row = _row(track, spans)
+    yield _label(track, y + min(15, (row + 8) / 2 if _lanes(spans) == 1 else 11))
+    if spans[0].kind == "rollout":
+        yield _label(f"{_lanes(spans)} places", y + 25, DIM)
+    for span in spans:
+        yield _bar(line, span, y + span.lane * row, row - 1.5)
+
+
+def _bar(line: Timeline, span: Span, y: float, height: float) -> str:
+    x, end = _x(line, span.begin), _x(line, span.end)
+    width = max(0.8, end - x - 0.4)
+    told = "".join(f", {key} {span.about[key]}" for key in _TIP_KEYS if span.about.get(key) is not None)
+    tip = escape(f"{span.name}: {1000 * (span.end - span.begin):.0f} ms{told}")
+    shape = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}" fill="{_fill(span)}"'
+    bar = f"<rect {shape}><title>{tip}</title></rect>"
+    number = str(span.about.get("step"))
+    if span.kind == "step" and width > 8 + 7 * len(number):
+        bar += _text(x + width / 2, y + 15, number, anchor="middle")
+    return bar
+
+
+def _fill(span: Span) -> str:
+    if span.kind == "rollout":
+        return UNTRAINED if span.about["step"] is None else VERSIONS[span.about["version"] % len(VERSIONS)]
+    return PHASE_COLOURS.get(span.name, KIND_COLOURS.get(span.kind, STEP_FILL))
+
+
+def _area(line: Timeline, waits: Sequence[Span], y: float, height: float) -> Iterator[str]:
+    """The number of `waits` over time, as an area."""
+    changes = sorted([(span.begin, 1) for span in waits] + [(span.end, -1) for span in waits])
+    points, number, most = [(line.begin, 0)], 0, 1
+    for at, change in changes:
+        number += change
+        most = max(most, number)
+        points.append((at, number))
+    bottom = y + height
+    path = "".join(f"H{_x(line, at):.1f}V{bottom - height * count / most:.1f}" for at, count in points)
+    yield _label(WAITING, y + 11)
+    yield _label(f"up to {most} rollouts", y + 25, DIM)
+    yield f'<path d="M{LEFT} {bottom:.1f}{path}H{_x(line, line.end):.1f}V{bottom:.1f}Z" fill="#b9c4d3"/>'
+
+
+def _grid(line: Timeline, steps: Sequence[Span], bottom: float) -> Iterator[str]:
+    """Seconds along the top, and a line down at each step's end unless they would be too near."""
+    length = line.end - line.begin
+    tick = _round_up(length / _TICKS)
+    for number in range(math.floor(length / tick) + 1):
+        x = _x(line, line.begin + number * tick)
+        yield f'<path d="M{x:.1f} {TOP - 9}v5" stroke="{LINE}"/>'
+        yield _text(x, TOP - 12, f"{number * tick:g} s", anchor="middle", fill=DIM, size=10)
+    apart = (WIDTH - LEFT - RIGHT) / len(steps)
+    for step in steps if apart > 6 else ():
+        x = _x(line, step.end)
+        yield f'<path d="M{x:.1f} {TOP}V{bottom:.0f}" stroke="{LINE}" stroke-width=".6" stroke-dasharray="2 3"/>'
+
+
+def _round_up(seconds: float) -> float:
+    """The next of 1, 2, 5, 10 times a power of ten."""
+    base = 10.0 ** math.floor(math.log10(max(seconds, 1e-6)))
+    return next(factor * base for factor in (1, 2, 5, 10) if factor * base >= seconds * (1 - 1e-9))
+
+
+def _legend(line: Timeline, y: float) -> Iterator[str]:
+    """The colours that the picture has."""
+    names = {span.name for span in line.spans if span.kind == "phase"}
+    kinds = {span.kind for span in line.spans}
+    phases = [(name.replace("_", " "), PHASE_COLOURS[name]) for name in (*PHASES, OTHER) if name in names]
+    yield from _keys("trainer", phases + [(k, colour) for k, colour in KIND_COLOURS.items() if k in kinds], y)
+    rollouts = [span for span in line.spans if span.kind == "rollout"]
+    versions = sorted({span.about["version"] for span in rollouts if span.about["step"] is not None})
+    firsts = {version % len(VERSIONS): version for version in reversed(versions)}  # of each colour
+    some = [(f"v{version}", VERSIONS[colour]) for colour, version in sorted(firsts.items(), key=lambda item: item[1])]
+    if len(versions) > len(some):
+        some.append(("and so on: version at admission", "none"))
+    if any(span.about["step"] is None for span in rollouts):
+        some.append(("not trained (yet)", UNTRAINED))
+    yield from _keys("rollouts", some, y + _LEGEND_ROW)
+
+
+def _keys(label: str, keys: Sequence[tuple[str, str]], y: float) -> Iterator[str]:
+    yield _label(label, y + 10, DIM)
+    x = float(LEFT)
+    for name, colour in keys:
+        box = 0 if colour == "none" else 14
+        if box:
+            yield f'<rect x="{x:.0f}" y="{y + 1:.0f}" width="10" height="10" fill="{colour}"/>'
+        yield _text(x + box, y + 10, name)
+        x += box + 16 + 6.8 * len(name)
+
+
+def _x(line: Timeline, at: float) -> float:
+    inside = min(max(at, line.begin), line.end) - line.begin
+    return LEFT + inside / max(line.end - line.begin, 1e-9) * (WIDTH - LEFT - RIGHT)
+
+
+def _label(text: str, y: float, fill: str = TEXT) -> str:
+    return _text(LEFT - 10, y, text, anchor="end", fill=fill)
+
+
+def _text(
+    x: float, y: float, text: str, *, size: int = 11, anchor: str = "start", weight: int = 400, fill: str = TEXT
+) -> str:
+    chosen = (
+        ("text-anchor", anchor, "start"),
+        ("font-size", size, 11),
+        ("font-weight", weight, 400),
+        ("fill", fill, TEXT),
+    )
+    more = "".join(f' {key}="{value}"' for key, value, usual in chosen if value != usual)
+    return f'<text x="{x:.1f}" y="{y:.1f}"{more}>{escape(text)}</text>'

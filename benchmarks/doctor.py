@@ -1,0 +1,222 @@
+"""Does the doctor name what is wrong? Real runs of the demo, each with one cause injected.
+
+    python benchmarks/doctor.py [--only NAME ...] [--json PATH]
+
+Each run is `python -m asyncrl.launch async_ppo` with the settings and the user code below, some with a disturbance from
+outside: a server that is stopped four fifths of each second, processes that take the cores. Then
+`python -m asyncrl.launch doctor RUN` judges its files. The expected finding has to be the first that is no remark;
+where two causes come to the same (a host without cores slows its servers), either is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from asyncrl.config.load import load_supervised
+from asyncrl.trainer.supervised.base_model import ensure_base_model
+
+USER_CODE = """
+import asyncio
+import time
+
+from asyncrl.api import Environment
+
+
+def constant(data, completion):
+    return 1.0
+
+
+async def slow(data, completion):
+    await asyncio.sleep(3.0)
+    return float(completion.count("1"))
+
+
+async def blocks(data, completion):
+    time.sleep(0.1)
+    return float(completion.count("1"))
+
+
+def fails(data, completion):
+    if len(data["prompt"]) % 2 == 0:
+        raise ValueError("this row has no answer")
+    return float(completion.count("1"))
+
+
+class Slow(Environment):
+    def __init__(self, reward):
+        pass
+
+    async def reset(self, *, seed=None, options=None):
+        return None, {}
+
+    async def step(self, action):
+        await asyncio.sleep(2.0)
+        return None, float(action.count("1")), True, False, {}
+
+    async def close(self):
+        pass
+"""
+COMMON = [
+    "eval.interval=0",
+    "checkpoint.interval=0",
+    "logging.tensorboard=false",
+    "logging.display=plain",
+    "system.stall_timeout_s=300",
+]
+LIMIT_S = 240.0
+STOPPED_S, GOING_S = 0.8, 0.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """An injected cause: what the doctor has to name, settings, number of steps, and a disturbance from outside."""
+
+    expected: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+    steps: int = 14
+    disturbed: Callable[[Path], contextlib.AbstractContextManager[None]] | None = None
+
+
+def processes(run: Path, kind: str, index: int = 0) -> list[psutil.Process]:
+    """The processes of `kind` with this number in the run."""
+    title = f"asyncrl {kind}/{index} [{run.parent.name}/{run.name}]"
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error):
+            if title in " ".join(process.info["cmdline"] or []):
+                found.append(process)
+    return found
+
+
+@contextlib.contextmanager
+def stopping(run: Path, index: int = 0) -> Iterator[None]:
+    """Stop the generation server `index` four fifths of each second once training has begun."""
+    end = threading.Event()
+
+    def hold() -> None:
+        while not (run / "metrics.jsonl").exists() and not end.wait(0.2):
+            pass
+        while not end.wait(GOING_S):
+            for process in processes(run, "generation_server", index):
+                with contextlib.suppress(psutil.Error):
+                    process.suspend()
+                    end.wait(STOPPED_S)
+                    process.resume()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def busy_cores(run: Path) -> Iterator[None]:
+    """Processes that compute all the time, four for each core."""
+    count = 4 * (os.cpu_count() or 1)
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+
+
+CASES = {
+    "nothing": Case(("slow-generation", "trainer", "balanced", "no-cpu")),
+    "slow reward": Case(("slow-reward",), ("reward.path={code}:slow",), 8),
+    "slow environment": Case(("slow-environment",), ("env.path={code}:Slow",), 8),
+    "a server held up": Case(("slow-server",), (), 10, stopping),
+    "one slow server of two": Case(("slow-server",), ("generation.servers=2",), 40, lambda run: stopping(run, 1)),
+    "eta = 0": Case(("eta-too-small",), ("max_head_offpolicyness=0",), 20),
+    "two places": Case(("too-few-places",), ("rollout.max_concurrent=2",), 10),
+    "tiny server batch": Case(("server-batch-too-small",), ("generation.max_running_requests=8",), 8),
+    "tiny KV cache": Case(("kv-cache-too-small",), ("generation.max_total_tokens=600",), 8),
+    "evaluation each step": Case(("evaluation",), ("eval.interval=1", "eval.size=1500"), 6),
+    "trainer-bound": Case(("trainer",), ("trainer.ppo_epochs=12",), 8),
+    "blocked event loop": Case(("blocked-event-loop",), ("reward.path={code}:blocks",), 5),
+    "no cores left": Case(("no-cpu", "slow-server"), ("system.niceness=5",), 8, busy_cores),
+    "a reward that fails": Case(("rewards-that-always-fail",), ("reward.path={code}:fails",), 10),
+    "a reward that says nothing": Case(("nothing-learnt",), ("reward.path={code}:constant",), 10),
+}
+
+
+def examined(name: str, case: Case, model: Path, root: Path) -> dict[str, object]:
+    """Run a case and have it judged."""
+    code = root / "injected.py"
+    code.write_text(USER_CODE)
+    trial = "".join(letter if letter.isalnum() else "_" for letter in name)
+    run = root / "async_ppo" / trial
+    settings = [*COMMON, *(each.format(code=code) for each in case.settings)]
+    if any(each.startswith("eval.") for each in case.settings):
+        settings.remove("eval.interval=0")
+    command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings]
+    command += [f"model.path={model}", f"fileroot={root}", f"trial_name={trial}", f"total_train_steps={case.steps}"]
+    began = time.monotonic()
+    with (root / f"{trial}.log").open("wb") as log, case.disturbed(run) if case.disturbed else contextlib.nullcontext():
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        try:
+            process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+    judged = subprocess.run(
+        [sys.executable, "-m", "asyncrl.launch", "doctor", str(run), "--json"], capture_output=True, check=False
+    )
+    told = json.loads(judged.stdout) if judged.stdout else {"findings": [], "step": 0}
+    findings = [each for each in told["findings"] if each["level"] != "remark" or each["kind"] == "balanced"]
+    first = findings[0] if findings else {"kind": "nothing", "sentence": "", "title": ""}
+    return {
+        "case": name,
+        "steps": told["step"],
+        "seconds": time.monotonic() - began,
+        "expected": case.expected,
+        "named": first["kind"],
+        "right": first["kind"] in case.expected,
+        "also": [each["kind"] for each in findings[1:]],
+        "sentence": first["sentence"],
+    }
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="NAME")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model = ensure_base_model(load_supervised("sft"))
+    found = []
+    with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
+        print("| injected | steps | doctor says | right | also | figures |\n|---|--:|---|---|---|---|", flush=True)
+        for name, case in CASES.items():
+            if args.only and name not in args.only:
+                continue
+            one = examined(name, case, model, Path(folder))
+            found.append(one)
+            also = ", ".join(one["also"])  # type: ignore[arg-type]
+            right = "yes" if one["right"] else "NO"
+            print(f"| {name} | {one['steps']} | {one['named']} | {right} | {also} | {one['sentence']} |", flush=True)
+    print(f"\n{sum(bool(one['right']) for one in found)} of {len(found)} named")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

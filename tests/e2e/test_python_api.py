@@ -1,0 +1,101 @@
+"""Runs from Python: `asyncrl.run` and `asyncrl.load_run`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import asyncrl
+from asyncrl.commands.notebook import RunFailed
+from asyncrl.config.setting import ConfigError
+
+SMALL: dict[str, Any] = {
+    "train_batch_size": 4,
+    "group_size": 2,
+    "rollout.sampling.max_new_tokens": 16,
+    "experiment_name": "python_api",
+    "eval.interval": 0,
+    "checkpoint.interval": 0,
+    "logging.tensorboard": False,
+}
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines of what still runs in the run's folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(folder) in line or f"[{folder.parent.name}/{folder.name}]" in line:
+            found.append(line)
+    return found
+
+
+@pytest.fixture
+def settings(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
+    return SMALL | {"model.path": tiny_model, "fileroot": tmp_path / "runs"}
+
+
+def test_a_run_gives_its_rows_and_can_be_read(settings: dict[str, Any]) -> None:
+    started = asyncrl.run("async_ppo", settings | {"total_train_steps": 3})
+    assert [row["step"] for row in started] == [1, 2, 3]
+    read = started.result()
+    assert read.folder == started.folder
+    assert (read.state, read.summary is not None and read.summary["steps"]) == ("finished", 3)
+    assert [row["step"] for row in read.metrics] == [1, 2, 3]
+    assert read.table()["step"].to_pylist() == [1, 2, 3]
+    assert read.config["train_batch_size"] == 4
+    assert list(read.samples()) == []
+    assert read.doctor().measured is not None
+
+
+def test_leaving_the_loop_ends_the_run_after_a_checkpoint_and_the_same_call_goes_on(settings: dict[str, Any]) -> None:
+    with asyncrl.run("async_ppo", settings | {"total_train_steps": 100_000}) as started:
+        first = next(started)
+    assert first["step"] == 1
+    assert processes_of(started.folder) == []
+    read = asyncrl.load_run(started.folder)
+    assert read.state == "stopped"
+    assert read.summary is not None
+    reached = read.summary["steps"]
+    with asyncrl.run("async_ppo", settings | {"total_train_steps": 100_000}) as again:
+        assert next(again)["step"] == reached + 1
+
+
+def test_a_wrong_setting_is_an_exception_before_anything_starts(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="group_sise"):
+        asyncrl.run("async_ppo", settings | {"group_sise": 8})
+    assert not settings["fileroot"].exists()
+
+
+def test_what_the_command_finds_before_the_start_is_the_same_exception(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text("def score(data, completion):\n    return data['no such key']\n")
+    started = asyncrl.run("async_ppo", settings | {"reward.path": f"{reward}:score"})
+    with pytest.raises(ConfigError, match="no such key"):
+        next(started)
+
+
+def test_a_run_that_fails_raises_with_what_it_said(settings: dict[str, Any], tmp_path: Path) -> None:
+    reward = tmp_path / "mine.py"
+    reward.write_text("def score(data, completion):\n    raise OSError('the judge is away')\n")
+    given = settings | {"reward.path": f"{reward}:score", "rollout.rehearse": False}
+    with pytest.raises(RunFailed, match="the judge is away"):
+        asyncrl.run("async_ppo", given | {"total_train_steps": 3}).result()
+
+
+def test_the_end_of_the_program_ends_the_run(settings: dict[str, Any]) -> None:
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    given["total_train_steps"] = 100_000
+    script = f"import asyncrl; run = asyncrl.run('async_ppo', {given!r}); print(next(run)['step'], run.folder)"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=170, check=True)
+    step, folder = ended.stdout.split()
+    assert step == "1"
+    assert processes_of(Path(folder)) == []
+    assert asyncrl.load_run(folder).state == "stopped"

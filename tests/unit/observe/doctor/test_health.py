@@ -1,0 +1,230 @@
+"""What the doctor says of a run's health, and of one that stands still or has died."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from asyncrl.comm import names
+from asyncrl.comm.files.file_lock import take_lock
+from asyncrl.commands.doctor_run import main
+from asyncrl.observe.doctor import Level, examine
+from asyncrl.observe.history import History
+from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    VirtualRun(Knobs(speed=20_000, steps=30), tmp_path / "run").play()
+    return tmp_path / "run"
+
+
+def change_rows(run: Path, change: Any) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        change(number, row)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write(file: Path, *lines: dict[str, Any]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def problems(run: Path) -> dict[str, str]:
+    return {each.kind: each.line() for each in examine(History(run)).findings if each.level is Level.problem}
+
+
+def hold(run: Path) -> int:
+    """Hold the run as its launcher does."""
+    holder = names.TrialHolder("x", socket.gethostname(), "m", os.getpid(), 1, "now", str(run))
+    (run / "lock").write_text(holder.encode())
+    descriptor = os.open(run / "lock", os.O_RDWR)
+    assert take_lock(descriptor)
+    (run / "summary.json").unlink()
+    return descriptor
+
+
+def test_a_healthy_run_has_no_problem(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert problems(run) == {}
+    assert main([str(run)], "asyncrl") == 0
+    assert "steps" in capsys.readouterr().out
+
+
+def test_rewards_that_are_all_the_same_teach_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_rows(run, lambda _, row: row.update({"reward/std": 0.0, "reward/frac_zero_std": 1.0, "reward/mean": 1.0}))
+    assert "the rewards are all the same (mean 1)" in problems(run)["nothing-learnt"]
+    assert main([str(run)], "asyncrl") == 1
+    assert "troubleshooting.md#nothing-learnt" in capsys.readouterr().out
+
+
+def test_an_entropy_that_collapses_is_told(run: Path) -> None:
+    change_rows(run, lambda number, row: row.update({"entropy": 0.9 * 0.7**number}))
+    assert "fell from" in problems(run)["entropy-collapses"]
+
+
+def test_a_schedule_that_ends_before_the_run_is_told(run: Path) -> None:
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("30", "100", 1))
+    change_rows(run, lambda number, row: row.update({"lr": 1e-4 if number < 20 else 1e-9}))
+    assert "1e-09 at step 30 of 100" in problems(run)["schedule-at-its-end"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("stale", "stale-drops"),
+        ("failed: reward my.py:score", "rewards-that-always-fail"),
+        ("zero_variance", "filters-drop-nearly-all"),
+    ],
+)
+def test_drops_are_told_by_their_reason(run: Path, reason: str, kind: str) -> None:
+    file = run / "ledger" / "000001.jsonl"
+    lines, dropped = [], 0
+    for raw in file.read_text().splitlines():
+        lines.append(raw)
+        if '"kind":"admitted"' in raw:
+            rollout = json.loads(raw)["rollout"]
+            for copy in range(20):
+                lost = raw.replace(rollout, f"{rollout}-{copy}")
+                lines += [lost, json.dumps({"kind": "dropped", "rollout": f"{rollout}-{copy}", "reason": reason,
+                                            "prompt": "returned", "at": json.loads(raw)["at"]})]  # fmt: skip
+                dropped += 1
+    file.write_text("\n".join(lines) + "\n")
+    assert kind in problems(run)
+
+
+def test_memory_that_grows_towards_its_hosts_end_is_told(run: Path) -> None:
+    gib = 1 << 30
+    lines = [
+        {"at": 2.0 * n, "pid": 7, "stage": "plays", "since": 0.0, "rss": gib + n * (gib // 64), "host_free": 8 * gib}
+        for n in range(200)
+    ]
+    write(run / "observed" / "rollout_worker-0.jsonl", *lines)
+    assert "rollout_worker/0 grew" in problems(run)["memory-grows"]
+
+
+def test_memory_that_only_warms_up_is_not(run: Path) -> None:
+    gib = 1 << 30
+    lines = [
+        {"at": 2.0 * n, "pid": 7, "stage": "plays", "since": 0.0, "rss": min(n, 20) * gib // 10, "host_free": gib}
+        for n in range(200)
+    ]
+    write(run / "observed" / "rollout_worker-0.jsonl", *lines)
+    assert problems(run) == {}
+
+
+def test_a_run_that_ended_without_a_summary_says_who_did_what(run: Path) -> None:
+    (run / "summary.json").unlink()
+    write(run / "restarts.jsonl", {"restarted": "model_worker/0", "reason": "was killed by signal SIGKILL"})
+    told = problems(run)["died"]
+    assert "after step 30" in told
+    assert "model_worker/0, which was killed by signal SIGKILL" in told
+
+
+def test_a_run_without_a_step_says_which_process_is_not_ready(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    VirtualRun(Knobs(steps=0), run)._write()
+    (run / "config.yaml").write_text('{"total_train_steps": 5}')
+    lock, now = hold(run), time.time()
+    write(run / "observed" / "generation_server-0.jsonl",
+          {"at": now, "pid": 1, "stage": "loads the model", "since": now - 42})  # fmt: skip
+    write(run / "observed" / "master_worker-0.jsonl",
+          {"at": now, "pid": 2, "stage": "waits for name 'x' of a model_worker", "since": now - 40})  # fmt: skip
+    found = examine(History(run)).verdict
+    os.close(lock)
+    assert found is not None
+    assert found.kind == "no-step-yet"
+    assert "generation_server/0 loads the model since 42 s" in found.sentence
+    assert found.advice == "The others wait for generation_server/0; see its log."
+
+
+def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
+    lock = hold(run)
+    history = History(run)
+    stands = max(step.at for step in history.steps.values()) + 500
+    write(run / "observed" / "model_worker-0.jsonl",
+          {"at": stands - 400, "pid": 1, "stage": "computes actor_train", "since": stands - 450})  # fmt: skip
+    write(run / "observed" / "master_worker-0.jsonl",
+          {"at": stands, "pid": 2, "stage": "trains step 31", "since": stands - 450})  # fmt: skip
+    told = problems(run)["stalled"]
+    os.close(lock)
+    assert "no step since 500 s, after step 30" in told
+    assert "model_worker/0" in told.partition("Silent: ")[2]
+    assert "master_worker/0 trains step 31 since 450 s" in told
+
+
+def test_a_slow_server_of_two_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    VirtualRun(replace(Knobs(), speed=1000), run).play()
+    file = run / "observed" / "generation_server-0.jsonl"
+    slow = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in slow:
+        line["generated_total"] /= 5
+    write(run / "observed" / "generation_server-1.jsonl", *slow)
+    kinds = {each.kind: each for each in examine(History(run)).findings}
+    assert "generation_server/1 decodes" in kinds["slow-server"].sentence
+
+
+@pytest.mark.parametrize(
+    ("figures", "kind"),
+    [
+        ({"cpu_s": 0.05, "no_core_s": 1.9}, "no-cpu"),
+        ({"cpu_s": 0.05, "late_s": 0.9}, "slow-server"),
+    ],
+)
+def test_a_server_that_is_held_up_is_told_from_one_without_processors(
+    figures: dict[str, float], kind: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    VirtualRun(replace(Knobs(), speed=500), run).play()
+    file = run / "observed" / "generation_server-0.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line |= {name: value * number if name != "late_s" else value for name, value in figures.items()}
+    write(file, *lines)
+    assert kind in [each.kind for each in examine(History(run)).findings]
+
+
+def test_a_loop_that_user_code_blocks_is_named(run: Path) -> None:
+    VirtualRun(replace(Knobs(), reward_s=2.0), run.parent / "slow").play()
+    server = (run.parent / "slow" / "observed" / "generation_server-0.jsonl").read_text().splitlines()
+    lines = [json.loads(line) | {"stage": "plays", "loop_late_s": 0.8, "late_s": 0.02} for line in server]
+    write(run.parent / "slow" / "observed" / "rollout_worker-0.jsonl", *lines)
+    assert "blocked-event-loop" in [each.kind for each in examine(History(run.parent / "slow")).findings]
+
+
+def test_json_is_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "--json"], "asyncrl") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["state"] == "finished"
+    assert told["step"] == 30
+    assert {finding["level"] for finding in told["findings"]} <= {"bottleneck", "remark"}
+    assert told["measured"]["batch"] == 16
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)], "asyncrl") == 2
+    assert "is no run" in capsys.readouterr().err
+
+
+def test_text_of_a_run_is_no_markup(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "summary.json").unlink()
+    write(run / "restarts.jsonl", {"restarted": "[bold]x[/bold]", "reason": "ended"})
+    main([str(run)], "asyncrl")
+    assert "[bold]x[/bold]" in capsys.readouterr().out
+
+
+def test_lines_of_the_ledger_that_are_none_are_passed_over(run: Path) -> None:
+    file = run / "ledger" / "000001.jsonl"
+    file.write_bytes(b"\xff\xfe not a line\n" + msgspec.json.encode({"kind": "new"}) + b"\n" + file.read_bytes())
+    history = History(run)
+    assert history.ledger.unreadable == 2
+    assert len(history.steps) == 30

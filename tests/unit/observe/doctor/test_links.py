@@ -1,0 +1,33 @@
+"""Every finding has its section in the troubleshooting page, and every section is of a finding."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import asyncrl.observe.doctor
+from asyncrl.observe.doctor.bottleneck import ADVICE_OF_CALL
+from asyncrl.observe.doctor.finding import PAGE
+
+ROOM = Path(asyncrl.observe.doctor.__file__).parent
+KIND = re.compile(r"[a-z]+(-[a-z]+)*")
+
+
+def kinds() -> set[str]:
+    """First arguments of `Finding` and second ones of `_finding`, and the kinds that rules choose among."""
+    found = {f"slow-{what}" for what in ADVICE_OF_CALL} | {"publish", "checkpoint-disk", "trainer"}
+    for file in ROOM.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                place = {"Finding": 0, "_finding": 1}.get(node.func.id)
+                if place is not None and isinstance(kind := node.args[place], ast.Constant):
+                    found.add(str(kind.value))
+    return found
+
+
+def test_every_finding_has_its_section() -> None:
+    page = (Path(asyncrl.__file__).parents[1] / PAGE).read_text()
+    sections = set(re.findall(r"^### (\S+)$", page, re.MULTILINE))
+    assert all(KIND.fullmatch(kind) for kind in kinds())
+    assert sections == kinds()

@@ -1,0 +1,152 @@
+"""Every metric is in one table, from which docs/metrics.md is made."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import asyncrl
+from asyncrl.comm.drop_reasons import FAILURES, DropReason
+from asyncrl.manager.fleet.decisions import ServerState
+from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
+from asyncrl.observe.glossary import GROUPS, METRICS, OBSERVED, Metric, find, find_figure
+from asyncrl.rollout.offload.meter import Activity
+
+PACKAGE = Path(asyncrl.__file__).parent
+PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
+BEGIN, END = "<!-- made from asyncrl/observe/glossary.py by tests/unit/observe/test_glossary.py -->\n", "<!-- end -->\n"
+ROOMS = ("master", "rollout", "trainer", "algorithms", "plugins")
+_NAME = re.compile(r"[a-z_<>]+/[a-zA-Z_<>@: ]+")
+"""The form of a metric's name; what an f-string fills in is `<>`."""
+
+
+def text_of(node: ast.expr | None) -> str | None:
+    """Return the string that `node` is, with `<>` where something is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or "<>" for part in node.values)
+    return None
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Yield the strings that are keys of mappings or subscripts in `tree`, and constants in capitals."""
+    for node in ast.walk(tree):
+        found: list[ast.expr | None] = []
+        if isinstance(node, ast.Dict):
+            found = list(node.keys)
+        elif isinstance(node, ast.DictComp):
+            found = [node.key]
+        elif isinstance(node, ast.Subscript):
+            found = [node.slice]
+        elif isinstance(node, ast.Assign) and all(isinstance(to, ast.Name) and to.id.isupper() for to in node.targets):
+            found = [node.value]
+        yield from (text for text in map(text_of, found) if text is not None)
+
+
+def in_code() -> set[str]:
+    found = set()
+    for file in (file for room in ROOMS for file in (PACKAGE / room).rglob("*.py")):
+        found |= {name for name in names_in(ast.parse(file.read_text())) if _NAME.fullmatch(name)}
+    return found
+
+
+NO_METRICS = {"</tool_call>", "tool/<>", "rollout/dropped_", "rollout/lost_episodes: "}
+"""Keys of this form that name something else (a part of a reward, for one), or only the beginning of a name."""
+IN_TABLE = {re.sub(r"<[^>]*>", "<>", metric.name) for metric in METRICS}
+OF_KINDS = {"eval/<>/<>", "<>/<>", "rollout/<>_s", "rollout/dropped_<>", "chat/<>"}
+"""Names of which the code fills in a part from a closed list; the tests below go through each list."""
+
+
+def test_every_name_that_the_code_writes_is_in_the_table() -> None:
+    names = in_code() - NO_METRICS - OF_KINDS
+    assert len(names) > 60, "the names are found"
+    unknown = {name for name in names if name not in IN_TABLE and ("<>" in name or find(name) is None)}
+    assert not unknown, "add each to asyncrl/observe/glossary.py"
+
+
+def constants(file: str, pattern: str) -> set[str]:
+    return set(re.findall(pattern, (PACKAGE / file).read_text()))
+
+
+def test_names_that_the_code_makes_from_lists_are_in_the_table() -> None:
+    laps = constants("master/recovery/step_end.py", r'\.lap\("(\w+)"\)')
+    chat = constants("plugins/chat/client.py", r'_counts\["(\w+)"\]')
+    calls = constants("master/graph/builtin.py", r'\bCall\(\s*"(\w+)"')
+    assert min(len(laps), len(chat), len(calls)) > 2, "the names are found"
+    made = [
+        *(f"time/{name}_s" for name in laps | calls),
+        *(f"chat/{name}" for name in chat),
+        *(f"rollout/{activity}_s" for activity in Activity),
+        *(f"rollout/dropped_{reason}" for reason in (*FAILURES, *DropReason)),
+    ]
+    assert [name for name in made if name not in IN_TABLE] == []
+    evaluated = [f"eval/held_out/{name}" for name in (*evaluation_metrics(8), "failed")]
+    assert [name for name in evaluated if find(name) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("time/my_call_s", "time/<call>_s"),
+        ("time/actor_train_s", "time/actor_train_s"),
+        ("eval/math/accuracy", "eval/<set>/accuracy"),
+        ("eval/math/pass@4", "eval/<set>/pass@<k>"),
+        ("eval/math/tool/search/calls", "eval/<set>/<metric>"),
+        ("eval/math/reward/right", "eval/<set>/<metric>"),
+        ("rollout/lost_episodes: env a/b.py:Game.step raised ValueError", "rollout/lost_episodes: <failure>"),
+        ("rollout/dropped_failed: reward a/b.py:score", "rollout/dropped_failed: <code>"),
+        ("rollout/dropped_zero_variance", "rollout/dropped_<reason>"),
+        ("reward/tool/search", "reward/<name>"),
+        ("tool/search/calls", "tool/<name>/calls"),
+        ("tool/search/pages", "tool/<name>/<number>"),
+    ],
+)
+def test_a_name_of_a_row_leads_to_its_entry(name: str, entry: str) -> None:
+    found = find(name)
+    assert found is not None
+    assert found.name == entry
+
+
+@pytest.mark.parametrize("name", ["forgotten", "time/forgotten", "eval/math/forgotten", "rollout/forgotten", "ppo/x"])
+def test_a_name_that_nobody_wrote_down_has_no_entry(name: str) -> None:
+    assert find(name) is None
+
+
+def test_every_entry_is_complete_and_stands_alone() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    assert {metric.group for metric in METRICS} == set(GROUPS)
+    assert all(metric.meaning.endswith(".") and metric.healthy.endswith(".") for metric in METRICS)
+    figures = [figure.name for figure in OBSERVED]
+    assert len(set(figures)) == len(figures)
+
+
+def test_every_state_of_a_server_is_a_figure() -> None:
+    assert [state for state in ServerState if find_figure(f"servers_{state.value}") is None] == []
+
+
+def page_of_table() -> str:
+    parts = [_table(title, [each for each in METRICS if each.group == group]) for group, title in GROUPS.items()]
+    rows = [f"| `{each.name}` | {each.of} | {each.unit or '–'} | {each.meaning} |" for each in OBSERVED]
+    lines = ["## Figures of processes", "", "| figure | of | unit | meaning |", "|---|---|---|---|", *rows, ""]
+    return "\n".join([*parts, *lines])
+
+
+def _table(title: str, metrics: list[Metric]) -> str:
+    rows = [f"| `{each.name}` | {each.unit or '–'} | {each.meaning} | {each.healthy} |" for each in metrics]
+    return "\n".join([f"## {title}", "", "| metric | unit | meaning | healthy |", "|---|---|---|---|", *rows, ""])
+
+
+def test_the_page_has_the_table() -> None:
+    text = PAGE.read_text()
+    before, found, rest = text.partition(BEGIN)
+    made = before + BEGIN + "\n" + page_of_table() + END + rest.partition(END)[2]
+    if made != text:
+        PAGE.write_text(made)
+    assert found
+    assert made == text, "the page was out of date, and is written anew"
