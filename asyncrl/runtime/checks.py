@@ -111,7 +111,11 @@ def _kubernetes(config: ExperimentConfig) -> Iterator[str]:
     """Yield what is missing for `system.launcher=kubernetes`."""
     settings = config.system.kubernetes
     if not settings.image:
-        yield "system.kubernetes.image='': the pods need one; give an image with python, asyncrl and kubectl"
+        yield "system.kubernetes.image='': the pods need one; give an image with python and asyncrl"
+    if not config.system.encrypt:
+        yield "system.encrypt=false: the pods start what the run's secret asks for; leave it true with kubernetes"
+    if config.system.launcher_args:
+        yield f"system.launcher_args={config.system.launcher_args}: kubernetes takes none; leave it out"
     if not any(Path(config.fileroot).is_relative_to(path) for path in settings.claims.values()):
         yield (
             f"fileroot={config.fileroot!r}: the pods share what a persistent volume claim holds, and none of "

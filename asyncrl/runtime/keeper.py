@@ -1,7 +1,7 @@
 """Stands between a launcher and one process, and ends everything that this started when either of the two ends.
 
     python -I -S keeper.py GRACE_S FDS COMMAND [ARGUMENT ...]
-    python -I -S keeper.py                            on another host, below ssh, srun or kubectl
+    python -I -S keeper.py                            on another host, below ssh, srun or a pod's agent
     python -I -S keeper.py --detached FD              on another host, below an actor of Ray
 
 User code forks, calls setsid, forks twice: what it started is then no longer found below its process, inherits its
@@ -25,8 +25,8 @@ On another host there is no process of the launcher to send signals to, and what
 everybody there. So without a command all comes over standard input: first a line of JSON, the `Order`; then a byte at a
 time, `STOP` to pass `STOP_SIGNAL` on, `KILL` to kill the command, and `ALIVE` now and then. A connection can be cut
 without its end being told: after `silence_s` without a byte the launcher counts as gone. An end by signal n is told as
-exit code 128 + n, since ssh and srun tell no signals; exit code 1 is told as `TOLD_FAILED`, since srun and kubectl end
-with 1 when they fail themselves. There is no grace there.
+exit code 128 + n, since ssh and srun tell no signals; exit code 1 is told as `TOLD_FAILED`, since srun ends with 1
+when it fails itself. There is no grace there.
 
 A host that was cut off may still run what the launcher has given up, for as long as that keeper's `silence_s` lasts, or
 longer where everything there was stopped. So before a keeper starts a process it kills whatever runs there of earlier

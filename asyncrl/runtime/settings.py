@@ -57,7 +57,8 @@ class HostConfig:
 class KubernetesConfig:
     """Pods of a run over several hosts (system.launcher=kubernetes)."""
 
-    image: str = setting("", "their image, with python, asyncrl and, for the launcher's own, kubectl")
+    image: str = setting("", "their image, with python and asyncrl")
+    pull_secrets: list[str] = setting(help="Secrets by which a private image is pulled", factory=list)
     namespace: str = setting("default", "where they and what they need are")
     claims: dict[str, str] = setting(
         help="persistent volume claims and where they are mounted in every pod, e.g. {shared: /data}; fileroot, the "
@@ -68,6 +69,15 @@ class KubernetesConfig:
         help="Secrets whose entries are environment variables of every process, e.g. API keys and HF_TOKEN",
         factory=list,
     )
+    gpu_resource: str = setting("nvidia.com/gpu", "the cluster's name for GPUs, e.g. amd.com/gpu")
+    node_selector: dict[str, str] = setting(
+        help="labels of the nodes that pods may be on, e.g. {pool: gpus}", factory=dict
+    )
+    tolerations: list[dict[str, str]] = setting(
+        help="taints of nodes that pods bear, as Kubernetes writes them, e.g. [{key: gpu, operator: Exists}]",
+        factory=list,
+    )
+    runtime_class: str = setting("", "runtime class of the pods, e.g. nvidia; empty: the cluster's default")
     folder: str = setting("", "the working directory there, from which your code is imported; empty: the image's")
 
 
@@ -99,7 +109,7 @@ class SystemConfig:
         "reach each host once, over HTTP, from those that have them",
     )
     launcher_args: list[str] = setting(
-        help="further arguments of ssh, srun or kubectl, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']; ray: "
+        help="further arguments of ssh or srun, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']; ray: "
         "['--address=HOST:PORT'], auto or local",
         factory=list,
     )

@@ -129,43 +129,22 @@ def slurm(folder: Path, nodes: int) -> Iterator[dict[str, str]]:
                 process.wait(LIMIT_S)
 
 
-KUBECTL = r"""#!{python}
-'''Stands in for kubectl: two pods, which are this machine. Refuses what it is not asked in a run.'''
-import json, os, sys
-from pathlib import Path
-
-HOSTS = {{"tiny-hosts-box2-0": "127.0.0.2", "tiny-hosts-box3-0": "127.0.0.3"}}
-folder, verb, arguments = Path("{folder}"), sys.argv[1], sys.argv[2:]
-with (folder / "asked").open("a") as asked:
-    asked.write(json.dumps(sys.argv[1:]) + "\n")
-if verb == "get":
-    what, selector, output, namespace = arguments
-    job = selector.removeprefix("--selector=batch.kubernetes.io/job-name=")
-    assert (what, output, namespace) == ("pods", "--output=json", "--namespace=training") and job in HOSTS, sys.argv
-    looked = folder / job
-    began, pods = looked.exists(), []
-    looked.touch()
-    known = ("old", "Failed", 0), ("ending", "Running", 1), ("now", "Running", 0), ("next", "Pending", 0)
-    for name, phase, gone in known:
-        metadata = {{"name": f"{{job}}-{{name}}", "creationTimestamp": f"2030-01-01T00:00:0{{len(pods)}}Z"}}
-        metadata |= {{"deletionTimestamp": "2030-01-01T00:00:09Z"}} if gone else {{}}
-        pods += [{{"metadata": metadata, "status": {{"phase": phase}}}}] if began or phase != "Running" or gone else []
-    print(json.dumps({{"items": pods}}))
-else:
-    interactive, namespace, pod, container, end, *command = arguments
-    assert (verb, interactive, namespace) == ("exec", "-i", "--namespace=training"), sys.argv
-    assert (container, end) == ("--container=asyncrl", "--") and pod.endswith("-now"), sys.argv
-    os.execve(command[0], command, os.environ | {{"ASYNCRL_HOST": HOSTS[pod.removesuffix("-now")]}})
-"""
-
-
-def stand_in_kubectl(folder: Path) -> Path:
-    """A folder for PATH with a `kubectl` that knows two pods; `asked` beside it has its arguments, a line each."""
-    (folder / "bin").mkdir(parents=True)
-    program = folder / "bin" / "kubectl"
-    program.write_text(KUBECTL.format(python=sys.executable, folder=folder))
-    program.chmod(0o755)
-    return program.parent
+@contextmanager
+def pods(run_dir: Path, hosts: dict[str, str]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """A local process for each pod of a run, by host, which runs the pod's own command with the pod's address."""
+    started = {}
+    try:
+        for host, address in hosts.items():
+            command = [sys.executable, "-m", "asyncrl.runtime.hosts.pod_agent", str(run_dir), host]
+            environment = os.environ | {"ASYNCRL_HOST": address}
+            environment.pop("MY_API_KEY", None)
+            started[host] = subprocess.Popen(command, env=environment, start_new_session=True)
+        yield started
+    finally:
+        for process in started.values():
+            process.terminate()
+        for process in started.values():
+            process.wait(LIMIT_S)
 
 
 RAY_NODES = r"""

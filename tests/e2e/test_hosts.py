@@ -23,7 +23,7 @@ from asyncrl.runtime.last_step import LastStep
 from ..conftest import LIMIT_S
 from ..etcd_cluster import EtcdCluster, needs_etcd
 from ..ports import free_ports
-from .clusters import await_that, ray_cluster, slurm, ssh_hosts, stand_in_kubectl
+from .clusters import await_that, pods, ray_cluster, slurm, ssh_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -214,11 +214,10 @@ def test_where_no_ray_answers_the_run_says_so(start_run: Any, ray: dict[str, Any
     assert_gone(run)
 
 
-def test_a_run_over_pods_is_stopped_and_continued_with_a_stand_in_for_kubectl(
+def test_a_run_over_pods_is_stopped_and_continued_and_survives_a_pod_that_is_started_again(
     start_run: Any, ctrl_c: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in replaces `kubectl`: this test does not show how a real cluster behaves."""
-    monkeypatch.setenv("PATH", f"{stand_in_kubectl(tmp_path / 'kubectl')}{os.pathsep}{os.environ['PATH']}")
+    """Pods are local processes: this test does not show how a real cluster behaves."""
     monkeypatch.setenv("ASYNCRL_HOST", "127.0.0.1")  # as in the launcher's pod
     monkeypatch.setenv("MY_API_KEY", "a secret of the launcher")
     hosts = over("kubernetes", "box2", "box3")
@@ -226,26 +225,26 @@ def test_a_run_over_pods_is_stopped_and_continued_with_a_stand_in_for_kubectl(
     hosts |= {"system__kubernetes__image": "asyncrl", "system__kubernetes__namespace": "training"}
     hosts["system__kubernetes__claims"] = f"{{shared: '{tmp_path}'}}"
     first = start_run(total_train_steps=100_000, **hosts)
-    first.wait_for_step(2)
-    (server,) = [process for process in workers_of(first) if "generation_server" in titled(process)]
-    assert server.environ()["ASYNCRL_HOST"] == "127.0.0.2"
-    assert server.environ()["MY_API_KEY"] == "a secret of the launcher"
-    server.kill()
-    first.wait_for_line("generation_server/0 (on box2) was killed by signal SIGKILL; it is started again")
-    first.wait_for_line("generation_server/0 went on after")
-    ctrl_c(first)
-    assert first.wait() == 130, first.output + first.logs()
-    assert_gone(first)
+    with pods(first.run_dir, {"box3": "127.0.0.3"}):
+        with pods(first.run_dir, {"box2": "127.0.0.2"}) as there:
+            first.wait_for_step(2)
+            (server,) = [process for process in workers_of(first) if "generation_server" in titled(process)]
+            assert server.environ()["ASYNCRL_HOST"] == "127.0.0.2"
+            assert server.environ()["MY_API_KEY"] == "a secret of the launcher"
+            there["box2"].kill()
+        with pods(first.run_dir, {"box2": "127.0.0.2"}):
+            first.wait_for_line("generation_server/0 (on box2) was lost with the connection to its host")
+            first.wait_for_line("generation_server/0 went on after")
+            ctrl_c(first)
+            assert first.wait() == 130, first.output + first.logs()
+            assert_gone(first)
 
-    goal = int(first.rows()[-1]["step"]) + 3
-    second = start_run(total_train_steps=goal, **hosts)
-    assert second.wait() == 0, second.output + second.logs()
+            goal = int(first.rows()[-1]["step"]) + 3
+            second = start_run(total_train_steps=goal, **hosts)
+            assert second.wait() == 0, second.output + second.logs()
     assert [row["step"] for row in second.rows()] == list(range(1, goal + 1))
     assert audit(second.run_dir).findings == ()
     assert_gone(second)
-    asked = (tmp_path / "kubectl" / "asked").read_text()
-    assert asked.count('"exec"') == 5  # two processes in pods, twice, and a server that was started again
-    assert "a secret" not in asked
 
 
 def ray_actors() -> list[psutil.Process]:

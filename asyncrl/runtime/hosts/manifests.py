@@ -1,13 +1,14 @@
-"""The Kubernetes objects of a run: one JobSet whose pods are the hosts, and the right to start processes in them.
+"""The Kubernetes object of a run: one JobSet whose pods are the hosts.
 
 `system.hosts` become one Job each, of one pod, since hosts differ in what they need; a JobSet holds them together: it
 ends the others once the launcher's Job has ended, and gives up with it. The pod of the launcher runs the same command
-as was asked for; the other pods only wait, and the launcher starts processes in them (`kubectl exec`), for which its
-service account has the right. A pod that is lost is replaced by its Job, and the launcher starts its processes again.
+as was asked for; the command of the others is the program by which the launcher starts processes there
+(`asyncrl.runtime.hosts.pod_agent`). No pod has an account of the cluster. The kubelet starts such a program again that
+ends, the Job replaces a pod that is lost, and the launcher starts its processes again.
 
-The pods reach each other by their own addresses, which each reads from its environment and publishes in name
-resolution; so there is no service. Secrets are named, not copied: the launcher has them in its environment, and hands
-it on over the connections. Pure, so that `--dry-run` can print all this.
+The pods reach each other by their own addresses, which each reads from its environment and publishes in the run's
+folder or name resolution; so there is no service. Secrets are named, not copied: the launcher has them in its
+environment, and hands it on over the connections. Pure, so that `--dry-run` can print all this.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import run_dir_of
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED
 from asyncrl.runtime.hosts.pod_names import LAUNCHER, run_name
 from asyncrl.runtime.settings import HostConfig
@@ -28,10 +30,12 @@ _REPLACED = 1000
 _LAUNCHER_REPLACED = 20
 _GRACE_S = int(SAVE_LIMIT_S) + 60
 """Longest time, in s, for a launcher to end, its last checkpoint included."""
+_HOST_GRACE_S = 60
+"""Longest time, in s, for a host's processes to end and free its GPUs: the keepers' own limits and some."""
 
 
 def manifests(config: ExperimentConfig, plans: Sequence[WorkerPlan], command: Sequence[str]) -> list[dict[str, Any]]:
-    """The objects, in the order in which they are made.
+    """Return the objects that make the run.
 
     Args:
         config: the experiment.
@@ -40,13 +44,6 @@ def manifests(config: ExperimentConfig, plans: Sequence[WorkerPlan], command: Se
     """
     name, settings = run_name(config), config.system.kubernetes
     metadata = {"name": name, "namespace": settings.namespace, "labels": _labels(config)}
-    rules: list[dict[str, Any]] = [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
-        {"apiGroups": [""], "resources": ["pods/exec"], "verbs": ["create", "get"]},
-    ]
-    rights = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": metadata}
-    subject = {"kind": "ServiceAccount", "name": name, "namespace": settings.namespace}
-    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
     jobs = [_job(config, host, plans, command) for host in config.system.hosts]
     job_set = {
         "replicatedJobs": jobs,
@@ -54,12 +51,7 @@ def manifests(config: ExperimentConfig, plans: Sequence[WorkerPlan], command: Se
         "successPolicy": {"operator": "All", "targetReplicatedJobs": [LAUNCHER]},
         "failurePolicy": {"maxRestarts": 0},
     }
-    return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
-        rights | {"kind": "Role", "rules": rules},
-        rights | {"kind": "RoleBinding", "roleRef": role, "subjects": [subject]},
-        {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": job_set},
-    ]
+    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": job_set}]
 
 
 def _labels(config: ExperimentConfig) -> dict[str, str]:
@@ -92,12 +84,14 @@ def _pod(
     leads = not host.name
     threads = sum(plan.resources.threads for plan in plans if plan.host.name == host.name)
     amounts: dict[str, str | int] = {"memory": host.memory} if host.memory else {}
-    amounts |= {"nvidia.com/gpu": len(host.gpus)} if host.gpus else {}
+    amounts |= {settings.gpu_resource: len(host.gpus)} if host.gpus else {}
+    python = host.python or "python"
+    agent = ["-m", "asyncrl.runtime.hosts.pod_agent", str(run_dir_of(config)), host.name]
     own_address = {"fieldRef": {"fieldPath": "status.podIP"}}
     container = {
         "name": CONTAINER,
         "image": settings.image,
-        "command": [host.python or "python", "-m", "asyncrl.launch", *command] if leads else ["sleep", "infinity"],
+        "command": [python, *(["-m", "asyncrl.launch", *command] if leads else agent)],
         "env": [{"name": HOST_VARIABLE, "valueFrom": own_address}],
         "envFrom": [{"secretRef": {"name": secret}} for secret in settings.secrets] if leads else [],
         "resources": {"requests": {"cpu": host.cpus or max(1, threads)} | amounts, "limits": amounts},
@@ -109,12 +103,15 @@ def _pod(
     container |= {"workingDir": settings.folder} if settings.folder else {}
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     volumes += [{"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in settings.claims]
-    return {
-        "restartPolicy": "Never",
-        "serviceAccountName": run_name(config),
-        "automountServiceAccountToken": leads,  # the others run users' code, and start nothing
-        "terminationGracePeriodSeconds": _GRACE_S if leads else 0,
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never" if leads else "OnFailure",
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": _GRACE_S if leads else _HOST_GRACE_S,
         "shareProcessNamespace": True,  # whose first process buries orphans, and leaves signals their effect
         "containers": [container],
         "volumes": volumes,
     }
+    pod |= {"imagePullSecrets": [{"name": name} for name in settings.pull_secrets]} if settings.pull_secrets else {}
+    pod |= {"nodeSelector": dict(settings.node_selector)} if settings.node_selector else {}
+    pod |= {"tolerations": [dict(each) for each in settings.tolerations]} if settings.tolerations else {}
+    return pod | ({"runtimeClassName": settings.runtime_class} if settings.runtime_class else {})

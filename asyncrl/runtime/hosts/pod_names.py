@@ -19,11 +19,6 @@ def run_name(config: ExperimentConfig) -> str:
     return f"{config.experiment_name}-{config.trial_name}".lower().replace("_", "-").replace(".", "-")
 
 
-def job_name(config: ExperimentConfig, host: str) -> str:
-    """Name of the Job whose pod is the host of this name; empty: the launcher's own."""
-    return f"{run_name(config)}-{host or LAUNCHER}-0"
-
-
 def name_faults(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each name that Kubernetes would refuse."""
     for host in config.system.hosts:

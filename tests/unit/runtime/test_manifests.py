@@ -15,7 +15,6 @@ import yaml
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.hosts.manifests import manifests
-from asyncrl.runtime.hosts.pod_names import job_name
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.settings import HostConfig
 
@@ -125,16 +124,15 @@ def container_of(job: dict[str, Any]) -> dict[str, Any]:
 def test_the_objects_are_what_kubernetes_takes() -> None:
     assert list(check(a_run())) == []
     objects = objects_of(a_run())
-    assert [each["kind"] for each in objects] == ["ServiceAccount", "Role", "RoleBinding", "JobSet"]
+    assert [each["kind"] for each in objects] == ["JobSet"]
     check_objects(objects)
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda objects: objects[1]["rules"][0].update(verb=["get"]),
-        lambda objects: objects[3]["spec"].update(restarts=1),
-        lambda objects: objects[3]["spec"]["successPolicy"].update(operator="Some"),
+        lambda objects: objects[0]["spec"].update(restarts=1),
+        lambda objects: objects[0]["spec"]["successPolicy"].update(operator="Some"),
         lambda objects: jobs_of(objects)["servers"].update(backoff=1),
         lambda objects: container_of(jobs_of(objects)["servers"]).update(volumes=[]),
         lambda objects: container_of(jobs_of(objects)["launcher"])["env"][0].update(value=1),
@@ -154,19 +152,20 @@ def test_each_host_is_a_pod_with_its_own_cores_gpus_and_memory() -> None:
     assert launcher["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 1}
     assert servers == {"requests": {"cpu": 16, "nvidia.com/gpu": 2}, "limits": {"nvidia.com/gpu": 2}}
     assert rollouts == {"requests": {"cpu": 1}, "limits": {}}
-    for job in jobs.values():
+    for name, job in jobs.items():
         pod = job["template"]["spec"]
-        assert pod["restartPolicy"] == "Never"  # schemas let any word pass
+        assert pod["restartPolicy"] == ("Never" if name == "launcher" else "OnFailure")  # schemas let any word pass
+        assert pod["terminationGracePeriodSeconds"] >= 60  # 0 would force deletion while GPUs are held
         assert job["completionMode"] == "Indexed"
         assert {"name": "shared", "mountPath": "/data"} in container_of(job)["volumeMounts"]
         assert {"name": "shared", "persistentVolumeClaim": {"claimName": "shared"}} in pod["volumes"]
 
 
-def test_only_the_launchers_pod_may_start_processes_has_the_secrets_and_decides_the_end() -> None:
+def test_no_pod_has_an_account_and_only_the_launchers_has_the_secrets_and_decides_the_end() -> None:
     objects = objects_of(a_run())
     jobs = jobs_of(objects)
     may = {name: job["template"]["spec"]["automountServiceAccountToken"] for name, job in jobs.items()}
-    assert may == {"launcher": True, "servers": False, "rollouts": False}
+    assert may == {"launcher": False, "servers": False, "rollouts": False}
     given = {name: container_of(job)["envFrom"] for name, job in jobs.items()}
     assert given == {"launcher": [{"secretRef": {"name": "api-keys"}}], "servers": [], "rollouts": []}
     assert container_of(jobs["launcher"])["command"][2:] == [
@@ -176,12 +175,36 @@ def test_only_the_launchers_pod_may_start_processes_has_the_secrets_and_decides_
     ]
     assert objects[-1]["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["launcher"]}
     assert jobs["launcher"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
-    rules = {tuple(rule["resources"]): rule["verbs"] for rule in objects[1]["rules"]}
-    assert rules == {("pods",): ["get", "list"], ("pods/exec",): ["create", "get"]}
+    agent = ["python", "-m", "asyncrl.runtime.hosts.pod_agent", "/data/runs/math_grpo/t1", "servers"]
+    assert container_of(jobs["servers"])["command"] == agent
 
 
-def test_the_names_of_pods_are_such_as_kubernetes_takes() -> None:
-    assert job_name(a_run(), "servers") == "math-grpo-t1-servers-0"
+def test_pods_are_placed_and_their_image_is_pulled_as_the_settings_say() -> None:
+    config = a_run()
+    settings = config.system.kubernetes
+    settings.pull_secrets, settings.node_selector, settings.runtime_class = ["registry"], {"pool": "gpus"}, "nvidia"
+    settings.tolerations, settings.gpu_resource = [{"key": "gpu", "operator": "Exists"}], "amd.com/gpu"
+    assert list(check(config)) == []
+    objects = objects_of(config)
+    check_objects(objects)
+    for job in jobs_of(objects).values():
+        pod = job["template"]["spec"]
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        assert (pod["nodeSelector"], pod["runtimeClassName"]) == ({"pool": "gpus"}, "nvidia")
+        assert pod["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    assert container_of(jobs_of(objects)["servers"])["resources"]["limits"] == {"amd.com/gpu": 2}
+
+
+def test_a_run_without_a_secret_or_with_arguments_of_a_command_is_refused() -> None:
+    config = a_run()
+    config.system.launcher_args = ["--context=mine"]
+    config.system.encrypt = False
+    messages = "\n".join(check(config))
+    assert "system.launcher_args=['--context=mine']: kubernetes takes none" in messages
+    assert "system.encrypt=false: the pods start what the run's secret asks for" in messages
+
+
+def test_names_of_pods_are_such_as_kubernetes_takes() -> None:
     for name, fault in (
         ("Box", "makes a pod"),
         ("launcher", "makes a pod"),
