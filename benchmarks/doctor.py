@@ -104,11 +104,12 @@ def processes(run: Path, kind: str, index: int = 0) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def stopping(run: Path, index: int = 0) -> Iterator[None]:
-    """Stop the generation server `index` four fifths of each second once training has begun."""
+    """Stop the generation server `index` four fifths of each second once it serves."""
     end = threading.Event()
 
     def hold() -> None:
-        while not (run / "metrics.jsonl").exists() and not end.wait(0.2):
+        lines = run / "observed" / f"generation_server-{index}.jsonl"
+        while not (lines.exists() and "generated_total" in lines.read_text()) and not end.wait(0.2):
             pass
         while not end.wait(GOING_S):
             for process in processes(run, "generation_server", index):
@@ -153,7 +154,9 @@ CASES = {
     "trainer-bound": Case(("trainer",), ("trainer.ppo_epochs=12",), 8),
     "blocked event loop": Case(("blocked-event-loop",), ("reward.path={code}:blocks",), 5),
     "no cores left": Case(("no-cpu", "slow-server"), ("system.niceness=5",), 8, busy_cores),
-    "a reward that fails": Case(("rewards-that-always-fail",), ("reward.path={code}:fails",), 10),
+    "a reward that fails": Case(
+        ("rewards-that-always-fail",), ("reward.path={code}:fails", "rollout.rehearse=false"), 10
+    ),
     "a reward that says nothing": Case(("nothing-learnt",), ("reward.path={code}:constant",), 10),
 }
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from asyncrl.observe.doctor.finding import Finding, Level
-from asyncrl.observe.doctor.measured import LITTLE_WAITING, Measured, Server, typical
+from asyncrl.observe.doctor.measured import LITTLE_WAITING, SERVES, Measured, Server, typical
 
 Rule = Callable[[Measured], Finding | None]
 
@@ -20,6 +20,7 @@ CALL_SHARE = 0.4
 LATE_S = 0.3
 BUSY_ENGINE = 0.5
 STARVED = 0.3
+DEVICES_COST = 1.15
 ADVICE_OF_CALL = {
     "reward": "Make it faster, or let more rollouts wait for it at once",
     "environment": "Make it faster, or let more rollouts wait for it at once",
@@ -31,9 +32,11 @@ def bottlenecks(m: Measured) -> Iterator[Finding]:
     """The findings of all rules that hold, the one whose relief gains most first.
 
     Those whose gain nobody can tell, such as of a host that is too slow, come before: they are causes outside the run.
+    More servers cost money, so a setting that gains nearly as much comes before them.
     """
     found = [finding for rule in RULES if (finding := rule(m)) is not None]
-    yield from sorted(found, key=lambda finding: finding.at_best_s or 0.0)
+    costs = {"slow-generation": DEVICES_COST}
+    yield from sorted(found, key=lambda finding: (finding.at_best_s or 0.0) * costs.get(finding.kind, 1.0))
 
 
 def balanced(m: Measured) -> Finding | None:
@@ -164,6 +167,17 @@ def blocked_loop(m: Measured) -> Finding | None:
 
 def slow_server(m: Measured) -> Finding | None:
     """One of several servers is much slower than the others."""
+    absent = [server for server in m.servers if server.stage != SERVES]
+    if m.wait >= LITTLE_WAITING and absent and len(absent) < len(m.servers):
+        told = ", ".join(f"{server.name} {server.stage}" for server in absent)
+        return _finding(
+            m,
+            "slow-server",
+            "A server that does not serve",
+            f"{_waits(m)}; {told}, and the others serve.",
+            "Look at its log and its host.",
+            m.step_if(generation_s=m.calls.get("generation", 0.0) / 2, server=1 - len(absent) / len(m.servers)),
+        )
     rates = {server.name: server.tokens_per_sample for server in m.servers}
     known = {name: rate for name, rate in rates.items() if rate is not None}
     if m.wait < LITTLE_WAITING or len(known) < 2:

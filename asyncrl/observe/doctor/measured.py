@@ -23,6 +23,8 @@ QUEUE_SHARE = 0.25
 """Samples queue in the servers if they are more than this share of the running ones."""
 """The newest steps that are looked at."""
 FEWEST_STEPS = 3
+SERVES = "serves"
+"""Stage of a generation server that takes requests."""
 TRAINER_PARTS = ("train", "publish", "keep", "wait_eval")
 FEW_EVALUATIONS = 0.1
 FEWEST_LOADS = 8
@@ -51,6 +53,7 @@ class Server:
     """
 
     name: str
+    stage: str
     running: float | None
     queued: float | None
     max_running: float | None
@@ -271,6 +274,7 @@ def _server(process: Process, history: History, begin: float, end: float) -> Ser
     lines = process.between(begin, end)
     return Server(
         name=process.name,
+        stage=SERVES if any(line["stage"] == SERVES for line in lines) else lines[-1]["stage"],
         running=mean("running"),
         queued=mean("queued"),
         max_running=process.greatest("max_running", begin, end),

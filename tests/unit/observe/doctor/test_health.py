@@ -173,6 +173,16 @@ def test_a_slow_server_of_two_is_named(tmp_path: Path) -> None:
     assert "generation_server/1 decodes" in kinds["slow-server"].sentence
 
 
+def test_a_server_that_never_serves_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    VirtualRun(replace(Knobs(), speed=1000), run).play()
+    served = (run / "observed" / "generation_server-0.jsonl").read_text().splitlines()
+    lines = [{"at": json.loads(line)["at"], "pid": 2, "stage": "loads the model", "since": 0.0} for line in served]
+    write(run / "observed" / "generation_server-1.jsonl", *lines)
+    kinds = {each.kind: each for each in examine(History(run)).findings}
+    assert "generation_server/1 loads the model, and the others serve" in kinds["slow-server"].sentence
+
+
 @pytest.mark.parametrize(
     ("figures", "kind"),
     [
