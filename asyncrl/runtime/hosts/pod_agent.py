@@ -31,6 +31,7 @@ from asyncrl.comm.http.server import Body, HttpServer, Refused, Route, json_resp
 from asyncrl.comm.security import RunSecret, SecretError
 from asyncrl.config.run_dir import SECRET_FILE
 from asyncrl.runtime import keeper
+from asyncrl.runtime.exit_codes import EXIT_FAILED
 from asyncrl.runtime.hosts.pod_carrier import agent_file
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
@@ -252,3 +253,4 @@ async def _main(run_dir: Path, host: str) -> None:
 
 if __name__ == "__main__":
     asyncio.run(_main(Path(sys.argv[1]), sys.argv[2]))
+    sys.exit(EXIT_FAILED)  # with 0 the host's Job would be complete: a drained pod would get no successor

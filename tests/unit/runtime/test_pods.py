@@ -218,11 +218,11 @@ def test_a_process_ends_with_its_launcher_and_passes_its_signals_on(cluster: Clu
     assert not any(process.is_running() for process in processes)
 
 
-def test_a_pod_that_is_deleted_ends_its_processes(cluster: Cluster) -> None:
+def test_a_pod_that_is_deleted_ends_its_processes_and_does_not_count_as_complete(cluster: Cluster) -> None:
     pod = cluster.pod()
     process = psutil.Process(first_pid(cluster.run("import os, time; print(os.getpid(), flush=True); time.sleep(600)")))
     pod.terminate()
-    assert pod.wait(LIMIT_S) == 0
+    assert pod.wait(LIMIT_S) == 1
     assert not process.is_running()
 
 
