@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from asyncrl.comm.drop_reasons import DropReason, failure, is_filter_reason
 from asyncrl.observe.doctor.finding import Finding, Level
-from asyncrl.observe.doctor.measured import Measured
+from asyncrl.observe.doctor.measured import WINDOW_STEPS, Measured
 from asyncrl.observe.history import History, Process
 from asyncrl.observe.history.history import Row
 from asyncrl.observe.learning import FLAT_STEPS, is_constant, is_flat
 
+FEWEST_ROLLOUTS = 8
 MANY_FAILED = 0.1
 MANY_STALE = 0.1
 NEARLY_ALL = 0.9
@@ -27,44 +28,48 @@ SOON_S = 6 * 3600.0
 def problems(history: History, measured: Measured | None) -> Iterator[Finding]:
     """All that is wrong or silently binds, the gravest first."""
     rows = [row for _, row in sorted(history.rows.items()) if "reward/mean" in row]
-    if measured is not None:
-        yield from _drops(measured)
+    yield from _drops(history)
     yield from _learning(rows)
     yield from _limits(history, rows, measured)
     for process in history.processes.values():
         yield from _memory(process)
 
 
-def _drops(m: Measured) -> Iterator[Finding]:
-    admitted = max(1, m.admitted)
-    failed = {reason: count for reason, count in m.dropped.items() if count and failure(reason) is not None}
+def _drops(history: History) -> Iterator[Finding]:
+    first = max(1, max(history.steps, default=0) - WINDOW_STEPS + 1)
+    admitted, dropped = history.ledger.dropped_since(first)
+    failed = {reason: count for reason, count in dropped.items() if count and failure(reason) is not None}
+    settings = history.ledger.settings
+    eta = settings.max_head_offpolicyness if settings else 0
+    if admitted < FEWEST_ROLLOUTS:
+        return
     if sum(failed.values()) > MANY_FAILED * admitted:
         reason = max(failed, key=lambda name: failed[name])
         yield Finding(
             "rewards-that-always-fail",
             Level.problem,
             "Rollouts fail",
-            f"{sum(failed.values())} of {admitted} rollouts since step {m.steps[0]} failed, {failed[reason]} of them "
+            f"{sum(failed.values())} of {admitted} rollouts since step {first} failed, {failed[reason]} of them "
             f"{failure(reason)} ({reason}).",
             "The logs of the rollout_workers say why.",
         )
-    if (stale := m.dropped.get(DropReason.stale, 0)) > MANY_STALE * admitted:
+    if (stale := dropped.get(DropReason.stale, 0)) > MANY_STALE * admitted:
         yield Finding(
             "stale-drops",
             Level.problem,
             "Rollouts are dropped as too old",
-            f"{stale} of {admitted} rollouts since step {m.steps[0]} were older than η = {m.eta} allows when their "
+            f"{stale} of {admitted} rollouts since step {first} were older than η = {eta} allows when their "
             "turn came, which selects against long answers.",
-            f"Set on_stale=wait, or max_head_offpolicyness={m.eta + 1}, or rollout.pacing=deadline.",
+            f"Set on_stale=wait, or max_head_offpolicyness={eta + 1}, or rollout.pacing=deadline.",
         )
-    filtered = {reason: count for reason, count in m.dropped.items() if is_filter_reason(reason)}
+    filtered = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
     if sum(filtered.values()) > NEARLY_ALL * admitted:
         reason = max(filtered, key=lambda name: filtered[name])
         yield Finding(
             "filters-drop-nearly-all",
             Level.problem,
             "Filters drop nearly every group",
-            f"{sum(filtered.values())} of {admitted} groups since step {m.steps[0]}, most of them as {reason!r}.",
+            f"{sum(filtered.values())} of {admitted} groups since step {first}, most of them as {reason!r}.",
             "The prompts are too easy or too hard for this policy, or the filter is too strict: look at the rewards.",
         )
 

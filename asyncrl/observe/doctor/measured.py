@@ -110,8 +110,6 @@ class Measured:
     evaluating: float
     saturation: float | None
     greatest_age: float
-    admitted: int
-    dropped: Mapping[str, int]
     missing: tuple[str, ...] = field(default=())
 
     @property
@@ -165,7 +163,10 @@ class Measured:
         supply_s = self.batch * (generation + user) / max(1, self.places if places is None else places)
         limit = (1.0 if self.queues else self._limit) if queues is None else 1.0 if queues else self.saturation or 0.0
         servers_s = limit * server * self.step_s if self.wait >= LITTLE_WAITING else 0.0
-        return max(self.trainer_s if trainer_s is None else trainer_s, supply_s, servers_s)
+        training_s = self.trainer_s if trainer_s is None else trainer_s
+        if self.eta == 0:  # nothing overlaps
+            return training_s + max(supply_s, servers_s)
+        return max(training_s, supply_s, servers_s)
 
     @property
     def _limit(self) -> float:
@@ -194,9 +195,6 @@ def measure(history: History) -> Measured | None:
     parts["other"] = max(0.0, step_s - sum(parts.values()))
     rollout_s = _mean(step.rollout_s for step in steps)
     settings = history.ledger.settings
-    dropped: Counter[str] = Counter()
-    for step in steps:
-        dropped.update(step.dropped)
     workers = [each for each in history.processes.values() if each.kind == "rollout_worker"]
     servers = tuple(
         _server(each, history, begin, end)
@@ -224,8 +222,6 @@ def measure(history: History) -> Measured | None:
         evaluating=_evaluating(history, servers, begin, end),
         saturation=_saturation(history, begin, end),
         greatest_age=max(row.get("staleness/max", 0.0) for row in rows),
-        admitted=sum(step.admitted for step in steps),
-        dropped=dropped,
         missing=() if servers else ("generation servers (no lines of them in observed/)",),
     )
 

@@ -117,6 +117,15 @@ class LedgerHistory:
         """The settings of the newest launch."""
         return self.launches[-1].settings if self.launches else None
 
+    def dropped_since(self, step: int) -> tuple[int, Counter[str]]:
+        """Admitted rollouts and dropped ones by reason, from train step `step` to now."""
+        admitted, dropped = self._admitted, Counter(self._dropped)
+        for number, each in self.steps.items():
+            if number >= step:
+                admitted += each.admitted
+                dropped += each.dropped
+        return admitted, dropped
+
     def refresh(self) -> None:
         """Take in what is new."""
         try:

@@ -101,6 +101,18 @@ def test_drops_are_told_by_their_reason(run: Path, reason: str, kind: str) -> No
     assert kind in problems(run)
 
 
+def test_failures_are_told_of_a_run_that_came_to_no_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    VirtualRun(Knobs(steps=0), run).play()
+    admitted = {"kind": "admitted", "prompt": "e0-1", "order": 1, "attempt": 0, "worker": "w", "version": 0, "at": 1.0}
+    dropped = {"kind": "dropped", "reason": "failed: reward my.py:score", "prompt": "returned", "at": 2.0}
+    with (run / "ledger" / "000001.jsonl").open("a") as file:
+        for number in range(20):
+            for line in (admitted, dropped):
+                file.write(json.dumps(line | {"rollout": f"r{number}"}) + "\n")
+    assert "20 of 20 rollouts since step 1 failed" in problems(run)["rewards-that-always-fail"]
+
+
 def test_memory_that_grows_towards_its_hosts_end_is_told(run: Path) -> None:
     gib = 1 << 30
     lines = [
