@@ -1,5 +1,5 @@
 # make run: set everything up and train the demo.   make demo-tools: a tiny model learns to call a calculator.
-# make test: set everything up and run the whole test suite.
+# make test: set everything up and run the whole test suite.   make docs: build the documentation as a site.
 VENV ?= .venv
 PYTHON_IN := $(VENV)/bin/python
 OVERRIDES ?=
@@ -7,7 +7,7 @@ TEST_WORKERS ?= 2
 # whole runs wait more than they compute
 RUN_WORKERS ?= 3
 
-.PHONY: run demo-tools test check setup clean
+.PHONY: run demo-tools test check docs setup clean
 
 run: setup
 	$(PYTHON_IN) -m asyncrl.launch async_ppo $(OVERRIDES)
@@ -25,6 +25,12 @@ check: setup
 	$(PYTHON_IN) -m ruff format --check .
 	$(PYTHON_IN) -m mypy
 	$(VENV)/bin/lint-imports
+
+# The documentation as a site, in site/: every page is in its order, and no link is dead.
+docs:
+	@test -x .venv-docs/bin/zensical || (python3 -m venv .venv-docs && .venv-docs/bin/pip install -q zensical==0.0.73)
+	.venv-docs/bin/zensical build --strict
+	@echo "open site/index.html, or: python3 -m http.server -d site"
 
 setup:
 	@launchers/setup.sh $(VENV) dev,etcd
