@@ -50,7 +50,7 @@ class _Report:
         """Make a check, which yields what it found, or raises what is wrong; returns True if nothing is."""
         try:
             found = list(run())
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             self.line("✗", "bold red", name, str(error))
             self.failed = True
             return False

@@ -193,7 +193,7 @@ async def test_an_answer_tells_what_its_agent_its_tools_and_its_rewards_counted(
             sample = await SINGLE_TURN.run(prompt, env, client)
             assert isinstance(sample, Sample)
             current_meter().add_tools({"tool/search/calls": 2.0})
-            current_meter().add_seconds(Activity.tool, 3.0)
+            current_meter().add_interval(Activity.tool, 0.0, 3.0)
             return [replace(sample, metrics={"turns": 4.0}, reward_parts={"own": sample.reward})]
 
     result = await evaluator(FakeClient(), Counts()).evaluate("two", 7)
