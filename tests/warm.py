@@ -276,6 +276,7 @@ def _run(command: Sequence[str]) -> NoReturn:
     """Run this command of Python in this process, and end it as Python ends."""
     _become_titled(" ".join(command))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as at a terminal, though the tests themselves may run under nohup
     random.seed()
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(number, mode, closefd=False, encoding="utf-8", errors=errors, buffering=1)

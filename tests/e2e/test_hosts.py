@@ -386,7 +386,7 @@ def test_hosts_without_a_shared_folder_get_all_that_they_read_over_http(
         versions = folder / "staged"
         await_that(lambda at=versions: 1 <= len([*at.glob("*/v*")]) <= 3, f"removal of those before: {versions}")  # type: ignore[misc]
     for folder in folders.values():
-        assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "secret", "staged"]
+        assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "observed", "secret", "staged"]
         assert (folder / "secret").stat().st_mode & 0o077 == 0
 
     for file in (data, held_out, tmp_path / "rewards.py"):  # there are only those that were brought from now on

@@ -501,7 +501,7 @@ async def test_prompt_logprobs_after_an_update_owe_nothing_to_what_was_cached_be
 ) -> None:
     prompt = [*PROMPT, *range(3, 13), VOCAB - 1, VOCAB - 2]
     for version, name in enumerate(("base", "next"), start=1):
-        await client.update_weights(str(models[name][0]), version, timeout_s=LIMIT_S)
+        await until_updated(client, str(models[name][0]), version)
         for _ in range(2):  # the second finds the first one's prefix in the cache
             served = await client.prompt_logprobs(prompt, 6, timeout_s=LIMIT_S)
             assert_close(served, reference(models, name, prompt[7:], prompt=prompt[:7]))
