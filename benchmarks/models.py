@@ -325,10 +325,10 @@ def decode_difference(model: PreTrainedModel, prompt: Sequence[int], answer: Seq
     expected = plain_logprobs(model, [*prompt, *answer])[len(prompt) - 1 :]
     inputs, cache, worst = torch.tensor([list(prompt)]), None, 0.0
     for token, logprob in zip(answer, expected, strict=True):
-        output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+        output = model(input_ids=inputs, cache=cache, use_cache=True)
         got = output.logits[0, -1].float().log_softmax(-1)[token]
         worst = max(worst, float((got - logprob).abs()))
-        cache, inputs = output.past_key_values, torch.tensor([[token]])
+        cache, inputs = output.cache, torch.tensor([[token]])
     return worst
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make a virtual environment with asyncrl in it: launchers/setup.sh [FOLDER, default .venv] [EXTRAS, default dev]
 # Without an NVIDIA GPU it takes PyTorch's CPU build, a tenth of the size. PYTHON names the interpreter (3.11 or newer).
+# Versions are those that were tested, launchers/tested.txt; CONSTRAINTS=/dev/null takes the newest that pyproject.toml allows.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -8,7 +9,7 @@ venv=${1:-.venv}
 extras=${2:-dev}
 torch=${TORCH:-torch==2.13.0}
 python=${PYTHON:-python3}
-stamp="$venv/.asyncrl-$(cat pyproject.toml launchers/setup.sh | cksum | cut -d' ' -f1)-$extras"
+stamp="$venv/.asyncrl-$(cat pyproject.toml launchers/setup.sh launchers/tested.txt | cksum | cut -d' ' -f1)-$extras"
 cpu_index=https://download.pytorch.org/whl/cpu
 
 [ -e "$stamp" ] && exit 0
@@ -35,5 +36,5 @@ then "${pip[@]}" "$torch"
 else "${pip[@]}" "$torch" --index-url "$cpu_index"
 fi
 echo "installing asyncrl and what it needs"
-"${pip[@]}" "$torch" --editable ".[$extras]"
+"${pip[@]}" "$torch" --editable ".[$extras]" --constraint "${CONSTRAINTS:-launchers/tested.txt}"
 touch "$stamp"

@@ -43,13 +43,14 @@ def load_causal_lm(
 def _pretrained(kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation) -> Any:
     """The model in `path` as transformers' auto class `kind` loads it, with the attention of the first layout.
 
-    Packed attention is put in place after loading: models with an attention of their own know only transformers' names.
+    It is put in place after loading, so that a model with an attention of its own keeps what transformers chooses: the
+    eager one of Falcon with alibi differs from the other (5.24 adds alibi twice). Flash attention is named at once.
     """
-    packed = attn_implementation == AttentionImplementation.sdpa
+    flash = attn_implementation == AttentionImplementation.flash_attention_2
     model = kind.from_pretrained(
-        str(path), dtype=str(dtype), attn_implementation=None if packed else str(attn_implementation)
+        str(path), dtype=str(dtype), attn_implementation=str(attn_implementation) if flash else None
     )
-    if packed:
+    if not flash:
         set_attention(model, first_layout(attn_implementation)[1])
     return model
 

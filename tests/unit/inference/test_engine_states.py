@@ -251,10 +251,9 @@ def test_what_is_interrupted_by_new_weights_goes_on_from_states_of_the_new_ones(
 def goes_on_under(old: PreTrainedModel, new: PreTrainedModel, ids: list[int], change: int) -> Tensor:
     """log p of `ids[1:]` by transformers' own cache, which from position `change` on is used by `new`."""
     state = DynamicCache(config=old.config)
-    name = "cache_params" if old.config.model_type == "mamba" else "past_key_values"
     rows = []
     for place, token in enumerate(ids[:-1]):
-        kwargs = {"position_ids": torch.tensor([[place]]), name: state, "use_cache": True}
+        kwargs = {"position_ids": torch.tensor([[place]]), "cache": state, "use_cache": True}
         logits = (old if place < change else new)(input_ids=torch.tensor([[token]]), **kwargs).logits[0, 0]
         rows.append(logits.float().log_softmax(-1)[ids[place + 1]])
     return torch.stack(rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -95,8 +94,6 @@ class ModelRunner:
         self._memories = layer_memories(model.config)
         self._places: list[Place] = []
         self.cache = self.new_cache(max_total_tokens)
-        takes = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache_params" if "cache_params" in takes else "past_key_values"
         self.routing: RoutingSlots | None = None
         """The experts chosen for what the slots hold, where they are recorded."""
         self._routers: Routers | None = None
@@ -151,7 +148,7 @@ class ModelRunner:
 
     def _logits_with_slots(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """One eager forward that writes to the slots, and beside them what it chooses."""
-        inputs |= {self._cache_argument: self.cache, "use_cache": True}
+        inputs |= {"cache": self.cache, "use_cache": True}
         if self._routers is None or self.routing is None or self.routing.owner is not self.cache:
             logits = self._logits(input_ids, **inputs)
         else:

@@ -134,7 +134,7 @@ class _DecodeStep(nn.Module):
                 input_ids=tokens_R1,
                 attention_mask=AttentionMasks(full, windowed, self._mixed).argument(),
                 position_ids=positions_R1,
-                past_key_values=_SlotTensors(index, tuple(rest[count:])),
+                cache=_SlotTensors(index, tuple(rest[count:])),
                 use_cache=True,
             ).logits
         return logits
