@@ -14,9 +14,11 @@ import msgspec
 import numpy as np
 
 from asyncrl.api.trajectory import (
+    MAX_GROUPS,
     SampleColumns,
     SharedPrompt,
     Trajectory,
+    join_groups,
     join_token_columns,
     join_token_rewards,
     named_columns,
@@ -65,6 +67,8 @@ class Prepared:
     """Columns of the agent's own, likewise, in the order of the entry's names."""
     routing: list[Array]
     """Expert choices of the prompt, then of the rest of each sample; empty if there are none."""
+    groups: list[int]
+    """Position of each sample's comparison group among the names of the entry; empty if none is named."""
     nbytes: int
 
 
@@ -85,7 +89,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
         parts = [*_token_arrays(samples)]
         lengths, rewards, truncated = samples.lengths.tolist(), samples.rewards.tolist(), samples.truncated.tolist()
         episodes, token_rewards = samples.episodes.tolist(), samples.token_rewards
-        own_columns = dict(samples.token_columns)
+        own_columns, groups = dict(samples.token_columns), samples.groups
         routing = [] if samples.routing is None else [samples.routing]
         named = samples.reward_parts, samples.metrics
     else:
@@ -97,6 +101,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
             truncated.append(bool(sample.truncated))
             episodes.append(sample.episode)
         token_rewards, own_columns = join_token_rewards(samples), join_token_columns(samples)
+        groups = join_groups(samples)
         routing = [sample.routing for sample in samples if sample.routing is not None]
         if len(routing) != len(samples):
             routing = []
@@ -107,7 +112,12 @@ def prepare(trajectory: Trajectory) -> Prepared:
     if isinstance(trajectory.samples, SharedPrompt) and prompt_routing is None:
         routing = []
     header = _routing_header(routing)
-    entry = _encode_entry(trajectory, *named, header, list(own_columns))
+    names = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+    if len(names) > MAX_GROUPS:
+        raise CodecError(
+            f"trajectory {trajectory.rollout_id!r} has {len(names)} comparison groups, of {MAX_GROUPS} at most"
+        )
+    entry = _encode_entry(trajectory, *named, header, list(own_columns), list(names))
     if [part.dtype for part in parts] != _TOKEN_DTYPES * (len(parts) // len(_TOKEN_DTYPES)):
         parts = [_convert(name, part) for name, part in zip(cycle(BY_TOKEN), parts, strict=False)]
     if not isinstance(samples, SampleColumns) and (shared := _shared_routing(routing, _shared_prompt(parts))):
@@ -130,7 +140,18 @@ def prepare(trajectory: Trajectory) -> Prepared:
     token_columns = [*own_columns.values()]
     nbytes += sum(own.nbytes for own in (*routing, *token_columns))
     return Prepared(
-        entry, prompt, parts, lengths, rewards, truncated, episodes, token_rewards, token_columns, routing, nbytes
+        entry=entry,
+        prompt=prompt,
+        parts=parts,
+        lengths=lengths,
+        rewards=rewards,
+        truncated=truncated,
+        episodes=episodes,
+        token_rewards=token_rewards,
+        token_columns=token_columns,
+        routing=routing,
+        groups=[names[name] for name in groups],
+        nbytes=nbytes + len(groups),
     )
 
 
@@ -209,6 +230,7 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
     prompts = [each.prompt for each in prepared]
     routing = [*chain.from_iterable([each.routing for each in prepared])]
     routing_sizes = [sum(map(len, each.routing)) for each in prepared]
+    groups = [*chain.from_iterable([each.groups for each in prepared])]
     sizes, prompt_lengths = [len(each.lengths) for each in prepared], [*map(len, prompts)]
     columns: list[tuple[str, int, Sequence[Any]]] = [
         ("prompts", sum(prompt_lengths), prompts),
@@ -221,6 +243,8 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
         ("rewarded", len(sizes), [bytes(rewarded)]),
         ("token_columns", sum(map(len, token_columns)), token_columns),
         ("column_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *column_sizes)]),
+        ("grouped", len(sizes), [bytes(bool(each.groups) for each in prepared)]),
+        ("groups", len(groups), [bytes(groups)]),
         ("routing", sum(map(len, routing)), routing),
         ("routing_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *routing_sizes)]),
         ("sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *sizes)]),
@@ -245,6 +269,7 @@ def _encode_entry(
     sample_metrics: Mapping[str, Array],
     routing: RoutingHeader | None,
     token_columns: list[str],
+    groups: list[str],
 ) -> msgspec.Raw:
     metrics = {name: float(value) for name, value in trajectory.metrics.items()}
     parts, own = (
@@ -252,7 +277,8 @@ def _encode_entry(
         for each in (reward_parts, sample_metrics)
     )
     entry = TrajectoryHeader(
-        trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics, parts, own, routing, token_columns
+        *(trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics, parts, own, routing, token_columns),
+        groups=groups,
     )
     try:
         return msgspec.Raw(_encode(entry))

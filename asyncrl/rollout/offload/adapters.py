@@ -117,7 +117,7 @@ class _EpisodeInThread(Agent):
         self._agent, self._offloader = agent, offloader
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
-        policy, world = _Blocking(client, self._offloader), _Blocking(env, self._offloader)
+        policy, world = _BlockingClient(client, self._offloader), _Blocking(env, self._offloader)
         run: Any = self._agent.run
         try:
             outcome: Outcome = await self._offloader.in_thread(lambda: run(prompt, world, policy))
@@ -168,10 +168,16 @@ class _AtHome:
         return call
 
 
-class _GroupAtHome(_AtHome):
-    def episode(self, prompt: Prompt) -> _AtHome:
+class _ClientAtHome(_AtHome):
+    def conversation(self, group: str) -> _ClientAtHome:
         inner: Any = self._inner
-        return _AtHome(inner.episode(prompt), self._offloader)
+        return _ClientAtHome(inner.conversation(group), self._offloader)
+
+
+class _GroupAtHome(_AtHome):
+    def episode(self, prompt: Prompt) -> _ClientAtHome:
+        inner: Any = self._inner
+        return _ClientAtHome(inner.episode(prompt), self._offloader)
 
 
 class _Blocking:
@@ -211,22 +217,37 @@ class _Blocking:
             wait.cancel()
 
 
-class _BlockingGroup(_Blocking):
-    """A `GroupClient`, whose episodes' clients end with it."""
+class _BlockingWithOthers(_Blocking):
+    """One that hands out other clients, which end with it."""
 
     def __init__(self, inner: object, offloader: Offloader) -> None:
         super().__init__(inner, offloader)
-        self._episodes: list[_Blocking] = []
+        self._others: list[_Blocking] = []
 
-    def episode(self, prompt: Prompt) -> _Blocking:
-        inner: Any = self._inner
-        self._episodes.append(_Blocking(inner.episode(prompt), self._offloader))
-        return self._episodes[-1]
+    def _also(self, client: object) -> _BlockingClient:
+        self._others.append(made := _BlockingClient(client, self._offloader))
+        return made
 
     def end(self) -> None:
-        for each in self._episodes:
+        for each in self._others:
             each.end()
         super().end()
+
+
+class _BlockingClient(_BlockingWithOthers):
+    """A `ChatClient`."""
+
+    def conversation(self, group: str) -> _BlockingClient:
+        inner: Any = self._inner
+        return self._also(inner.conversation(group))
+
+
+class _BlockingGroup(_BlockingWithOthers):
+    """A `GroupClient`."""
+
+    def episode(self, prompt: Prompt) -> _BlockingClient:
+        inner: Any = self._inner
+        return self._also(inner.episode(prompt))
 
 
 class OffloadedEnvironment(Environment):
