@@ -42,7 +42,7 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     routed_experts_start_len: int = 0
     """First position whose chosen experts are told, where they are asked for."""
     pictures: list[list[PictureRef]] | None = None
-    """Of each prompt, for the embedded engine only; answered by 409 with `MissingPictures` where it lacks their bytes."""
+    """Of each prompt, for the embedded engine; answered by 409 and `MissingPictures` where it lacks their bytes."""
     stream: bool = False
     # fields that the embedded engine knows only to refuse them, where they ask for something
     top_logprobs_num: Any = None
