@@ -399,7 +399,7 @@ def inbox(quick: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
         bounded: dict[str, Any] = {}
         with contextlib.suppress(ImportError):  # a checkout with a bound in rollouts alone
-            from asyncrl.trainer.trajectories.kept_inbox import InboxStore
+            from asyncrl.trainer.trajectories.inbox_store import InboxStore
 
             if "memory_bytes" in inspect.signature(Inbox).parameters:
                 bounded = {"memory_bytes": limit, "spilled": InboxStore(Path(folder) / "spilled")}

@@ -157,10 +157,10 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
         del hit[LAUNCHER]
         left_out.append("kills of the launcher: with checkpoint.interval=0 it would begin at step 0 again")
     killed = hit
-    if args.kinds is None and not config.checkpoint.keep_last_step:
+    if args.kinds is None and not config.checkpoint.in_memory:
         killed = {kind: those for kind, those in hit.items() if not _goes_back(kind)}
         left_out.append(
-            "kills of the trainer's side: with checkpoint.keep_last_step=false each starts the whole run again, which "
+            "kills of the trainer's side: with checkpoint.in_memory=false each starts the whole run again, which "
             "it does once within system.restart_window_s"
         )
     servers: dict[str, list[str]] = {}

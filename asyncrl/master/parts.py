@@ -31,9 +31,9 @@ from asyncrl.master.peers.connections import Evaluates, NameBoard, evaluate
 from asyncrl.master.peers.policy_versions import Publishing, VersionAnnouncer
 from asyncrl.master.peers.ranks import Ranks
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
-from asyncrl.master.recovery.kept_step import KeptSteps
+from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.rollout.messages import EvaluationResult
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.trainer.placement import Placement, worker_grid
 from asyncrl.weights.transports.base import weight_transport
@@ -78,7 +78,7 @@ class Parts:
     announcer: VersionAnnouncer
     stall: StallWatch
     checkpoints: Checkpoints
-    steps: KeptSteps
+    steps: MemoryCheckpointer
     reports: Reports
     publishing: Publishing
     version: int = 0
@@ -142,13 +142,13 @@ def assemble(
     peers: Peers,
     stop: asyncio.Event,
     clock: RunningClock | None = None,
-    last_step: LastStep | None = None,
+    memory_checkpoint: MemoryCheckpoint | None = None,
     incarnation: int = 0,
 ) -> Parts:
     """Make the parts of a run's loop.
 
     Args:
-        last_step: where the state of each step is kept, and looked for at the beginning; None: nowhere.
+        memory_checkpoint: where the state of each step is kept, and looked for at the beginning; None: nowhere.
         incarnation: how many MasterWorkers before this one died.
     """
     clock = clock or RunningClock()
@@ -165,7 +165,7 @@ def assemble(
     journal = Journal(config, collector, buffer)
     ledger = Ledger.of_run(run_dir, config)
     data_state = DataState(config, run_dir, buffer)
-    steps = KeptSteps(last_step, ranks)
+    steps = MemoryCheckpointer(memory_checkpoint, ranks)
 
     async def evaluate_version(name: str, version: int) -> EvaluationResult:
         while peers.board.producers_start():  # noqa: ASYNC110 - the resolver's thread has no event of this loop

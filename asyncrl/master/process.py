@@ -23,7 +23,7 @@ from asyncrl.master.offline.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.peers.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
 from asyncrl.master.train_loop import TrainLoop
-from asyncrl.runtime.last_step import LastStep, keeps_last_step
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker
 from asyncrl.trainer.messages import IsStepRunning
@@ -45,10 +45,16 @@ class MasterWorker(AsyncWorker):
                 peers = await self._connect(closing)
             except StopRequested:
                 return
-            last_step = LastStep(self.run_dir) if keeps_last_step(self.config) else None
+            memory_checkpoint = MemoryCheckpoint(self.run_dir) if uses_memory_checkpoint(self.config) else None
             incarnation = self.spec.incarnation
             parts = assemble(
-                self.config, self.run_dir, self._graph, peers, self.stop, last_step=last_step, incarnation=incarnation
+                self.config,
+                self.run_dir,
+                self._graph,
+                peers,
+                self.stop,
+                memory_checkpoint=memory_checkpoint,
+                incarnation=incarnation,
             )
             await unless_silent(
                 TrainLoop(parts, self.ready).run(), peers.workers, self.stop, self.config.system.stop_timeout_s

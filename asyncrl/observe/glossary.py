@@ -332,7 +332,7 @@ METRICS: tuple[Metric, ...] = (
         "Small next to `time/step_s`.",
     ),
     Metric(
-        "time/keep_s",
+        "time/memory_checkpoint_s",
         "s",
         "Time after that in which the master waited until the step's state was safely kept.",
         "Near 0; else the disk is slow.",

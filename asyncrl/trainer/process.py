@@ -36,7 +36,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.runtime.last_step import LastStep, keeps_last_step
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
@@ -48,7 +48,6 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
-from asyncrl.trainer.kept_samples import KeptSamples
 from asyncrl.trainer.messages import (
     BeginStep,
     CallStats,
@@ -62,7 +61,7 @@ from asyncrl.trainer.messages import (
     IsStepRunning,
     LoadCheckpoint,
     LoadedCheckpoint,
-    LoadLastStep,
+    LoadMemoryCheckpoint,
     MoveColumns,
     PollBuffer,
     Publish,
@@ -82,6 +81,7 @@ from asyncrl.trainer.parallel.world import all_have_started, training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.profile import StepProfile
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
+from asyncrl.trainer.sample_log import SampleLog
 from asyncrl.trainer.trajectories.arrivals import ArrivalCheck
 from asyncrl.trainer.trajectories.intake import Intake
 from asyncrl.trainer.versions import Versions
@@ -144,7 +144,7 @@ class ModelWorker(Worker):
         self._shares: dict[WorkerGrid, GridShare] = {}
         self._master = 0
         self._standing = Standing(in_step=False, master_state=None)
-        self._last_step = LastStep.of_rank(self.config, self.run_dir)
+        self._memory_checkpoint = MemoryCheckpoint.of_rank(self.config, self.run_dir)
 
     def start(self) -> int:
         with heard_at_once(self._leave):
@@ -177,7 +177,7 @@ class ModelWorker(Worker):
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         self.log.info("%s", device_line(device, getattr(torch, config.model.dtype.on(device.type)), self._attention()))
         self._open.callback(self._rank.checkpoints.close)
-        self._open.callback(self._rank.last_step.close)
+        self._open.callback(self._rank.memory_checkpoint.close)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._kept = self._keep_samples()
         self._profile = StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device)
@@ -219,7 +219,7 @@ class ModelWorker(Worker):
         """Stop the threads, leave the world. A run that is asked to stop needs what is kept of it no more."""
         self._open.close()
         if self.stop_requested.is_set():
-            self._last_step.leave()
+            self._memory_checkpoint.leave()
 
     def _attention(self) -> str:
         """Layout and kernel that the policy trains with; on ranks without one what the setting asks for."""
@@ -256,7 +256,7 @@ class ModelWorker(Worker):
                 CollectWeights: self._collect_weights,
                 SaveCheckpoint: _observed("save_checkpoint", self._save_checkpoint),
                 LoadCheckpoint: _observed("load_checkpoint", self._load_checkpoint),
-                LoadLastStep: _observed("load_last_step", self._load_last_step),
+                LoadMemoryCheckpoint: _observed("load_memory_checkpoint", self._load_memory_checkpoint),
             },
         )
         self._open.callback(self._server.close)
@@ -287,12 +287,12 @@ class ModelWorker(Worker):
             head,
             check,
             lambda: self._server.loop,
-            self._last_step,
+            self._memory_checkpoint,
             self.run_dir / SPILLED_DIR / str(self.index),
             shares_prefixes=isinstance(actor, RoleEngine) and actor.attention == AttentionKind.tree,
         )
         self._open.callback(intake.remove_spilled)
-        if keeps_last_step(config):
+        if uses_memory_checkpoint(config):
             intake.keep(receives=self._world.takes_trajectories)
         return intake
 
@@ -317,19 +317,19 @@ class ModelWorker(Worker):
         return Done()
 
     async def _finish_share(self, request: FinishShare) -> WrittenShare:
-        share = self._rank.writer(request.of_last_step).share(self._path(request))
+        share = self._rank.writer(request.in_memory).share(self._path(request))
         return WrittenShare(await asyncio.shield(asyncio.wrap_future(share)))
 
     async def _commit_checkpoint(self, request: CommitCheckpoint) -> Done:
-        if request.of_last_step and not self._rank.folders.leads:
+        if request.in_memory and not self._rank.folders.leads:
             return Done()
-        writer = self._rank.writer(request.of_last_step)
+        writer = self._rank.writer(request.in_memory)
         commit = partial(writer.commit, keep=request.keep, protected=request.protected)
         await asyncio.to_thread(commit, self._path(request), request.files)
         return Done()
 
     def _path(self, request: SaveCheckpoint | FinishShare | CommitCheckpoint) -> Path:
-        return self._last_step.state_root / request.path if request.of_last_step else Path(request.path)
+        return self._memory_checkpoint.state_root / request.path if request.in_memory else Path(request.path)
 
     # The main thread.
 
@@ -426,22 +426,26 @@ class ModelWorker(Worker):
     def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
         self._check_master(request)
         self._rank.save_checkpoint(msgspec.structs.replace(request, path=str(self._path(request))))
-        if request.of_last_step:
+        if request.in_memory:
             self._standing = Standing(in_step=False, master_state=request.master_state)
         return Done()
 
     def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:
         return self._loaded(self._rank.load_checkpoint(Path(request.root)))
 
-    def _load_last_step(self, request: LoadLastStep) -> LoadedCheckpoint:
-        return self._loaded(self._rank.load_last_step(self._last_step.state_root, torn=self._last_step.torn))
+    def _load_memory_checkpoint(self, request: LoadMemoryCheckpoint) -> LoadedCheckpoint:
+        return self._loaded(
+            self._rank.load_memory_checkpoint(
+                self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
+            )
+        )
 
     def _loaded(self, state: Any) -> LoadedCheckpoint:
         if self._kept is not None:
             self._kept.forget_after(state["version"] if state else 0)
         return LoadedCheckpoint(state)
 
-    def _keep_samples(self) -> KeptSamples | None:
+    def _keep_samples(self) -> SampleLog | None:
         """Open the writer of this rank's samples; None if none are to be kept, or if the rank does not train the
         actor.
         """
@@ -452,6 +456,6 @@ class ModelWorker(Worker):
         decode = load_tokenizer(str(self.config.model.path)).decode
         max_bytes = int(samples.max_gb * 1e9 / ranks.world)
         writer = f"head-{ranks.rank}" if place.copy.leads else None
-        kept = KeptSamples(self.run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)
+        kept = SampleLog(self.run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)
         self._open.callback(kept.close)
         return kept

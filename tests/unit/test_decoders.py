@@ -71,7 +71,7 @@ from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.offload import messages as offload
 from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.trainer.trajectories.kept_inbox import InboxStore, KeptTrajectoryDamaged
+from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 from asyncrl.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
@@ -530,7 +530,7 @@ def cases() -> Iterator[Case]:
     with tempfile.TemporaryDirectory() as inbox:
         InboxStore(Path(inbox)).write(trajectory())
         kept = (Path(inbox) / "1").read_bytes()
-    yield Case("kept trajectory", in_file("1", kept_inbox), [kept], (KeptTrajectoryDamaged,))
+    yield Case("kept trajectory", in_file("1", kept_inbox), [kept], (StoredTrajectoryDamaged,))
     rows = b'{"prompt": "2+2", "answer": "4"}\n{"messages": [{"role": "user", "content": "x"}]}\n'
     yield Case("JSON lines", in_file("d.jsonl", lambda folder: read_records(folder / "d.jsonl")), [rows], (ValueError,))
     generate = [

@@ -30,7 +30,7 @@ from asyncrl.comm.request_reply.client import PeerGone
 from asyncrl.master.books.run_files import checkpoint_root, write_books
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.ranks import Ranks, Stalled
-from asyncrl.master.recovery.kept_step import KeptStep, KeptSteps, Known
+from asyncrl.master.recovery.memory_checkpointer import Known, MemoryCheckpointer, StepState
 from asyncrl.runtime.process.waiting import or_stop
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import IsStepRunning, LoadCheckpoint, TakeUp
@@ -55,7 +55,7 @@ class Standing:
     state: dict[str, Any]
     announced: int
     saved: bool
-    last: KeptStep | None
+    last: StepState | None
 
     @property
     def version(self) -> int:
@@ -64,7 +64,9 @@ class Standing:
         return version
 
 
-async def find(ranks: Ranks, steps: KeptSteps, checkpoints: Path, announced: int, fresh: dict[str, Any]) -> Standing:
+async def find(
+    ranks: Ranks, steps: MemoryCheckpointer, checkpoints: Path, announced: int, fresh: dict[str, Any]
+) -> Standing:
     """Find where the run stands; the ranks have that state when this returns.
 
     The ranks are asked first: each has the master's state of the step whose end was kept last. If all are between two
@@ -91,8 +93,8 @@ async def find(ranks: Ranks, steps: KeptSteps, checkpoints: Path, announced: int
     return Standing(state, state["version"], saved=stored is not None, last=None)
 
 
-def _last_step(state: dict[str, Any]) -> KeptStep | None:
-    return msgspec.convert(state["step"], KeptStep, str_keys=True) if "step" in state else None
+def _last_step(state: dict[str, Any]) -> StepState | None:
+    return msgspec.convert(state["step"], StepState, str_keys=True) if "step" in state else None
 
 
 async def _of_ranks(ranks: Ranks) -> dict[str, Any] | None:

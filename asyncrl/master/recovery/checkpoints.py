@@ -17,7 +17,7 @@ from asyncrl.master.books.run_files import checkpoint_root
 from asyncrl.master.metrics.journal import Journal
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.ranks import Ranks
-from asyncrl.master.recovery.kept_step import files_of
+from asyncrl.master.recovery.memory_checkpointer import files_of
 from asyncrl.observe import observer
 from asyncrl.trainer.messages import (
     CommitCheckpoint,

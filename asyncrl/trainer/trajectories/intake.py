@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from asyncrl.api.trajectory import FINISHED_AT, Trajectory
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer, PolledBuffer
 from asyncrl.trainer.settings import TrainerConfig
 from asyncrl.trainer.trajectories.inbox import Inbox, InboxFull
-from asyncrl.trainer.trajectories.kept_inbox import InboxStore, KeptTrajectoryDamaged
+from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
 
 _ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sender is told to offer it again
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Intake:
         head: data index of this rank.
         check: raises where a trajectory is none to train on.
         loop: of the request server; called once somebody waits there.
-        last_step: where `keep` keeps what comes.
+        memory_checkpoint: where `keep` keeps what comes.
         spilled: folder of what does not fit into memory; made anew, and left to `remove_spilled`.
         shares_prefixes: see `Inbox`.
     """
@@ -44,13 +44,13 @@ class Intake:
         head: int,
         check: Callable[[Trajectory], None],
         loop: Callable[[], asyncio.AbstractEventLoop],
-        last_step: LastStep,
+        memory_checkpoint: MemoryCheckpoint,
         spilled: Path,
         *,
         shares_prefixes: bool,
     ) -> None:
         self._head, self._check, self._loop = head, check, loop
-        self._last_step, self._spilled = last_step, spilled
+        self._memory_checkpoint, self._spilled = memory_checkpoint, spilled
         self.remove_spilled()  # of a process before this one; what of it is to be trained is kept elsewhere too
         spilled.parent.mkdir(mode=0o700, exist_ok=True)
         self.inbox = Inbox(
@@ -72,21 +72,21 @@ class Intake:
             receives: whether trajectories come to this rank at all.
 
         Raises:
-            KeptTrajectoryDamaged: what was left is not what was kept; all go back to the newest checkpoint.
+            StoredTrajectoryDamaged: what was left is not what was kept; all go back to the newest checkpoint.
         """
         try:
-            self._last_step.join()
+            self._memory_checkpoint.join()
             if not receives:
                 return
-            kept = InboxStore(self._last_step.inbox(self._head), durable=self._last_step.spread)
+            kept = InboxStore(self._memory_checkpoint.inbox(self._head), durable=self._memory_checkpoint.spread)
         except OSError as error:
             self._cannot_keep(error)
             return
         try:
             for trajectory in kept.read():
                 self.inbox.restore(trajectory)
-        except KeptTrajectoryDamaged:
-            self._last_step.tear()
+        except StoredTrajectoryDamaged:
+            self._memory_checkpoint.invalidate()
             raise
         self._kept = kept
 
@@ -139,7 +139,7 @@ class Intake:
     def _cannot_keep(self, error: OSError) -> None:
         """Others may go on without; but nobody may go on from what is kept."""
         _log.warning("a death of this process would now cost the steps since the last checkpoint: %s", error)
-        self._last_step.tear()
+        self._memory_checkpoint.invalidate()
 
     def _forget(self, rollout_ids: Sequence[str]) -> None:
         if self._kept is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.master.peers.ranks import Stalled
 from asyncrl.rollout.settings import EvalSetConfig
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
     Publish,
@@ -245,15 +245,15 @@ async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path:
 @pytest.mark.parametrize("ranks_go_on", [True, False])
 @pytest.mark.parametrize("next_is_due", [True, False])
 async def test_an_evaluation_that_a_death_cut_off_is_made_again_before_a_newer_version_is_served(
-    tmp_path: Path, last_step: LastStep, ranks_go_on: bool, next_is_due: bool
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, ranks_go_on: bool, next_is_due: bool
 ) -> None:
     """Also where the ranks were started again too, and load the last step."""
     config = make_config(total_train_steps=4, eval__interval=2 if next_is_due else 3)
-    first = Run(tmp_path, config, last_step=last_step)
+    first = Run(tmp_path, config, memory_checkpoint=memory_checkpoint)
     first.rollouts.finish = asyncio.Event()
     async with running(first):
         await first.deliver(range(8), oldest=1)
-        await until(lambda: last_step.version == 2)
+        await until(lambda: memory_checkpoint.version == 2)
         await until(lambda: next_is_due or len(first.manager.reports) == 2)
         kill(first)
     assert (first.rollouts.started, first.board.versions) == ([0], [])

@@ -17,7 +17,7 @@ from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.kinds import GPU_ALLOCATOR
-from asyncrl.runtime.last_step import trains_elsewhere
+from asyncrl.runtime.memory_checkpoint import trains_elsewhere
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.settings import HostConfig, SystemConfig
 from asyncrl.runtime.worker_plan import WorkerPlan
@@ -292,7 +292,7 @@ def test_what_needs_a_shared_folder_is_refused_by_name_where_there_is_none(
 
 def test_ranks_may_be_on_several_hosts_and_the_last_step_is_kept_there() -> None:
     config = several_hosts(b=["generation_server", "rollout_worker", "model_worker"])
-    assert config.checkpoint.keep_last_step
+    assert config.checkpoint.in_memory
     assert list(check(config)) == []
     assert trains_elsewhere(config)
     assert not trains_elsewhere(several_hosts(b=["generation_server", "rollout_worker"]))

@@ -12,31 +12,31 @@ from pathlib import Path
 import pytest
 
 from asyncrl.api.trajectory import FINISHED_AT, Trajectory
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import PollBuffer
 from asyncrl.trainer.settings import TrainerConfig
 from asyncrl.trainer.trajectories.inbox import InboxFull
+from asyncrl.trainer.trajectories.inbox_store import StoredTrajectoryDamaged
 from asyncrl.trainer.trajectories.intake import Intake
-from asyncrl.trainer.trajectories.kept_inbox import KeptTrajectoryDamaged
 
 MakeTrajectories = Callable[..., list[Trajectory]]
 
 
 @pytest.fixture
-def last_step(tmp_path: Path) -> Iterator[LastStep]:
-    kept = LastStep(tmp_path)
+def memory_checkpoint(tmp_path: Path) -> Iterator[MemoryCheckpoint]:
+    kept = MemoryCheckpoint(tmp_path)
     kept.begin()
     yield kept
     kept.remove()
 
 
-def intake(last_step: LastStep, folder: Path, capacity: int = 8) -> Intake:
+def intake(memory_checkpoint: MemoryCheckpoint, folder: Path, capacity: int = 8) -> Intake:
     made = Intake(
         TrainerConfig(buffer_capacity=capacity),
         0,
         lambda trajectory: None,
         asyncio.get_event_loop,
-        last_step,
+        memory_checkpoint,
         folder / "spilled" / "0",
         shares_prefixes=False,
     )
@@ -49,9 +49,9 @@ def held(made: Intake, names: list[str]) -> list[str]:
 
 
 def test_the_next_process_begins_with_what_is_not_discarded_and_not_of_a_step_that_is_kept(
-    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
 ) -> None:
-    first = intake(last_step, tmp_path)
+    first = intake(memory_checkpoint, tmp_path)
     names = []
     for trajectory in make_trajectories(groups=4):
         first.receive(trajectory)
@@ -59,44 +59,53 @@ def test_the_next_process_begins_with_what_is_not_discarded_and_not_of_a_step_th
     first.discard(names[:1])
     first.left(names[1:2])
     assert held(first, names) == names[2:]
-    assert held(intake(last_step, tmp_path), names) == names[1:], "its step may have to be trained again"
+    assert held(intake(memory_checkpoint, tmp_path), names) == names[1:], "its step may have to be trained again"
     first.left(names[2:3])
-    assert held(intake(last_step, tmp_path), names) == names[2:]
+    assert held(intake(memory_checkpoint, tmp_path), names) == names[2:]
 
 
 def test_the_next_process_goes_back_to_a_checkpoint_where_what_was_kept_is_damaged(
-    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
 ) -> None:
     (trajectory,) = make_trajectories(groups=1)
-    intake(last_step, tmp_path).receive(trajectory)
-    assert not last_step.torn
-    file = last_step.inbox(0) / "1"
+    intake(memory_checkpoint, tmp_path).receive(trajectory)
+    assert not memory_checkpoint.invalid
+    file = memory_checkpoint.inbox(0) / "1"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(KeptTrajectoryDamaged):
-        intake(last_step, tmp_path)
-    assert last_step.torn
+    with pytest.raises(StoredTrajectoryDamaged):
+        intake(memory_checkpoint, tmp_path)
+    assert memory_checkpoint.invalid
 
 
 def test_what_finds_no_room_is_not_kept(
-    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    memory_checkpoint: MemoryCheckpoint,
+    make_trajectories: MakeTrajectories,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.trainer.trajectories.intake._ROOM_S", 0.0)
-    made = intake(last_step, tmp_path, capacity=1)
+    made = intake(memory_checkpoint, tmp_path, capacity=1)
     first, second = make_trajectories(groups=2)
     made.receive(first)
     with pytest.raises(InboxFull):
         made.receive(second)
-    assert held(intake(last_step, tmp_path), [first.rollout_id, second.rollout_id]) == [first.rollout_id]
+    assert held(intake(memory_checkpoint, tmp_path), [first.rollout_id, second.rollout_id]) == [first.rollout_id]
 
 
 async def test_a_poll_waits_for_an_arrival_of_another_thread(
-    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
 ) -> None:
     loop = asyncio.get_running_loop()
     made = Intake(
-        TrainerConfig(), 0, lambda _: None, lambda: loop, last_step, tmp_path / "spilled" / "0", shares_prefixes=False
+        TrainerConfig(),
+        0,
+        lambda _: None,
+        lambda: loop,
+        memory_checkpoint,
+        tmp_path / "spilled" / "0",
+        shares_prefixes=False,
     )
     polling = asyncio.create_task(made.poll(PollBuffer(0, 60.0)))
     await asyncio.sleep(0)
@@ -106,10 +115,13 @@ async def test_a_poll_waits_for_an_arrival_of_another_thread(
 
 
 def test_a_trajectory_tells_how_long_it_was_under_way_and_when_it_came(
-    tmp_path: Path, last_step: LastStep, make_trajectories: MakeTrajectories, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    memory_checkpoint: MemoryCheckpoint,
+    make_trajectories: MakeTrajectories,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1000.0)
-    made = intake(last_step, tmp_path)
+    made = intake(memory_checkpoint, tmp_path)
     for finished_at, trajectory in zip((990.0, 1003.0, None), make_trajectories(groups=3), strict=True):
         if finished_at is not None:
             trajectory.metrics[FINISHED_AT] = finished_at

@@ -14,7 +14,7 @@ pytest.importorskip("pyarrow")
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.observe.samples import read_samples, sample_files
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
-from asyncrl.trainer.kept_samples import KeptSamples
+from asyncrl.trainer.sample_log import SampleLog
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -33,8 +33,8 @@ def batch_of(trajectories: Sequence[Trajectory]) -> StepBatch:
     return build_step_batch(trajectories, [0] * len(trajectories), version=4, num_minibatches=1)
 
 
-def keep(folder: Path, every: int, writer: str | None = "head-0") -> KeptSamples:
-    return KeptSamples(folder, every, 1 << 30, writer, decode)
+def keep(folder: Path, every: int, writer: str | None = "head-0") -> SampleLog:
+    return SampleLog(folder, every, 1 << 30, writer, decode)
 
 
 def test_log_probabilities_put_off_are_computed_for_what_is_kept_alone_and_stay_put_off(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""The inbox's trajectories as files: so that they outlive their process (`asyncrl.runtime.last_step`), or since they do
-not fit into memory (`trainer.buffer_memory`).
+"""The inbox's trajectories as files, for the in-memory checkpoint (`asyncrl.runtime.memory_checkpoint`), or because
+they do not fit into memory (`trainer.buffer_memory`).
 
 A trajectory is written before it is acknowledged. A file that is shorter than its header says was cut off by a death:
 it was not acknowledged, and its sender sends it again. A file of full length whose checksum differs was damaged,
-perhaps after the acknowledgement, so it is refused instead of trained or left out (`KeptTrajectoryDamaged`).
+perhaps after the acknowledgement, so it is refused instead of trained or left out (`StoredTrajectoryDamaged`).
 A file is removed once its trajectory is discarded, or once the state of the step that trained it is kept; until then a
 successor may have to train it again.
 """
@@ -33,7 +33,7 @@ _HEAD = _SIZES.size + 2 * _DIGEST
 _log = logging.getLogger(__name__)
 
 
-class KeptTrajectoryDamaged(ValueError):
+class StoredTrajectoryDamaged(ValueError):
     """A kept file is whole, and not what was written."""
 
 
@@ -61,7 +61,7 @@ class InboxStore:
         not finish.
 
         Raises:
-            KeptTrajectoryDamaged: a file was changed.
+            StoredTrajectoryDamaged: a file was changed.
         """
         for file in sorted(self._folder.iterdir(), key=lambda file: int(file.name)):
             self._arrived = max(self._arrived, int(file.name))
@@ -80,14 +80,14 @@ class InboxStore:
         Raises:
             KeyError: it is not.
             OSError: its file cannot be read.
-            KeptTrajectoryDamaged: its file was changed.
+            StoredTrajectoryDamaged: its file was changed.
         """
         with self._lock:
             file = self._files[rollout_id]
         try:
             return _read(file)
         except _CutOff:
-            raise KeptTrajectoryDamaged(f"{file} was cut off after it was written") from None
+            raise StoredTrajectoryDamaged(f"{file} was cut off after it was written") from None
 
     def write(self, trajectory: Trajectory) -> None:
         """Keep `trajectory`; nothing where it is kept already.
@@ -139,7 +139,7 @@ def _read(file: Path) -> Trajectory:
 
     Raises:
         _CutOff: it ends too early.
-        KeptTrajectoryDamaged: it is whole, and was changed.
+        StoredTrajectoryDamaged: it is whole, and was changed.
     """
     data = memoryview(file.read_bytes())
     if len(data) < _HEAD:
@@ -155,6 +155,6 @@ def _read(file: Path) -> Trajectory:
     if sizes_fit and len(content) < header + payload:
         raise _CutOff
     if not sizes_fit or len(content) > header + payload or xxhash.xxh3_64_digest(content) != of_content:
-        raise KeptTrajectoryDamaged(f"{file} was changed after it was written: its checksum does not fit its content")
+        raise StoredTrajectoryDamaged(f"{file} was changed after it was written: its checksum does not fit its content")
     (trajectory,) = decode_trajectories([content[:header], content[header:]])
     return trajectory

@@ -1,4 +1,4 @@
-"""The state after each step, kept in the memory of the ranks' hosts (`asyncrl.runtime.last_step`).
+"""The state after each step, kept in the memory of the ranks' hosts (`asyncrl.runtime.memory_checkpoint`).
 
 The ranks copy what they need, and the next step may change it. Each writes its files by itself while weights are
 published. Once all have written, the state becomes visible at once. Only then may others see the step.
@@ -16,13 +16,13 @@ from asyncrl.comm.request_reply.client import RemoteError
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.ranks import Ranks
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import (
-    KEPT_STEP_LOST,
+    MEMORY_CHECKPOINT_LOST,
     CommitCheckpoint,
     FinishShare,
-    LoadLastStep,
+    LoadMemoryCheckpoint,
     SaveCheckpoint,
     WrittenShare,
 )
@@ -41,7 +41,7 @@ class Known(NamedTuple):
     measured: int = 0
 
 
-class KeptStep(msgspec.Struct, frozen=True):
+class StepState(msgspec.Struct, frozen=True):
     """The part of a kept state that a checkpoint lacks: what is reported and written about the step next.
 
     Attributes:
@@ -57,22 +57,22 @@ class KeptStep(msgspec.Struct, frozen=True):
     ledger_line: int
 
 
-class KeptSteps:
+class MemoryCheckpointer:
     """Keeps the state of each step, and says what others may see.
 
     Args:
-        last_step: None if none is kept.
+        memory_checkpoint: None if none is kept.
     """
 
-    def __init__(self, last_step: LastStep | None, ranks: Ranks) -> None:
-        self._last_step, self._ranks = last_step, ranks
+    def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: Ranks) -> None:
+        self._memory_checkpoint, self._ranks = memory_checkpoint, ranks
         self._begun = self._whole = 0
         self._begun_with = self._known = Known()
 
     @property
     def on(self) -> bool:
         """True if steps are kept. Once one could not be, none is any more."""
-        return self._last_step is not None
+        return self._memory_checkpoint is not None
 
     def may_tell_of(self, version: int) -> bool:
         """True if a process that replaces this one would know of the step that made `version`."""
@@ -86,14 +86,14 @@ class KeptSteps:
         """The run continues at `version`, of which everything is there."""
         self._whole, self._known = version, known
 
-    async def begin(self, version: int, state: dict[str, Any], step: KeptStep) -> None:
+    async def begin(self, version: int, state: dict[str, Any], step: StepState) -> None:
         """Have the ranks copy the state of the step that made `version`, and begin to write it."""
-        if self._last_step is None:
+        if self._memory_checkpoint is None:
             return
         self._begun, self._begun_with = version, step.known
         whole = state | {"step": msgspec.to_builtins(step, str_keys=True)}
         try:
-            request = SaveCheckpoint(f"v{version}", version, whole, of_last_step=True, master=self._ranks.master)
+            request = SaveCheckpoint(f"v{version}", version, whole, in_memory=True, master=self._ranks.master)
             await self._ranks.all(request)
         except RemoteError as error:
             self._keep_no_more(error)
@@ -116,28 +116,28 @@ class KeptSteps:
         Raises:
             RestartTrainer: the state of a step that others have seen is gone, so only a checkpoint is left.
         """
-        if self._last_step is None:
+        if self._memory_checkpoint is None:
             return None
         try:
-            state = (await self._ranks.load(LoadLastStep()))[0].master_state
+            state = (await self._ranks.load(LoadMemoryCheckpoint()))[0].master_state
             version = 0 if state is None else state["version"]
             if version >= announced:
                 return state
             lost = f"version {announced} was announced, version {version} is what is kept"
         except RemoteError as error:
-            if error.kind != KEPT_STEP_LOST:
+            if error.kind != MEMORY_CHECKPOINT_LOST:
                 raise
             lost = error.message
-        self._last_step.tear()
+        self._memory_checkpoint.invalidate()
         raise RestartTrainer(f"the last step is lost, only a checkpoint is left to continue from: {lost}")
 
     async def _complete(self, version: int) -> bool:
-        if self._last_step is None:
+        if self._memory_checkpoint is None:
             return False
         path = f"v{version}"
         try:
-            shares = await self._ranks.all(FinishShare(path, of_last_step=True))
-            await self._ranks.all(CommitCheckpoint(path, files_of(shares), keep=1, of_last_step=True))
+            shares = await self._ranks.all(FinishShare(path, in_memory=True))
+            await self._ranks.all(CommitCheckpoint(path, files_of(shares), keep=1, in_memory=True))
         except RemoteError as error:
             self._keep_no_more(error)
         return self.on
@@ -145,7 +145,7 @@ class KeptSteps:
     def _keep_no_more(self, error: RemoteError) -> None:
         """Keep no step any more. The kept one is older than what others will see, so nothing continues from it."""
         _log.warning("a death on the trainer's side would now cost the steps since the last checkpoint: %s", error)
-        self._last_step = None
+        self._memory_checkpoint = None
 
 
 def files_of(shares: Sequence[WrittenShare]) -> dict[str, FileEntry]:

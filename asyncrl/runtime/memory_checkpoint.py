@@ -18,7 +18,7 @@ Where ranks run on other hosts than the launcher, each of their hosts has a fold
 hold (`asyncrl.trainer.host_folders`). Their inboxes lie in the run's folder, which all hosts see. The master then finds
 out by the ranks whether one can go on: not after the loss of such a host.
 
-    <run folder>/last_step         says which folders in memory are of this launch; without it nobody goes on
+    <run folder>/memory_checkpoint says which folders in memory are of this launch; without it nobody goes on
     <run folder>/inboxes/<head>/
 
 A launcher that was killed leaves its folder; whoever begins one on this host removes those whose launcher is gone. On
@@ -41,13 +41,13 @@ import msgspec
 from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import INBOXES_DIR, LAST_STEP_FILE, versions_in
+from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
 from asyncrl.runtime.keeper import identity_of
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "asyncrl-"
 _STATE = "state"
-_TORN = "torn"
+_INVALID = "invalid"
 _OWNER = "owner"
 _REMOVAL_LIMIT_S = 60.0
 
@@ -63,11 +63,11 @@ class _Owner(msgspec.Struct, frozen=True):
     started: int = 0
 
 
-def keeps_last_step(config: ExperimentConfig) -> bool:
+def uses_memory_checkpoint(config: ExperimentConfig) -> bool:
     """True if the run keeps an in-memory checkpoint. A run that replays kept samples does not: the MasterWorker then
     stands in for the manager, and that part ends with it.
     """
-    return config.checkpoint.keep_last_step and not config.samples.replay
+    return config.checkpoint.in_memory and not config.samples.replay
 
 
 def trains_elsewhere(config: ExperimentConfig) -> bool:
@@ -75,7 +75,7 @@ def trains_elsewhere(config: ExperimentConfig) -> bool:
     return any(host.name and MODEL_WORKER in host.runs for host in config.system.hosts)
 
 
-class LastStep:
+class MemoryCheckpoint:
     """In-memory checkpoint of the run in `run_dir`.
 
     Args:
@@ -83,7 +83,7 @@ class LastStep:
     """
 
     def __init__(self, run_dir: Path, host: str = "") -> None:
-        self._run_dir, self._mark = run_dir, run_dir / LAST_STEP_FILE
+        self._run_dir, self._mark = run_dir, run_dir / MEMORY_CHECKPOINT_FILE
         self.spread = bool(host)
         """True if every host of ranks has its own folder."""
         # Of another launch of the same run a folder may be left on any host but the launcher's.
@@ -112,9 +112,9 @@ class LastStep:
         return max(versions_in(self.state_root), default=None)
 
     @property
-    def torn(self) -> bool:
+    def invalid(self) -> bool:
         """True if a part that should be there is missing."""
-        return not self._mark.exists() or (self.folder / _TORN).exists()
+        return not self._mark.exists() or (self.folder / _INVALID).exists()
 
     def begin(self) -> None:
         """Make the folder anew, empty, and those of other hosts void. The launcher does.
@@ -156,19 +156,19 @@ class LastStep:
             shutil.rmtree(self._run_dir / INBOXES_DIR)
         _remove_orphans()  # of other addresses of this host
 
-    def tear(self) -> None:
+    def invalidate(self) -> None:
         """Something that should be there is missing: who goes on from here would lose it.
 
         Raises:
             OSError: this can be said nowhere.
         """
         with contextlib.suppress(OSError):  # the folder itself is gone, or that of another host
-            (self.folder / _TORN).touch()
+            (self.folder / _INVALID).touch()
         self._mark.unlink(missing_ok=True)
 
     def can_go_on(self, announced: int) -> bool:
         """True if successors may resume from the folder when version `announced` is known to other processes."""
-        if self.torn or not self.folder.is_dir():
+        if self.invalid or not self.folder.is_dir():
             return False
         return (self.version or 0) >= announced
 
@@ -233,7 +233,7 @@ def _is_at(folder: Path, descriptor: int) -> bool:
 def _launch_of(run_dir: str | Path) -> str:
     """Return the launch that the run belongs to; empty if no process may resume from its folders."""
     try:
-        return (Path(run_dir) / LAST_STEP_FILE).read_text()
+        return (Path(run_dir) / MEMORY_CHECKPOINT_FILE).read_text()
     except FileNotFoundError:
         return ""
 

@@ -25,7 +25,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 _log = logging.getLogger(__name__)
 
 
-class KeptSamples:
+class SampleLog:
     """Keeps samples of one rank.
 
     Args:

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.comm.trajectory_codec import encode_trajectories
-from asyncrl.trainer.trajectories.kept_inbox import InboxStore, KeptTrajectoryDamaged
+from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
 
 MakeTrajectories = Callable[..., list[Trajectory]]
 
@@ -63,11 +63,11 @@ def test_a_flipped_bit_anywhere_is_found_and_nothing_is_lost_silently(
         changed = bytearray(written)
         changed[place] ^= 1 << place % 8
         file.write_bytes(changed)
-        with pytest.raises(KeptTrajectoryDamaged, match="was changed after it was written"):
+        with pytest.raises(StoredTrajectoryDamaged, match="was changed after it was written"):
             list(InboxStore(tmp_path).read())
         assert file.exists()
     file.write_bytes(written + b"x")
-    with pytest.raises(KeptTrajectoryDamaged):
+    with pytest.raises(StoredTrajectoryDamaged):
         list(InboxStore(tmp_path).read())
 
 
@@ -79,7 +79,7 @@ def test_what_was_written_here_and_is_cut_off_later_is_refused(
     kept.write(trajectory)
     file = tmp_path / "1"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(KeptTrajectoryDamaged, match="cut off after it was written"):
+    with pytest.raises(StoredTrajectoryDamaged, match="cut off after it was written"):
         kept.load(trajectory.rollout_id)
 
 
