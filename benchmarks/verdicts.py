@@ -19,9 +19,9 @@ from pathlib import Path
 import uvloop
 
 from asyncrl.plugins.rewards.math_answer import math_answer_reward
-from asyncrl.rollout.offload.messages import Target
-from asyncrl.rollout.offload.policy import Limits
-from asyncrl.rollout.offload.processes import ProcessPool
+from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.policy import Limits
+from asyncrl.rollout.user_code_pool.processes import ProcessPool
 
 TARGET = 500
 KINDS = {

@@ -29,7 +29,7 @@ from asyncrl.api.columns import numbers_of
 from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import named_columns
 from asyncrl.comm.drop_reasons import LOST_EPISODES
-from asyncrl.rollout.offload.errors import named_failure
+from asyncrl.rollout.user_code_pool.errors import named_failure
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class _EpisodePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Tries:
+class RetryLimits:
     """Retries of episodes that fail.
 
     Attributes:
@@ -104,7 +104,7 @@ class Group:
     policy: GenerationClient
     make_client: MakeClient
     agent: str
-    tries: Tries
+    tries: RetryLimits
     clients: list[CountingClient] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
     """Episodes that were given up, by what failed and how."""
@@ -174,7 +174,7 @@ async def run_group(
     prompt: Prompt,
     policy: GenerationClient,
     make_client: MakeClient,
-    tries: Tries = Tries(),
+    tries: RetryLimits = RetryLimits(),
 ) -> tuple[Sequence[Sample], dict[str, float]]:
     """Run `agent` on `prompt`, its episodes at the same time, each with an environment and a client of its own.
 

@@ -42,12 +42,12 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
 from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.rollout.episode import Tries, judge, metrics_of, shape
+from asyncrl.rollout.episode import RetryLimits, judge, metrics_of, shape
 from asyncrl.rollout.generation.client import RolloutClient
-from asyncrl.rollout.offload.errors import group_failed_in
-from asyncrl.rollout.offload.meter import Activity, metered, timed
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.errors import group_failed_in
+from asyncrl.rollout.user_code_pool.timing import Activity, metered, timed
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class RolloutLoop:
     """See the module's docstring. `run` goes on until it is cancelled or everything fails.
 
     Args:
-        plugins: the user's agent, environment, dataset and reward.
+        components: the user's agent, environment, dataset and reward.
         gate: the GserverManager, which admits rollouts, says what they play and learns of their end.
         client: asks the policy on behalf of a rollout.
         push: hands a trajectory to a training rank; returns once it is acknowledged.
@@ -103,7 +103,7 @@ class RolloutLoop:
 
     def __init__(
         self,
-        plugins: Plugins,
+        components: UserComponents,
         gate: ManagerClient,
         client: RolloutClient,
         push: Callable[[Trajectory], Awaitable[None]],
@@ -112,10 +112,10 @@ class RolloutLoop:
         right_at: float | None = None,
         least_episodes: int = 1,
     ) -> None:
-        self._tries = Tries(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
+        self._tries = RetryLimits(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
         self._lost: Counter[str] = Counter()
         self._right_at = right_at
-        self._plugins, self._gate = plugins, gate
+        self._components, self._gate = components, gate
         self._client, self._push, self._config = client, push, config
         self._filters = [resolve("filter", choice.name, choice.params, registered_in) for choice in config.filters]
         self._shapings = [resolve("shaping", choice.name, choice.params, registered_in) for choice in config.shaping]
@@ -172,7 +172,9 @@ class RolloutLoop:
         rollout_id = granted.rollout_id
         if granted.rests:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.curriculum)
-        prompt = self._plugins.prompts.train(PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt))
+        prompt = self._components.prompts.train(
+            PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt)
+        )
         samples, metrics = await self._episodes(prompt, policy)
         if not samples:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.agent_rejected)
@@ -187,12 +189,12 @@ class RolloutLoop:
 
     async def _episodes(self, prompt: Prompt, policy: _RolloutPolicy) -> tuple[Sequence[Sample], dict[str, float]]:
         """Play the group's episodes, each with its reward; return their samples and metrics."""
-        plugins = self._plugins
+        components = self._components
         try:
             with metered() as meter:
-                samples, counted = await plugins.play_to_train(prompt, policy, self._tries)
+                samples, counted = await components.play_to_train(prompt, policy, self._tries)
         except Exception as error:
-            policy.failed_in = group_failed_in(error, type(plugins.agent).__name__, policy.failures)
+            policy.failed_in = group_failed_in(error, type(components.agent).__name__, policy.failures)
             raise
         self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
         return samples, metrics_of(samples) | counted | meter.metrics()

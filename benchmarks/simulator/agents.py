@@ -101,7 +101,7 @@ class _Client:
 
 
 class SimulatedCode:
-    """The part of `Plugins` that `RolloutLoop` uses.
+    """The part of `UserComponents` that `RolloutLoop` uses.
 
     Args:
         turns: episodes of several turns; None: single answers.
@@ -127,7 +127,7 @@ class SimulatedCode:
         self._sampling = SamplingParams(max_new_tokens=max_new_tokens)
 
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Any:
-        """See `Plugins`."""
+        """See `UserComponents`."""
         return await run_group(self.agent, _Scored, prompt, policy, _Client, tries)
 
     def _train_prompt(self, ref: PromptRef) -> Prompt:

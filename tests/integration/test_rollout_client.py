@@ -26,7 +26,7 @@ from asyncrl.models.routers import RoutingShape
 from asyncrl.models.routing import Routers
 from asyncrl.rollout.generation import client as generation_client
 from asyncrl.rollout.generation.client import STOP_CHUNK, GenerationFailed, RolloutClient
-from asyncrl.rollout.generation.drafts import Draft
+from asyncrl.rollout.generation.partial_answers import Draft
 
 LIMIT_S = 600.0
 """Time limit of a request in seconds: longer than any test, unless the test sets the clock forward."""

@@ -68,7 +68,7 @@ from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.readers import read as read_records
 from asyncrl.plugins.datasets.record import DataRecord
-from asyncrl.rollout.offload import messages as offload
+from asyncrl.rollout.user_code_pool import messages as user_code
 from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
@@ -578,10 +578,10 @@ def cases() -> Iterator[Case]:
 
         yield Case(f"calls, {name}", parse, calls)
     child = [
-        msgspec.msgpack.encode(offload.Reply(value={"reward": 1.0})),
-        msgspec.msgpack.encode(offload.Reply(error="x")),
+        msgspec.msgpack.encode(user_code.Reply(value={"reward": 1.0})),
+        msgspec.msgpack.encode(user_code.Reply(error="x")),
     ]
-    yield Case("reply of a user's process", offload.decode_reply, child, (ValueError,))
+    yield Case("reply of a user's process", user_code.decode_reply, child, (ValueError,))
 
 
 CASES = list(cases())

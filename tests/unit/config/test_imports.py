@@ -28,7 +28,7 @@ LIGHT_MODULES = (
     "asyncrl.plugins.rewards.math_answer",
     "asyncrl.plugins.rewards.remote",
     "asyncrl.plugins.rewards.text",
-    "asyncrl.rollout.offload.child.main",
+    "asyncrl.rollout.user_code_pool.child.main",
     "asyncrl.plugins.sandbox",
     "asyncrl.plugins.agents.single_turn",
     "asyncrl.plugins.agents.retry",

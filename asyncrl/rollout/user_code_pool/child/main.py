@@ -2,7 +2,7 @@
 
 It calls functions, or holds one object, an environment or an agent, whose methods it calls.
 
-    python -m asyncrl.rollout.offload.child.main MEMORY_BYTES
+    python -m asyncrl.rollout.user_code_pool.child.main MEMORY_BYTES
 
 It dies with the worker. What the called function prints goes to the error stream, never between the replies. It is
 the reaper of all that its calls start, so that whatever they leave behind is found. It imports no torch.
@@ -27,7 +27,7 @@ import msgspec
 from asyncrl.api import Environment
 from asyncrl.api.reward import Episode
 from asyncrl.config.import_paths import load_plugin
-from asyncrl.rollout.offload.messages import LENGTH, MAKE, USE, Answer, Call, Reply, Target, packed
+from asyncrl.rollout.user_code_pool.messages import LENGTH, MAKE, USE, Answer, Call, Reply, Target, packed
 
 LOAD = "load"
 """Kind of a `Call` that only loads its target."""
@@ -85,7 +85,7 @@ class _Held:
             TypeError: it is no environment.
         """
         if agent:
-            from asyncrl.rollout.offload.child.agent import ChildAgent  # it brings numpy and tokenizers
+            from asyncrl.rollout.user_code_pool.child.agent import ChildAgent  # it brings numpy and tokenizers
 
             model, chat = agent
             self._object = self._object or ChildAgent(target, model, chat, self._ask)

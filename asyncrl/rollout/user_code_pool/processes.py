@@ -27,12 +27,12 @@ from typing import Any
 import msgspec
 
 from asyncrl.comm.running_time import RunningTimeout
-from asyncrl.rollout.offload.child import main as child
-from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
-from asyncrl.rollout.offload.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, decode_reply, packed
-from asyncrl.rollout.offload.meter import Activity, timed
-from asyncrl.rollout.offload.policy import WATCH_EVERY_S, WATCH_FROM_S, Limits, excess, keep
-from asyncrl.rollout.offload.process_tree import kill_tree, usage
+from asyncrl.rollout.user_code_pool.child import main as child
+from asyncrl.rollout.user_code_pool.errors import TOO_SLOW, UserCodeError
+from asyncrl.rollout.user_code_pool.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, decode_reply, packed
+from asyncrl.rollout.user_code_pool.policy import WATCH_EVERY_S, WATCH_FROM_S, Limits, excess, keep
+from asyncrl.rollout.user_code_pool.timing import Activity, timed
+from asyncrl.rollout.user_code_pool.usage import kill_tree, usage
 
 START_LIMIT_S = 120.0
 """For a process to start, and for it to import the user's module."""

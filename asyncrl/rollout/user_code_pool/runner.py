@@ -20,12 +20,12 @@ from typing import Any, Protocol, Self
 
 from asyncrl.api.reward import RunIn
 from asyncrl.comm.running_time import RunningTimeout
-from asyncrl.rollout.offload.errors import TOO_SLOW, UserCodeError
-from asyncrl.rollout.offload.messages import Target
-from asyncrl.rollout.offload.meter import Activity, timed
-from asyncrl.rollout.offload.policy import Limits
-from asyncrl.rollout.offload.processes import Lease, ProcessPool
-from asyncrl.rollout.offload.threads import DaemonThreads, UnusualExit, UserLoop, run_on
+from asyncrl.rollout.user_code_pool.errors import TOO_SLOW, UserCodeError
+from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.policy import Limits
+from asyncrl.rollout.user_code_pool.processes import Lease, ProcessPool
+from asyncrl.rollout.user_code_pool.threads import DaemonThreads, UnusualExit, UserLoop, run_on
+from asyncrl.rollout.user_code_pool.timing import Activity, timed
 
 MAX_ABANDONED = 64
 """Calls of one code that were given up and still run in their threads; beyond, it is not called until one ends."""
@@ -36,7 +36,7 @@ HELD_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class OffloadSettings(Protocol):
+class UserCodeSettings(Protocol):
     """Settings of `rollout.user_code`, described there."""
 
     threads: int
@@ -76,7 +76,7 @@ class Code:
     sees: str = "answer"
 
 
-class Offloader:
+class UserCodeRunner:
     """See the module's docstring. An asynchronous context manager, entered in the worker's own event loop.
 
     `call` may be awaited in that loop and in the users'; `call_blocking` is for threads.
@@ -87,7 +87,7 @@ class Offloader:
     """
 
     def __init__(
-        self, settings: OffloadSettings, envs: EpisodeProcesses | None = None, agents: EpisodeProcesses | None = None
+        self, settings: UserCodeSettings, envs: EpisodeProcesses | None = None, agents: EpisodeProcesses | None = None
     ) -> None:
         memory_bytes = settings.process_memory_mb << 20
         limits = Limits(memory_bytes, settings.process_children + 1, settings.process_max_calls)

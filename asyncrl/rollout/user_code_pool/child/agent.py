@@ -28,7 +28,7 @@ from asyncrl.api import (
 from asyncrl.api.agent import agent_of
 from asyncrl.config.import_paths import load_plugin
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.rollout.offload.messages import Target
+from asyncrl.rollout.user_code_pool.messages import Target
 
 Ask = Callable[..., Any]
 """Gives what the worker answers to a name, positional arguments and keyword arguments."""

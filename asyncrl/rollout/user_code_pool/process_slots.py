@@ -1,4 +1,4 @@
-"""Places for the environments of a group, taken together: no two groups wait for each other's.
+"""ProcessSlots for the environments of a group, taken together: no two groups wait for each other's.
 
 A group that is played at once may want all its environments before it goes on with any. If it took their processes one
 by one, two groups could each hold some and wait for the rest for ever. So the first environment that begins takes the
@@ -12,7 +12,7 @@ import contextlib
 from collections import deque
 
 
-class Places:
+class ProcessSlots:
     """A number of places, taken several at once in the order of asking, so that nobody is passed over for ever."""
 
     def __init__(self, number: int) -> None:
@@ -47,7 +47,7 @@ class Places:
                 turn.set_result(None)
 
 
-class GroupPlaces:
+class GroupSlots:
     """The places of one group's environments.
 
     Args:
@@ -55,7 +55,7 @@ class GroupPlaces:
         size: environments that the group may have open at the same time.
     """
 
-    def __init__(self, places: Places, size: int) -> None:
+    def __init__(self, places: ProcessSlots, size: int) -> None:
         self._places, self._size = places, size
         self._open = 0
         self._entering = asyncio.Lock()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asyncrl.api.agent import FORMS, ambiguous
+from asyncrl.api.agent import AGENT_METHODS, ambiguous
 from asyncrl.config import signatures
 from asyncrl.config.import_paths import Definition, PluginError, definition
 
@@ -19,7 +19,7 @@ _OFFERED_TO_AGENTS: Final = ("tokenizer", "chat", "tools")
 """Keyword arguments that an agent gets if it names them; a class of agents has to take the first."""
 _AGENT: Final = ("asyncrl.api.agent", "Agent")
 _ENVIRONMENT: Final = ("asyncrl.api.environment", "Environment")
-_AROUND_AGENTS, *_OF_AGENTS = FORMS
+_AROUND_AGENTS, *_OF_AGENTS = AGENT_METHODS
 _TAKES: Final[Mapping[str, Sequence[str]]] = {
     "run": ("prompt", "env", "client"),
     "run_group": ("prompt", "make_env", "client"),
@@ -91,7 +91,7 @@ def _agent_wrong(line: _Line) -> str | None:
         return "it is not an asyncrl.api.Agent; derive it from that class, or name a function run(prompt, env, client)"
     for class_ in line.classes:
         own = _methods(class_)
-        forms = [form for form in FORMS if form in own]
+        forms = [form for form in AGENT_METHODS if form in own]
         if not forms:
             continue
         if forms[0] == _AROUND_AGENTS:

@@ -18,12 +18,12 @@ import psutil
 import pytest
 
 from asyncrl.api import RunIn
-from asyncrl.rollout.offload.errors import UserCodeError, failed_label
-from asyncrl.rollout.offload.messages import MAX_BYTES, Call, Target, packed
-from asyncrl.rollout.offload.meter import Activity, Meter, current_meter, metered, timed
-from asyncrl.rollout.offload.offloader import MAX_ABANDONED, QUIET_S, Code, Offloader, SlowCalls
-from asyncrl.rollout.offload.policy import Limits, Usage, excess, keep
 from asyncrl.rollout.settings import UserCodeConfig
+from asyncrl.rollout.user_code_pool.errors import UserCodeError, failed_label
+from asyncrl.rollout.user_code_pool.messages import MAX_BYTES, Call, Target, packed
+from asyncrl.rollout.user_code_pool.policy import Limits, Usage, excess, keep
+from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, QUIET_S, Code, SlowCalls, UserCodeRunner
+from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
 
 LIMIT_S = 120.0
 """Of what is not to come to its limit."""
@@ -126,11 +126,11 @@ def waits(data, completion, *, folder):
 
 
 @pytest.fixture
-async def offloader() -> AsyncIterator[Offloader]:
+async def runner() -> AsyncIterator[UserCodeRunner]:
     settings = UserCodeConfig(
         threads=8, processes=1, process_memory_mb=1024, process_children=8, process_max_calls=4, slow_call_s=0.2
     )
-    async with Offloader(settings) as made:
+    async with UserCodeRunner(settings) as made:
         yield made
 
 
@@ -151,9 +151,9 @@ def in_thread(timeout_s: float = LIMIT_S, label: str = "reward my.py:score") -> 
     return Code(label, Activity.reward, timeout_s, RunIn.thread)
 
 
-async def ask(offloader: Offloader, code: Code, completion: str = "12345") -> Any:
+async def ask(runner: UserCodeRunner, code: Code, completion: str = "12345") -> Any:
     async with asyncio.timeout(LIMIT_S):
-        return await offloader.call(code, print, {"prompt": "p"}, completion)
+        return await runner.call(code, print, {"prompt": "p"}, completion)
 
 
 def started_since(before: set[psutil.Process]) -> set[psutil.Process]:
@@ -164,10 +164,10 @@ def started_since(before: set[psutil.Process]) -> set[psutil.Process]:
 
 
 async def test_a_function_in_a_process_is_called_with_its_arguments_and_the_process_is_renewed(
-    offloader: Offloader, hostile: Callable[..., Code]
+    runner: UserCodeRunner, hostile: Callable[..., Code]
 ) -> None:
-    assert await ask(offloader, hostile("fine", scale=2.0)) == 10.0
-    pids = [await ask(offloader, hostile("pid")) for _ in range(4)]
+    assert await ask(runner, hostile("fine", scale=2.0)) == 10.0
+    pids = [await ask(runner, hostile("pid")) for _ in range(4)]
     assert pids[0] == pids[1] == pids[2]
     assert pids[3] != pids[0], "process_max_calls=4"
     assert os.getpid() not in pids
@@ -192,18 +192,18 @@ async def test_a_function_in_a_process_is_called_with_its_arguments_and_the_proc
     ],
 )
 async def test_a_hostile_function_costs_its_call_and_the_next_one_is_answered(
-    offloader: Offloader, hostile: Callable[..., Code], name: str, message: str
+    runner: UserCodeRunner, hostile: Callable[..., Code], name: str, message: str
 ) -> None:
     code = hostile(name, timeout_s=0.5 if name == "loops" else LIMIT_S)
     with pytest.raises(UserCodeError, match=message) as caught:
-        await ask(offloader, code)
+        await ask(runner, code)
     assert failed_label(caught.value) == f"reward hostile.py:{name}"
-    assert await ask(offloader, hostile("fine")) == 5.0
+    assert await ask(runner, hostile("fine")) == 5.0
 
 
 @pytest.mark.parametrize("in_process", [True, False], ids=["process", "thread"])
 async def test_time_in_which_the_worker_was_stopped_is_not_that_of_users_code(
-    offloader: Offloader, hostile: Callable[..., Code], tmp_path: Path, in_process: bool
+    runner: UserCodeRunner, hostile: Callable[..., Code], tmp_path: Path, in_process: bool
 ) -> None:
     def waits() -> float:
         (tmp_path / "begun").touch()
@@ -212,7 +212,7 @@ async def test_time_in_which_the_worker_was_stopped_is_not_that_of_users_code(
         return 7.0
 
     code = hostile("waits", timeout_s=2.0, folder=str(tmp_path)) if in_process else in_thread(timeout_s=2.0)
-    calling = asyncio.create_task(offloader.call(code, *((print, {}, "") if in_process else (waits,))))
+    calling = asyncio.create_task(runner.call(code, *((print, {}, "") if in_process else (waits,))))
     while not (tmp_path / "begun").exists():  # noqa: ASYNC110  # it may be in another process
         await asyncio.sleep(0.01)
     (tmp_path / "go").touch()
@@ -221,13 +221,13 @@ async def test_time_in_which_the_worker_was_stopped_is_not_that_of_users_code(
 
 
 async def test_what_a_function_prints_or_forks_does_not_disturb_its_answer(
-    offloader: Offloader, hostile: Callable[..., Code]
+    runner: UserCodeRunner, hostile: Callable[..., Code]
 ) -> None:
-    assert await ask(offloader, hostile("prints_100_mb")) == 1.0
-    assert await ask(offloader, hostile("forks_and_both_return")) == 3.0
-    children = await ask(offloader, hostile("leaves_children"))
+    assert await ask(runner, hostile("prints_100_mb")) == 1.0
+    assert await ask(runner, hostile("forks_and_both_return")) == 3.0
+    children = await ask(runner, hostile("leaves_children"))
     assert len(children) == 5
-    assert await ask(offloader, hostile("fine")) == 5.0
+    assert await ask(runner, hostile("fine")) == 5.0
     async with asyncio.timeout(LIMIT_S):  # what it left behind is killed with its process, in sessions of its own too
         while any(map(runs, children)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -239,9 +239,9 @@ def runs(pid: int) -> bool:
     return False
 
 
-async def test_a_call_that_is_given_up_ends_its_process(offloader: Offloader, hostile: Callable[..., Code]) -> None:
+async def test_a_call_that_is_given_up_ends_its_process(runner: UserCodeRunner, hostile: Callable[..., Code]) -> None:
     before = set(psutil.Process().children(recursive=True))
-    call = asyncio.create_task(ask(offloader, hostile("loops")))
+    call = asyncio.create_task(ask(runner, hostile("loops")))
     started = await asyncio.to_thread(started_since, before)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
@@ -249,24 +249,26 @@ async def test_a_call_that_is_given_up_ends_its_process(offloader: Offloader, ho
 
 
 async def test_arguments_that_are_no_plain_data_are_an_error_that_says_so(
-    offloader: Offloader, hostile: Callable[..., Code]
+    runner: UserCodeRunner, hostile: Callable[..., Code]
 ) -> None:
     with pytest.raises(UserCodeError, match=r"was given what cannot travel .*thread.lock"):
-        await offloader.call(hostile("fine"), print, {"prompt": threading.Lock()}, "text")
+        await runner.call(hostile("fine"), print, {"prompt": threading.Lock()}, "text")
     with pytest.raises(UserCodeError, match="surrogates not allowed"):
-        await offloader.call(hostile("fine"), print, {"prompt": "\ud800"}, "text")
+        await runner.call(hostile("fine"), print, {"prompt": "\ud800"}, "text")
 
 
-async def test_a_plain_function_runs_in_a_thread_and_its_exception_is_told_under_its_name(offloader: Offloader) -> None:
-    assert await offloader.call(in_thread(), threading.get_ident) != threading.get_ident()
+async def test_a_plain_function_runs_in_a_thread_and_its_exception_is_told_under_its_name(
+    runner: UserCodeRunner,
+) -> None:
+    assert await runner.call(in_thread(), threading.get_ident) != threading.get_ident()
     with pytest.raises(UserCodeError, match=r"reward my.py:score raised KeyError: 'answer'") as caught:
-        await offloader.call(in_thread(), lambda: {}["answer"])
+        await runner.call(in_thread(), lambda: {}["answer"])
     assert isinstance(caught.value.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError])
 async def test_what_no_event_loop_can_carry_is_an_ordinary_failure(
-    offloader: Offloader, raised: type[BaseException]
+    runner: UserCodeRunner, raised: type[BaseException]
 ) -> None:
     def leave() -> None:
         raise raised
@@ -275,32 +277,32 @@ async def test_what_no_event_loop_can_carry_is_an_ordinary_failure(
         raise raised
 
     with pytest.raises(UserCodeError, match=f"raised {raised.__name__}"):
-        await offloader.call(in_thread(), leave)
+        await runner.call(in_thread(), leave)
     if raised in (SystemExit, KeyboardInterrupt):
         with pytest.raises(UserCodeError, match=f"raised {raised.__name__}"):
-            await offloader.call(Code("agent", Activity.env, LIMIT_S, RunIn.auto), leave_later)
+            await runner.call(Code("agent", Activity.env, LIMIT_S, RunIn.auto), leave_later)
 
 
-async def test_a_thread_that_does_not_return_is_abandoned_and_counted_until_it_does(offloader: Offloader) -> None:
+async def test_a_thread_that_does_not_return_is_abandoned_and_counted_until_it_does(runner: UserCodeRunner) -> None:
     release = threading.Event()
     for _ in range(MAX_ABANDONED):
         with pytest.raises(UserCodeError, match=r"did not return within 0.001 s; its thread goes on") as caught:
-            await offloader.call(in_thread(0.001), release.wait)
+            await runner.call(in_thread(0.001), release.wait)
         assert caught.value.still_runs
     with pytest.raises(UserCodeError, match=f"is not called: {MAX_ABANDONED} calls of it never returned"):
-        await offloader.call(in_thread(), time.monotonic)
-    assert await offloader.call(in_thread(label="reward other.py:score"), lambda: 7) == 7
+        await runner.call(in_thread(), time.monotonic)
+    assert await runner.call(in_thread(label="reward other.py:score"), lambda: 7) == 7
     release.set()
     async with asyncio.timeout(LIMIT_S):
         while True:
             try:
-                assert await offloader.call(in_thread(), lambda: 8) == 8
+                assert await runner.call(in_thread(), lambda: 8) == 8
                 break
             except UserCodeError:
                 await asyncio.sleep(0.01)
 
 
-async def test_at_most_so_many_plain_functions_run_at_a_time_and_the_loop_stays_free(offloader: Offloader) -> None:
+async def test_at_most_so_many_plain_functions_run_at_a_time_and_the_loop_stays_free(runner: UserCodeRunner) -> None:
     running = most = turns = 0
     lock, all_eight = threading.Lock(), threading.Barrier(8)
 
@@ -324,12 +326,12 @@ async def test_at_most_so_many_plain_functions_run_at_a_time_and_the_loop_stays_
             turns += 1
 
     counting = asyncio.create_task(count_turns())
-    await asyncio.gather(*(offloader.call(in_thread(), wait_for_a_turn) for _ in range(32)))
+    await asyncio.gather(*(runner.call(in_thread(), wait_for_a_turn) for _ in range(32)))
     counting.cancel()
     assert most == 8, "threads=8"
 
 
-async def test_asynchronous_code_runs_on_a_loop_of_its_own_which_it_may_block(offloader: Offloader) -> None:
+async def test_asynchronous_code_runs_on_a_loop_of_its_own_which_it_may_block(runner: UserCodeRunner) -> None:
     home, code = asyncio.get_running_loop(), Code("env my.py:Env.step", Activity.env, 1.0, RunIn.auto)
     blocked, release = threading.Event(), threading.Event()
 
@@ -338,7 +340,7 @@ async def test_asynchronous_code_runs_on_a_loop_of_its_own_which_it_may_block(of
         blocked.set()
         release.wait(LIMIT_S)
 
-    call = asyncio.create_task(offloader.call(code, block))
+    call = asyncio.create_task(runner.call(code, block))
     await asyncio.sleep(0)
     assert blocked.wait(LIMIT_S), "it has begun; this loop, which minds the limit, stands still until then"
     with pytest.raises(UserCodeError, match=r"env my.py:Env.step did not return within 1 s"):
@@ -349,33 +351,33 @@ async def test_asynchronous_code_runs_on_a_loop_of_its_own_which_it_may_block(of
     async def answer() -> int:
         return 3
 
-    assert await offloader.call(Code("env", Activity.env, LIMIT_S, RunIn.auto), answer) == 3
+    assert await runner.call(Code("env", Activity.env, LIMIT_S, RunIn.auto), answer) == 3
 
 
 async def test_a_thread_may_call_what_runs_in_a_process_or_on_a_loop(
-    offloader: Offloader, hostile: Callable[..., Code]
+    runner: UserCodeRunner, hostile: Callable[..., Code]
 ) -> None:
     async def answer() -> int:
         return 4
 
     def both() -> tuple[Any, ...]:
         own = Code("reward", Activity.reward, LIMIT_S, RunIn.auto)
-        in_process = offloader.call_blocking(hostile("fine"), print, {}, "123")
-        thread = offloader.call_blocking(in_thread(), threading.get_ident)
-        return in_process, offloader.call_blocking(own, answer), thread == threading.get_ident()
+        in_process = runner.call_blocking(hostile("fine"), print, {}, "123")
+        thread = runner.call_blocking(in_thread(), threading.get_ident)
+        return in_process, runner.call_blocking(own, answer), thread == threading.get_ident()
 
-    assert await offloader.call(in_thread(), both) == (3.0, 4, True)
+    assert await runner.call(in_thread(), both) == (3.0, 4, True)
 
 
 async def test_slow_calls_are_named_and_times_are_the_rollouts_wherever_its_parts_run(
-    offloader: Offloader, caplog: pytest.LogCaptureFixture
+    runner: UserCodeRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def in_users_loop() -> None:
-        await offloader.call(in_thread(), time.sleep, 0.25)
+        await runner.call(in_thread(), time.sleep, 0.25)
 
     with metered() as meter:
-        await offloader.call(Code("env my.py:Env.step", Activity.env, LIMIT_S, RunIn.auto), in_users_loop)
-        await offloader.call(in_thread(), lambda: current_meter().add_reward("right", 0.5))
+        await runner.call(Code("env my.py:Env.step", Activity.env, LIMIT_S, RunIn.auto), in_users_loop)
+        await runner.call(in_thread(), lambda: current_meter().add_reward("right", 0.5))
     metrics = meter.metrics()
     assert metrics["rollout/reward_s"] >= 0.25
     assert metrics["rollout/env_s"] >= 0.25
@@ -384,25 +386,25 @@ async def test_slow_calls_are_named_and_times_are_the_rollouts_wherever_its_part
 
 
 async def test_a_call_runs_from_when_a_process_is_free(
-    offloader: Offloader, hostile: Callable[..., Code], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runner: UserCodeRunner, hostile: Callable[..., Code], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reward of 3 s is not said to have taken the 42 s in which it waited for its turn."""
     seen: list[str] = []
-    told = Offloader.told
+    told = UserCodeRunner.told
 
     @contextlib.contextmanager
-    def noted(self: Offloader, code: Code) -> Iterator[None]:
+    def noted(self: UserCodeRunner, code: Code) -> Iterator[None]:
         seen.append(f"{code.label} begins")
         with told(self, code):
             yield
         seen.append(f"{code.label} ends")
 
-    monkeypatch.setattr(Offloader, "told", noted)
+    monkeypatch.setattr(UserCodeRunner, "told", noted)
     with metered() as meter:
-        first = asyncio.create_task(ask(offloader, hostile("waits", folder=str(tmp_path))))
+        first = asyncio.create_task(ask(runner, hostile("waits", folder=str(tmp_path))))
         while not (tmp_path / "begun").exists():  # noqa: ASYNC110  # it is another process
             await asyncio.sleep(0.01)
-        second = asyncio.create_task(ask(offloader, hostile("fine")))
+        second = asyncio.create_task(ask(runner, hostile("fine")))
         for _ in range(10):
             await asyncio.sleep(0)
         (tmp_path / "go").touch()
@@ -414,9 +416,9 @@ async def test_a_call_runs_from_when_a_process_is_free(
 
 
 async def test_what_holds_the_loops_is_named(
-    offloader: Offloader, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    runner: UserCodeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.rollout.offload.offloader.WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr("asyncrl.rollout.user_code_pool.runner.WATCH_EVERY_S", 0.05)
 
     async def sleeps_synchronously() -> None:
         """It comes round now and then: what held the loop before this, a thread that begins late, was told then."""
@@ -426,10 +428,10 @@ async def test_what_holds_the_loops_is_named(
 
     said, where = "held its event loop", "in sleeps_synchronously"
 
-    async with Offloader(UserCodeConfig()) as watched:
+    async with UserCodeRunner(UserCodeConfig()) as watched:
         await watched.call(Code("env my.py:Env.step", Activity.env, LIMIT_S, RunIn.auto), sleeps_synchronously)
         # From here on: a busy machine holds up this loop for as long, and then it is not the users' that is blamed.
-        monkeypatch.setattr("asyncrl.rollout.offload.offloader.HELD_S", 0.1)
+        monkeypatch.setattr("asyncrl.rollout.user_code_pool.runner.HELD_S", 0.1)
         holding = Code("reward my.py:holds", Activity.reward, LIMIT_S, RunIn.loop)
         await watched.call(holding, time.sleep, 0.2)
         assert any(message.startswith("reward my.py:holds held an event loop for ") for message in caplog.messages)
@@ -495,9 +497,9 @@ def test_the_pool_dies_with_its_worker(tmp_path: Path) -> None:
     program = tmp_path / "worker.py"
     program.write_text(
         "import asyncio, os\n"
-        "from asyncrl.rollout.offload.messages import Target\n"
-        "from asyncrl.rollout.offload.policy import Limits\n"
-        "from asyncrl.rollout.offload.processes import ProcessPool\n"
+        "from asyncrl.rollout.user_code_pool.messages import Target\n"
+        "from asyncrl.rollout.user_code_pool.policy import Limits\n"
+        "from asyncrl.rollout.user_code_pool.processes import ProcessPool\n"
         "async def main():\n"
         "    pool = ProcessPool(1, Limits(1 << 30, 4, 9))\n"
         f"    target = Target({str(tmp_path / 'f.py')!r} + ':pid', {{}})\n"

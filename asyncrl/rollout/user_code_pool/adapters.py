@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Prompt, RunIn, Sample, StepResult
-from asyncrl.rollout.offload.child.agent import answer, outcome_of
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.messages import MAKE, USE, Call, Target
-from asyncrl.rollout.offload.meter import Activity
-from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
-from asyncrl.rollout.offload.processes import START_LIMIT_S
+from asyncrl.rollout.user_code_pool.child.agent import answer, outcome_of
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.messages import MAKE, USE, Call, Target
+from asyncrl.rollout.user_code_pool.processes import START_LIMIT_S
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
+from asyncrl.rollout.user_code_pool.timing import Activity
 
 
 def is_built_in(thing: object) -> bool:
@@ -39,7 +39,7 @@ class AgentProcess:
     timeout_s: float
 
 
-def adapted_agent(agent: Agent, offloader: Offloader, process: AgentProcess | None = None) -> Agent:
+def adapted_agent(agent: Agent, runner: UserCodeRunner, process: AgentProcess | None = None) -> Agent:
     """`agent`, off the worker's event loop; with `process` in processes.
 
     Raises:
@@ -47,7 +47,7 @@ def adapted_agent(agent: Agent, offloader: Offloader, process: AgentProcess | No
             in processes and is no plain `run`.
     """
     if process is not None:
-        return _in_process(agent, offloader, process)
+        return _in_process(agent, runner, process)
     name, form = type(agent).__name__, type(agent).form()
     assert form is not None, "an agent that implements nothing cannot be made"
     plain = not is_async(getattr(agent, form))
@@ -62,11 +62,11 @@ def adapted_agent(agent: Agent, offloader: Offloader, process: AgentProcess | No
         return agent
     else:
         kind = _AgentOnUsersLoop
-    adapted: Agent = type(name, (kind,), {})(agent, offloader)  # messages about an agent have its class's name
+    adapted: Agent = type(name, (kind,), {})(agent, runner)  # messages about an agent have its class's name
     return adapted
 
 
-def _in_process(agent: Agent, offloader: Offloader, process: AgentProcess) -> Agent:
+def _in_process(agent: Agent, runner: UserCodeRunner, process: AgentProcess) -> Agent:
     name, form = type(agent).__name__, type(agent).form()
     if form != "run" or is_async(agent.run):
         raise TypeError(
@@ -74,20 +74,20 @@ def _in_process(agent: Agent, offloader: Offloader, process: AgentProcess) -> Ag
             f"computes or may crash into an environment, a tool or a reward with run_in=process, and keep "
             f"agent.run_in=auto, as the agent mostly waits for the policy"
         )
-    adapted: Agent = type(name, (_EpisodeInProcess,), {})(process, offloader)
+    adapted: Agent = type(name, (_EpisodeInProcess,), {})(process, runner)
     return adapted
 
 
 class _EpisodeInProcess(Agent):
     """One episode at a time in a process of its own; client and environment are asked for over its pipe."""
 
-    def __init__(self, process: AgentProcess, offloader: Offloader) -> None:
-        self._process, self._offloader = process, offloader
+    def __init__(self, process: AgentProcess, runner: UserCodeRunner) -> None:
+        self._process, self._runner = process, runner
         self._label = f"agent {process.target.path}"
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
         process, label = self._process, self._label
-        lease, whole = await self._offloader.lease(label, Activity.agent_wait), False
+        lease, whole = await self._runner.lease(label, Activity.agent_wait), False
         try:
             make = Call(process.target, MAKE, [process.model, process.chat])
             await lease.ask(label, make, START_LIMIT_S, partial(answer, env, client))
@@ -100,27 +100,27 @@ class _EpisodeInProcess(Agent):
 
 
 class _AgentOnUsersLoop(Agent):
-    def __init__(self, agent: Agent, offloader: Offloader) -> None:
-        self._agent, self._offloader = agent, offloader
+    def __init__(self, agent: Agent, runner: UserCodeRunner) -> None:
+        self._agent, self._runner = agent, runner
 
     async def roll_out(
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
     ) -> Sequence[Sample]:
-        policy: Any = _GroupAtHome(client, self._offloader)
+        policy: Any = _GroupOnWorkerLoop(client, self._runner)
         work = self._agent.roll_out(prompt, make_env, policy)
-        samples: Sequence[Sample] = await self._offloader.on_users_loop(work)
+        samples: Sequence[Sample] = await self._runner.on_users_loop(work)
         return samples
 
 
 class _EpisodeInThread(Agent):
-    def __init__(self, agent: Agent, offloader: Offloader) -> None:
-        self._agent, self._offloader = agent, offloader
+    def __init__(self, agent: Agent, runner: UserCodeRunner) -> None:
+        self._agent, self._runner = agent, runner
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
-        policy, world = _Blocking(client, self._offloader), _Blocking(env, self._offloader)
+        policy, world = _Blocking(client, self._runner), _Blocking(env, self._runner)
         run: Any = self._agent.run
         try:
-            outcome: Outcome = await self._offloader.in_thread(lambda: run(prompt, world, policy))
+            outcome: Outcome = await self._runner.in_thread(lambda: run(prompt, world, policy))
             return outcome
         finally:
             policy.end()
@@ -128,34 +128,32 @@ class _EpisodeInThread(Agent):
 
 
 class _GroupInThread(Agent):
-    def __init__(self, agent: Agent, offloader: Offloader) -> None:
-        self._agent, self._offloader = agent, offloader
+    def __init__(self, agent: Agent, runner: UserCodeRunner) -> None:
+        self._agent, self._runner = agent, runner
 
     async def run_group(
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
     ) -> Sequence[Sample]:
-        policy, worlds = _BlockingGroup(client, self._offloader), list[_Blocking]()
+        policy, worlds = _BlockingGroup(client, self._runner), list[_Blocking]()
 
         def make_blocking() -> _Blocking:
-            worlds.append(_Blocking(make_env(), self._offloader))
+            worlds.append(_Blocking(make_env(), self._runner))
             return worlds[-1]
 
         run_group: Any = self._agent.run_group
         try:
-            samples: Sequence[Sample] = await self._offloader.in_thread(
-                lambda: run_group(prompt, make_blocking, policy)
-            )
+            samples: Sequence[Sample] = await self._runner.in_thread(lambda: run_group(prompt, make_blocking, policy))
             return samples
         finally:
             for each in (policy, *worlds):
                 each.end()
 
 
-class _AtHome:
+class _OnWorkerLoop:
     """`inner`, whose coroutines belong to the worker's own loop, for one who awaits them on another."""
 
-    def __init__(self, inner: object, offloader: Offloader) -> None:
-        self._inner, self._offloader = inner, offloader
+    def __init__(self, inner: object, runner: UserCodeRunner) -> None:
+        self._inner, self._runner = inner, runner
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -163,22 +161,22 @@ class _AtHome:
             return found
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self._offloader.at_home(found(*args, **kwargs))
+            return await self._runner.at_home(found(*args, **kwargs))
 
         return call
 
 
-class _GroupAtHome(_AtHome):
-    def episode(self, prompt: Prompt) -> _AtHome:
+class _GroupOnWorkerLoop(_OnWorkerLoop):
+    def episode(self, prompt: Prompt) -> _OnWorkerLoop:
         inner: Any = self._inner
-        return _AtHome(inner.episode(prompt), self._offloader)
+        return _OnWorkerLoop(inner.episode(prompt), self._runner)
 
 
 class _Blocking:
     """`inner` for one who calls from a thread: coroutines are waited for. `end` ends the waits and any later call."""
 
-    def __init__(self, inner: object, offloader: Offloader) -> None:
-        self._inner, self._offloader = inner, offloader
+    def __init__(self, inner: object, runner: UserCodeRunner) -> None:
+        self._inner, self._runner = inner, runner
         self._waits: set[Future[Any]] = set()
         self._ended = False
 
@@ -187,7 +185,7 @@ class _Blocking:
         if not is_async(found):
             return found
         blocking: Callable[..., Any] | None = None
-        if isinstance(self._inner, OffloadedEnvironment):
+        if isinstance(self._inner, HostedEnvironment):
             blocking = self._inner.blocking(name)
         if blocking is not None:
             return blocking
@@ -195,7 +193,7 @@ class _Blocking:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._ended:
                 raise RuntimeError(f"{name} was called after the rollout had ended")
-            wait = self._offloader.from_thread(found(*args, **kwargs))
+            wait = self._runner.from_thread(found(*args, **kwargs))
             self._waits.add(wait)
             try:
                 return wait.result()
@@ -214,13 +212,13 @@ class _Blocking:
 class _BlockingGroup(_Blocking):
     """A `GroupClient`, whose episodes' clients end with it."""
 
-    def __init__(self, inner: object, offloader: Offloader) -> None:
-        super().__init__(inner, offloader)
+    def __init__(self, inner: object, runner: UserCodeRunner) -> None:
+        super().__init__(inner, runner)
         self._episodes: list[_Blocking] = []
 
     def episode(self, prompt: Prompt) -> _Blocking:
         inner: Any = self._inner
-        self._episodes.append(_Blocking(inner.episode(prompt), self._offloader))
+        self._episodes.append(_Blocking(inner.episode(prompt), self._runner))
         return self._episodes[-1]
 
     def end(self) -> None:
@@ -229,7 +227,7 @@ class _BlockingGroup(_Blocking):
         super().end()
 
 
-class OffloadedEnvironment(Environment):
+class HostedEnvironment(Environment):
     """A user's environment, made at its first use: its plain methods run in threads, others on the users' loop.
 
     Plain methods of one instance run one after the other. Other attributes are those of the user's own.
@@ -240,8 +238,8 @@ class OffloadedEnvironment(Environment):
         timeout_s: limit of one call.
     """
 
-    def __init__(self, make: Callable[[], Environment], label: str, timeout_s: float, offloader: Offloader) -> None:
-        self._make, self._label, self._timeout_s, self._offloader = make, label, timeout_s, offloader
+    def __init__(self, make: Callable[[], Environment], label: str, timeout_s: float, runner: UserCodeRunner) -> None:
+        self._make, self._label, self._timeout_s, self._runner = make, label, timeout_s, runner
         self._env: Environment | None = None
         self._in_turn = asyncio.Lock()
         self._given_up = self._closed = False
@@ -267,8 +265,8 @@ class OffloadedEnvironment(Environment):
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._env is None:
-                self._env = self._offloader.call_blocking(self._code("made"), self._make)
-            return self._offloader.call_blocking(self._code(name), getattr(self._env, name), *args, **kwargs)
+                self._env = self._runner.call_blocking(self._code("made"), self._make)
+            return self._runner.call_blocking(self._code(name), getattr(self._env, name), *args, **kwargs)
 
         return call
 
@@ -283,11 +281,11 @@ class OffloadedEnvironment(Environment):
 
     async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if self._env is None:
-            self._env = await self._offloader.call(self._code("made"), self._make)
+            self._env = await self._runner.call(self._code("made"), self._make)
         method = getattr(self._env, name)
         if is_async(method):
-            return await self._offloader.call(self._code(name), method, *args, **kwargs)
-        return await self._offloader.at_home(self._in_thread(name, method, args, kwargs))
+            return await self._runner.call(self._code(name), method, *args, **kwargs)
+        return await self._runner.at_home(self._in_thread(name, method, args, kwargs))
 
     async def _in_thread(
         self, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -297,7 +295,7 @@ class OffloadedEnvironment(Environment):
                 raise RuntimeError(f"{self._label}.{name} is called while an earlier call that was given up still runs")
             self._given_up = True
             try:
-                value = await self._offloader.call(self._code(name), method, *args, **kwargs)
+                value = await self._runner.call(self._code(name), method, *args, **kwargs)
             except UserCodeError as error:
                 self._given_up = error.still_runs
                 raise

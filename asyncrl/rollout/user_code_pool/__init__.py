@@ -9,5 +9,5 @@ Three places, by what the code is (`asyncrl.api.RunIn`):
 - What is marked so or set so runs in a process (`processes`): killed at its time limit with all it started, limited
   in memory and number of processes, renewed after so many calls.
 
-`offloader` joins the three: one call of a named piece of code, timed, limited, its failure told as `UserCodeError`.
+`runner` joins the three: one call of a named piece of code, timed, limited, its failure told as `UserCodeError`.
 """

@@ -14,7 +14,7 @@ from asyncrl.plugins.chat.stop_strings import Decode, kept_tokens
 
 
 @dataclass(slots=True)
-class Draft:
+class PartialAnswer:
     """One sample so far: three lists of one length."""
 
     seed: int | None
@@ -56,7 +56,7 @@ class Draft:
 
     def completion(self, prompt_tokens: int) -> Completion:
         """The whole answer, once it is complete."""
-        assert self.finish is not None, "a draft was left open"
+        assert self.finish is not None, "a partial was left open"
         routing = None
         if self.routing:  # less what belongs to tokens that were cut off behind a stop string
             routing = np.concatenate(self.routing)[: prompt_tokens + len(self.token_ids) - 1]
@@ -65,7 +65,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Work:
-    """A request under way: the id by which the manager knows it, what it asks for, a draft per sample, and the most
+    """A request under way: the id by which the manager knows it, what it asks for, a partial per sample, and the most
     tokens that a round asks for, now and where all goes well.
     """
 
@@ -73,27 +73,27 @@ class Work:
     request: GenerationRequest
     rollout_id: str | None
     min_version: int | None
-    drafts: list[Draft]
+    partials: list[PartialAnswer]
     most: int
     chunk: int
 
     @property
-    def open_drafts(self) -> dict[int, Draft]:
-        """The drafts that are not complete yet, by sample."""
-        return {index: draft for index, draft in enumerate(self.drafts) if draft.finish is None}
+    def open_partials(self) -> dict[int, PartialAnswer]:
+        """The partials that are not complete yet, by sample."""
+        return {index: partial for index, partial in enumerate(self.partials) if partial.finish is None}
 
     @property
     def tokens(self) -> int:
         """Tokens generated so far."""
-        return sum(len(draft.token_ids) for draft in self.drafts)
+        return sum(len(partial.token_ids) for partial in self.partials)
 
-    def wanted(self, draft: Draft) -> int:
-        """Return the number of tokens that the next round requests for `draft`."""
-        return min(self.request.sampling.max_new_tokens - len(draft.token_ids), self.most)
+    def wanted(self, partial: PartialAnswer) -> int:
+        """Return the number of tokens that the next round requests for `partial`."""
+        return min(self.request.sampling.max_new_tokens - len(partial.token_ids), self.most)
 
     def ask_for_less(self) -> None:
         """Half of what the last round asked for, as it was not answered."""
-        self.most = max(1, max(map(self.wanted, self.open_drafts.values())) // 2)
+        self.most = max(1, max(map(self.wanted, self.open_partials.values())) // 2)
 
     def ask_for_more(self) -> None:
         """Twice as much as before, as the last round was answered quickly."""

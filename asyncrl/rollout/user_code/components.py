@@ -10,20 +10,20 @@ from asyncrl.api.columns import with_columns
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.rollout.episode import Tries
+from asyncrl.rollout.episode import RetryLimits
 from asyncrl.rollout.greedy_baseline import Played, with_greedy_baseline
-from asyncrl.rollout.offload.offloader import EpisodeProcesses, Offloader
-from asyncrl.rollout.offload.places import Places
 from asyncrl.rollout.tools import RunTools, check_format
 from asyncrl.rollout.user_code.agents import offers_tools
 from asyncrl.rollout.user_code.cast import ONCE, Cast
 from asyncrl.rollout.user_code.conversations import Conversations
 from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
+from asyncrl.rollout.user_code_pool.process_slots import ProcessSlots
+from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
 
 REMAX = "remax"
 
 
-class Plugins:
+class UserComponents:
     """Everything a RolloutWorker takes from the user.
 
     Args:
@@ -34,8 +34,8 @@ class Plugins:
         vocab_size: the model's, from its config; None if that does not name it.
         prompts: training and evaluation prompts.
         conversations: clients of episodes.
-        offloader: runs the user's code; to be entered in the worker's event loop.
-        tools: of agents; entered in the worker's event loop, after the offloader.
+        runner: runs the user's code; to be entered in the worker's event loop.
+        tools: of agents; entered in the worker's event loop, after the runner.
         environments: of training's episodes.
         agent: training's, with rewards.
 
@@ -51,12 +51,12 @@ class Plugins:
         self.tokenizer = form.tokenizer
         self.vocab_size: int | None = model_config.get("vocab_size")
         self.conversations = Conversations(config, form, model_config)
-        self.offloader = Offloader(
+        self.runner = UserCodeRunner(
             config.rollout.user_code,
             *(EpisodeProcesses(each.processes, each.process_max_episodes) for each in (config.env, config.agent)),
         )
         check_format(config, form.chat.source_with_tools if form.chat else None)
-        self.tools = RunTools(config.tools, config.mcp, self.offloader)
+        self.tools = RunTools(config.tools, config.mcp, self.runner)
         toolbox = self.tools.toolbox
         self.prompts = Prompts(
             config,
@@ -65,10 +65,10 @@ class Plugins:
             training=training,
         )
         self._columns = tuple(config.rollout.columns)
-        places = Places(config.env.processes)
+        places = ProcessSlots(config.env.processes)
 
         def cast(played: ExperimentConfig) -> Cast:
-            return Cast(played, form, toolbox, self.offloader, self.conversations, places)
+            return Cast(played, form, toolbox, self.runner, self.conversations, places)
 
         self._cast = cast(config)
         self.agent, self.environments = self._cast.agent, self._cast.environments
@@ -83,7 +83,7 @@ class Plugins:
             except ConfigError as error:
                 raise ConfigError(f"{each.group}.{error}") from error
 
-    async def play(self, prompt: Prompt, policy: GenerationClient, tries: Tries = ONCE) -> Played:
+    async def play(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits = ONCE) -> Played:
         """Play the group of `prompt`; see `run_group`."""
         return await self._cast.play(prompt, policy, tries)
 
@@ -91,7 +91,7 @@ class Plugins:
         """Play the episode of `prompt`, which is of the evaluation set `name`."""
         return await self._casts_of_sets[name].play(prompt, policy)
 
-    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Played:
+    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
         """Play the group of `prompt` and what the advantage needs beside it.
 
         Raises:

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.api import Environment, RewardFunction, RunIn, StepResult, scored
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.messages import MAKE, USE, Call, Target
-from asyncrl.rollout.offload.meter import Activity, timed
-from asyncrl.rollout.offload.offloader import Code, Offloader
-from asyncrl.rollout.offload.places import GroupPlaces
-from asyncrl.rollout.offload.processes import START_LIMIT_S, Lease
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.messages import MAKE, USE, Call, Target
+from asyncrl.rollout.user_code_pool.process_slots import GroupSlots
+from asyncrl.rollout.user_code_pool.processes import START_LIMIT_S, Lease
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner
+from asyncrl.rollout.user_code_pool.timing import Activity, timed
 
 _PARTS_OF_A_STEP = 5
 
@@ -39,11 +39,11 @@ class ProcessEnvironment(Environment):
         reward: RewardFunction,
         label: str,
         timeout_s: float,
-        offloader: Offloader,
-        places: GroupPlaces | None = None,
+        runner: UserCodeRunner,
+        places: GroupSlots | None = None,
     ) -> None:
         self._target, self._reward, self._label = target, reward, label
-        self._timeout_s, self._offloader, self._places = timeout_s, offloader, places
+        self._timeout_s, self._runner, self._places = timeout_s, runner, places
         self._in_turn = asyncio.Lock()
         self._lease: Lease | None = None
         self._failed = self._closed = False
@@ -52,19 +52,19 @@ class ProcessEnvironment(Environment):
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, Mapping[str, Any]]:
         """As the environment's own; the first one makes it."""
-        value = await self._offloader.at_home(self._call("reset", [], {"seed": seed, "options": options}))
+        value = await self._runner.at_home(self._call("reset", [], {"seed": seed, "options": options}))
         observation, info = self._parts("reset", value, 2)
         return observation, info
 
     async def step(self, action: Any) -> StepResult:
         """As the environment's own."""
-        value = await self._offloader.at_home(self._call("step", [action], {}))
+        value = await self._runner.at_home(self._call("step", [action], {}))
         observation, reward, terminated, truncated, info = self._parts("step", value, _PARTS_OF_A_STEP)
         return observation, reward, terminated, truncated, info
 
     async def close(self) -> None:
         """Close it and give its process back; once."""
-        await self._offloader.at_home(self._end())
+        await self._runner.at_home(self._end())
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -91,11 +91,11 @@ class ProcessEnvironment(Environment):
 
     async def _leased(self) -> Lease:
         if self._places is None:
-            return await self._offloader.lease(self._label, Activity.env_wait)
+            return await self._runner.lease(self._label, Activity.env_wait)
         with timed(Activity.env_wait):
             await self._places.enter()
         try:
-            return await self._offloader.lease(self._label, Activity.env_wait)
+            return await self._runner.lease(self._label, Activity.env_wait)
         except BaseException:
             self._places.leave()
             raise
@@ -120,7 +120,7 @@ class ProcessEnvironment(Environment):
     async def _ask(self, name: str, call: Call, timeout_s: float) -> Any:
         assert self._lease is not None
         label = f"{self._label}.{name}"
-        with self._offloader.told(Code(label, Activity.env, timeout_s, RunIn.process)):
+        with self._runner.told(Code(label, Activity.env, timeout_s, RunIn.process)):
             return await self._lease.ask(label, call, timeout_s, self._rewarded)
 
     async def _rewarded(self, data: Mapping[str, Any], completion: str) -> float:

@@ -12,8 +12,8 @@ from asyncrl.api import Completion, GenerationRequest, GenerationResult, Prompt,
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.offload.places import GroupPlaces, Places
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.process_slots import GroupSlots, ProcessSlots
 
 LIMIT_S = 120.0
 MINE = """
@@ -62,50 +62,50 @@ class Policy:
         return GenerationResult(request.request_id, (Completion([7], [-0.5], [0], "stop"),) * request.n)
 
 
-def plugins_of(folder: Path, model: Path, agent: str, processes: int, **args: int) -> Plugins:
+def components_of(folder: Path, model: Path, agent: str, processes: int, **args: int) -> UserComponents:
     file = folder / "mine.py"
     file.write_text(MINE)
     config = ExperimentConfig()
     config.model.path, config.group_size = str(model), 2
     config.agent.path, config.agent.args = f"{file}:{agent}", args
     config.env.path, config.env.run_in, config.env.processes = f"{file}:World", RunIn.process, processes
-    return Plugins(config)
+    return UserComponents(config)
 
 
 async def test_groups_that_open_all_their_environments_at_once_do_not_hold_each_other_up(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    plugins = plugins_of(tmp_path, tiny_model, "AtOnce", 3)
+    components = components_of(tmp_path, tiny_model, "AtOnce", 3)
 
     async def play(number: int) -> int:
         prompt = Prompt(f"p{number}", number, {}, (1, 2), 2, SamplingParams(seed=1))
         samples, _ = await run_group(
-            plugins.agent, plugins.environments.of_group(2), prompt, Policy(), plugins.conversations.client
+            components.agent, components.environments.of_group(2), prompt, Policy(), components.conversations.client
         )
         return len(samples)
 
-    async with plugins.offloader, asyncio.timeout(LIMIT_S):
+    async with components.runner, asyncio.timeout(LIMIT_S):
         assert await asyncio.gather(*map(play, range(4))) == [2] * 4
 
 
 async def test_a_group_has_no_more_environments_open_than_episodes(tmp_path: Path, tiny_model: Path) -> None:
-    plugins = plugins_of(tmp_path, tiny_model, "AtOnce", 8, more=1)
+    components = components_of(tmp_path, tiny_model, "AtOnce", 8, more=1)
     prompt = Prompt("p", 0, {}, (1, 2), 2, SamplingParams(seed=1))
-    async with plugins.offloader:
+    async with components.runner:
         with pytest.raises(RuntimeError, match="2 environments open, one for each of its episodes; close one"):
             await run_group(
-                plugins.agent, plugins.environments.of_group(2), prompt, Policy(), plugins.conversations.client
+                components.agent, components.environments.of_group(2), prompt, Policy(), components.conversations.client
             )
 
 
 def test_fewer_processes_than_a_group_may_open_are_refused_at_the_start(tmp_path: Path, tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"env.processes=1: .*AtOnce' plays its group at once .* group_size=2"):
-        plugins_of(tmp_path, tiny_model, "AtOnce", 1)
-    plugins_of(tmp_path, tiny_model, "Single", 1)  # which has one open at a time for each that plays
+        components_of(tmp_path, tiny_model, "AtOnce", 1)
+    components_of(tmp_path, tiny_model, "Single", 1)  # which has one open at a time for each that plays
 
 
 async def test_places_are_given_in_the_order_of_asking_and_none_are_lost() -> None:
-    places = Places(3)
+    places = ProcessSlots(3)
     await places.take(2)
     many, one = asyncio.create_task(places.take(3)), asyncio.create_task(places.take(1))
     await asyncio.sleep(0)
@@ -122,7 +122,7 @@ async def test_places_are_given_in_the_order_of_asking_and_none_are_lost() -> No
 
 
 async def test_who_gives_up_at_the_moment_of_its_turn_is_cancelled_and_takes_nothing() -> None:
-    places = Places(1)
+    places = ProcessSlots(1)
     await places.take(1)
     waiting = asyncio.create_task(places.take(1))
     await asyncio.sleep(0)
@@ -135,11 +135,11 @@ async def test_who_gives_up_at_the_moment_of_its_turn_is_cancelled_and_takes_not
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_whatever_is_given_up_meanwhile_every_group_gets_its_places(seed: int) -> None:
-    chance, places, held = random.Random(seed), Places(4), 0
+    chance, places, held = random.Random(seed), ProcessSlots(4), 0
 
     async def group(size: int) -> None:
         nonlocal held
-        own = GroupPlaces(places, size)
+        own = GroupSlots(places, size)
 
         async def environment() -> None:
             nonlocal held
