@@ -36,8 +36,8 @@ from asyncrl.runtime.trials.summary import read_summary, summary_lines
 from asyncrl.trainer.placement import worker_grid
 from asyncrl.verify.audit.history import read_ledger
 from asyncrl.verify.chaos import disk
+from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work, read_restarts
 from asyncrl.verify.chaos.plan import Fault, FaultKind, make_plan
-from asyncrl.verify.chaos.record import LAUNCHER, add_costs, complete, find_work, read_restarts
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
 from asyncrl.verify.chaos.run import ChaosRun, Watched
 

@@ -35,10 +35,10 @@ from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.kinds import KINDS

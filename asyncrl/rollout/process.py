@@ -24,7 +24,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
-from asyncrl.plugins.datasets.record import DataRecord
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
 from asyncrl.rollout.generation.client import RolloutClient

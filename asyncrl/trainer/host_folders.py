@@ -24,7 +24,7 @@ import msgspec
 
 from asyncrl.config.run_dir import versions_in
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoints.distributed import shard_name
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, ManifestError, checksum, whole_files

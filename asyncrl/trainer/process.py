@@ -41,9 +41,9 @@ from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
-from asyncrl.trainer.batches.columns import move_columns
+from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories, hand_down
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.batches.redistribute import hand_down, redistribute
+from asyncrl.trainer.batches.reshard_batch import move_columns
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.engines.base import PolicyEngine
@@ -74,7 +74,7 @@ from asyncrl.trainer.messages import (
     TakeUp,
     WrittenShare,
 )
-from asyncrl.trainer.model.proof import Layout
+from asyncrl.trainer.model.layout_parity import Layout
 from asyncrl.trainer.parallel.collectives import Collectives
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.parallel.world import all_have_started, training_world
@@ -82,8 +82,8 @@ from asyncrl.trainer.placement import placement
 from asyncrl.trainer.profile import StepProfile
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.sample_log import SampleLog
-from asyncrl.trainer.trajectories.arrivals import ArrivalCheck
-from asyncrl.trainer.trajectories.intake import Intake
+from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
+from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
 from asyncrl.trainer.versions import Versions
 
 WAITING = "waits for the master"
@@ -234,13 +234,13 @@ class ModelWorker(Worker):
         system = self.config.system
         heads = self._world.placement.actor.data_heads
         head = heads.index(self.index) if self._world.takes_trajectories else 0
-        self._intake = self._open_intake(head)
+        self._receiver = self._open_receiver(head)
         self._server = RequestServer(
             system.host,
             self.security,
             immediate={
                 IsStepRunning: self._is_step_running,
-                PollBuffer: self._intake.poll,
+                PollBuffer: self._receiver.poll,
                 Discard: self._discard,
                 SendWeights: self._send_weights,
                 FinishShare: self._finish_share,
@@ -265,10 +265,10 @@ class ModelWorker(Worker):
             self._open.callback(self._close_connections)
         remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
         self._puller = TrajectoryPuller(
-            system.host, self.security, on_message=self._intake.receive, remembered=remembered
+            system.host, self.security, on_message=self._receiver.receive, remembered=remembered
         )
         self._open.callback(self._puller.close)
-        self._open.callback(self._intake.inbox.close)  # first: its thread may wait for room there
+        self._open.callback(self._receiver.inbox.close)  # first: its thread may wait for room there
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
         lease_s = system.heartbeat_s
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
@@ -276,13 +276,13 @@ class ModelWorker(Worker):
             puller = names.puller_key(head)
             self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
 
-    def _open_intake(self, head: int) -> Intake:
+    def _open_receiver(self, head: int) -> TrajectoryReceiver:
         config, folder = self.config, str(self.config.model.path)
         model = json.loads((Path(folder) / "config.json").read_text())
         routing = routing_shape_of(folder) if config.moe.replay_routing else None
-        check = ArrivalCheck(model.get("vocab_size"), self._announced_version, routing).check
+        check = TrajectoryCheck(model.get("vocab_size"), self._announced_version, routing).check
         actor = self._rank.engines.get(ACTOR)
-        intake = Intake(
+        receiver = TrajectoryReceiver(
             config.trainer,
             head,
             check,
@@ -291,10 +291,10 @@ class ModelWorker(Worker):
             self.run_dir / SPILLED_DIR / str(self.index),
             shares_prefixes=isinstance(actor, RoleEngine) and actor.attention == AttentionKind.tree,
         )
-        self._open.callback(intake.remove_spilled)
+        self._open.callback(receiver.remove_spilled)
         if uses_memory_checkpoint(config):
-            intake.keep(receives=self._world.takes_trajectories)
-        return intake
+            receiver.keep(receives=self._world.takes_trajectories)
+        return receiver
 
     def _announced_version(self) -> int:
         """The newest version that servers may have; before the first is announced they have the initial model's, 0."""
@@ -309,7 +309,7 @@ class ModelWorker(Worker):
         return StepRunning(self._standing.in_step)
 
     async def _discard(self, request: Discard) -> Done:
-        self._intake.discard(request.rollout_ids)
+        self._receiver.discard(request.rollout_ids)
         return Done()
 
     async def _send_weights(self, request: SendWeights) -> Done:
@@ -342,7 +342,7 @@ class ModelWorker(Worker):
 
     def _take_up(self, request: TakeUp) -> Standing:
         self._master = request.incarnation
-        self._intake.inbox.tell_again()
+        self._receiver.inbox.tell_again()
         return self._standing
 
     def _check_master(self, request: BeginStep | Publish | SaveCheckpoint) -> None:
@@ -356,7 +356,7 @@ class ModelWorker(Worker):
         self._check_master(step)
         self._standing = Standing(in_step=True, master_state=None)
         self._profile.begin(step.version + 1)
-        held = self._intake.inbox.get(step.leaving)
+        held = self._receiver.inbox.get(step.leaving)
         self._shares = {}
         for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
             place = self._world.places.get(grid)
@@ -364,7 +364,7 @@ class ModelWorker(Worker):
             expected = {}
             if share is not None and place is not None and place.copy.leads:
                 expected = dict(zip(share.rollout_ids, share.sources, strict=True))
-            arrived = redistribute(leaving, expected, held, self._world.everyone)
+            arrived = exchange_trajectories(leaving, expected, held, self._world.everyone)
             if share is None or place is None:
                 continue
             self._shares[grid] = share
@@ -380,7 +380,7 @@ class ModelWorker(Worker):
             )
             if self._kept is not None and grid == self._world.placement.actor:
                 self._kept.begin(trajectories, self._batches[grid])
-        self._intake.left(step.leaving)
+        self._receiver.left(step.leaving)
         return Done()
 
     def _move_columns(self, request: MoveColumns) -> Done:

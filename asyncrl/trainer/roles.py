@@ -19,10 +19,10 @@ from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.calls import TrainState
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
-from asyncrl.trainer.engines.base_of import LoraReference
+from asyncrl.trainer.engines.lora_reference import LoraReference
 from asyncrl.trainer.host_folders import HostFolders
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import ReferenceMode

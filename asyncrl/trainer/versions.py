@@ -14,7 +14,7 @@ from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.weights.transports.base import TrainerEnd, weight_transport
 from asyncrl.weights.versions import publishing
@@ -53,7 +53,7 @@ class Versions:
         ranks of the role; returns its folder.
         """
         policy = self._rank.policy(request.role)
-        with policy.resident():
+        with policy.on_device():
             return self._publish_resident(request, policy)
 
     def collect(self, request: CollectWeights) -> None:

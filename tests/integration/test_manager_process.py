@@ -37,10 +37,10 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.process import GserverManager
 from asyncrl.master.books.run_files import write_data_state
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.runtime.process.worker import WorkerSpec
 from asyncrl.runtime.ranks import Ranks

@@ -64,10 +64,10 @@ from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.observe.metrics import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.readers import read as read_records
-from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.user_code_pool import messages as user_code
 from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord

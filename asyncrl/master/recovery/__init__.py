@@ -29,6 +29,6 @@ least what others know. Reports that were sent already are sent again; receivers
     checkpoints the run's checkpoints on disk
 
 `asyncrl.runtime.memory_checkpoint` has the folder in the host's memory, which the launcher makes and removes,
-`asyncrl.trainer.host_folders` says which state ranks on several hosts take, and `asyncrl.trainer.kept_inbox` keeps
-trajectories.
+`asyncrl.trainer.host_folders` says which state ranks on several hosts take, and
+`asyncrl.trainer.trajectories.inbox_store` keeps trajectories.
 """

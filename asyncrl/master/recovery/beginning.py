@@ -134,7 +134,7 @@ class Beginning:
         ledger_has_step = self.continue_ledger(standing)
         self.take_up_last_step(standing)
         path = await self.publish(standing)
-        awaited = self._parts.journal.awaits_evaluation()
+        awaited = self._parts.metrics_log.awaits_evaluation()
         cut_off = awaited is not None and awaited < standing.version
         self.announce(standing, path, cut_off=cut_off)
         self.announce_data_state()
@@ -160,8 +160,10 @@ class Beginning:
         parts, dropped = self._parts, self._parts.reports.told.books.dropped
         await parts.reports.look()
         idle_s = parts.reports.told.status.idle_s
-        state = standing.state["journal"]
-        parts.journal.open(parts.run_dir, standing.version, perf_counter(), dropped, state, standing.announced, idle_s)
+        state = standing.state["metrics_log"]
+        parts.metrics_log.open(
+            parts.run_dir, standing.version, perf_counter(), dropped, state, standing.announced, idle_s
+        )
         write_books(parts.run_dir, standing.version, parts.reports.told.books)
 
     def continue_ledger(self, standing: Standing) -> bool:
@@ -180,7 +182,7 @@ class Beginning:
             parts = self._parts
             parts.reports.take_up(step.trained, step.known)
             status = parts.reports.told.status
-            parts.journal.step_again(standing.version, step.batch, step.measured, status, perf_counter())
+            parts.metrics_log.step_again(standing.version, step.batch, step.measured, status, perf_counter())
             _log.info("going on after step %d, which was complete", standing.version)
 
     async def publish(self, standing: Standing) -> str:

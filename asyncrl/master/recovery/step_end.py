@@ -100,7 +100,7 @@ class StepEnd:
         """6."""
         parts, told = self._parts, self._parts.reports.told
         measured = step.measured | parts.checkpoints.figures()
-        parts.journal.step(step.version, step.batch, measured, told.status, perf_counter())
+        parts.metrics_log.step(step.version, step.batch, measured, told.status, perf_counter())
         parts.ledger.step(step.batch, parts.reports.reported_books)
         write_books(parts.run_dir, step.version, told.books)
         parts.stall.progressed()

@@ -31,9 +31,9 @@ from asyncrl.config.run_dir import METRICS_FILE, SECRET_FILE, run_dir_of
 from asyncrl.manager.messages import StatusReply
 from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.verify.chaos.disk import Ballast
+from asyncrl.verify.chaos.fault_costs import LAUNCHER, Done
 from asyncrl.verify.chaos.links import Links
 from asyncrl.verify.chaos.plan import DELAY_S, Fault, FaultKind, PlanClock
-from asyncrl.verify.chaos.record import LAUNCHER, Done
 
 LOOK_S = 0.05
 """Time between two looks at the run."""

@@ -55,7 +55,7 @@ STEP_END = {
         *("begin_keeping", "publish", "finish_keeping", "announce", "report", "write_down", "save"),
     ),
     **points(lambda run: run.loop._step_end, "begin_keeping", "save", after=True),
-    **points(lambda run: run.loop.parts.journal, "step", after=True),
+    **points(lambda run: run.loop.parts.metrics_log, "step", after=True),
     **AROUND_A_REPORT,
 }
 BEGINNING = {

@@ -134,7 +134,9 @@ async def test_a_stop_request_while_an_evaluation_holds_the_next_one_back_leaves
     assert run.workers.saved() == [2]
     assert [row["step"] for row in run.rows()] == [0, 1]
     assert run.workers.stored is not None
-    assert [held["step"] for held in run.workers.stored["journal"]["rows"]] == [2], "its own evaluation is still due"
+    assert [held["step"] for held in run.workers.stored["metrics_log"]["rows"]] == [2], (
+        "its own evaluation is still due"
+    )
     assert sum(len(trained) for _, trained, _ in run.manager.reports) == 8
     assert run.board.versions == [], "what was served is what the evaluation measured"
 
@@ -228,7 +230,7 @@ async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path:
     async with running(run) as task:
         for step in range(1, 7):
             if step == 4:
-                await until(lambda: 2 in run.loop.parts.journal.scores("eval/held_out/len_mean"))
+                await until(lambda: 2 in run.loop.parts.metrics_log.scores("eval/held_out/len_mean"))
                 run.rollouts.finish = asyncio.Event()
             await run.deliver(range(4 * step, 4 * step + 4), oldest=step - 1)
             if step == 6:

@@ -15,7 +15,7 @@ LIGHT_MODULES = (
     "asyncrl.plugins.datasets.files",
     "asyncrl.plugins.datasets.mixture",
     "asyncrl.plugins.datasets.readers",
-    "asyncrl.plugins.datasets.survey",
+    "asyncrl.plugins.datasets.prompt_stats",
     "asyncrl.plugins.datasets.queue.order",
     "asyncrl.plugins.datasets.prompts",
     "asyncrl.plugins.datasets.tokenizers",

@@ -432,7 +432,7 @@ def test_a_reward_model_scores_whole_sequences(
     from transformers import AutoModelForSequenceClassification
 
     from asyncrl.master.graph.types import Call, Graph
-    from asyncrl.trainer.parallel.place import World
+    from asyncrl.trainer.parallel.rank_position import World
     from asyncrl.trainer.roles import build_rank
 
     model = AutoModelForSequenceClassification.from_pretrained(str(qwen_dir), num_labels=1)

@@ -153,7 +153,7 @@ class Launch:
             "version": self.version,
             "ledger": state["ledger"],
             "buffer": {"used_prompts": packed(self.used)},
-            "journal": {"rows": self.held, "evaluations": self.evaluations},
+            "metrics_log": {"rows": self.held, "evaluations": self.evaluations},
             "dropped": state["dropped"],
         }
         text = json.dumps({"version": self.version, "master_state": master}).encode()

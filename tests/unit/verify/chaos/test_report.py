@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.commands import chaos
+from asyncrl.verify.chaos.fault_costs import Done
 from asyncrl.verify.chaos.plan import Fault, FaultKind
-from asyncrl.verify.chaos.record import Done
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
 from asyncrl.verify.chaos.run import Watched
 

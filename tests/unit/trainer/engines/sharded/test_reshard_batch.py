@@ -15,11 +15,11 @@ from torch import Tensor
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.master.data.step_plan import Assignment, plan_step
-from asyncrl.trainer.batches.columns import Shares, move_columns
-from asyncrl.trainer.batches.redistribute import redistribute
+from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories
+from asyncrl.trainer.batches.reshard_batch import Shares, move_columns
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.messages import GridShare, MoveColumns
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.settings import RoleRanks
 
 pytestmark = pytest.mark.slow
@@ -127,7 +127,7 @@ def test_trajectories_come_to_the_heads_of_each_grid_in_data_order_and_to_no_oth
         for grid, targets, share in zip(world.placement.distinct, told.targets, told.shares, strict=True):
             heads = share is not None and world.places[grid].copy.leads
             expected = dict(zip(share.rollout_ids, share.sources, strict=True)) if share and heads else {}
-            came = redistribute(dict(zip(told.leaving, targets, strict=True)), expected, held, world.everyone)
+            came = exchange_trajectories(dict(zip(told.leaving, targets, strict=True)), expected, held, world.everyone)
             assert all(
                 np.array_equal(each.samples[0].tokens, rollouts[each.rollout_id].samples[0].tokens) for each in came
             )

@@ -43,8 +43,8 @@ class LoraReference(PolicyEngine):
     def offload(self) -> None:
         """It has nothing of its own."""
 
-    def resident(self) -> AbstractContextManager[None]:
-        return self._actor.resident()
+    def on_device(self) -> AbstractContextManager[None]:
+        return self._actor.on_device()
 
     def load_state(self, meta: Mapping[str, Any]) -> None:
         """Nothing is to be loaded."""

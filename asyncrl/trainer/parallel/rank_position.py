@@ -1,9 +1,8 @@
 """Position of this rank in the grids of training ranks.
 
-`training_world` joins the ranks and lays out each grid as a `torch.distributed` DeviceMesh; `Place` says where this one
-is in it, `World` in which it is.
-Worker index, rank and data index may differ (`worker_grid`). Ask the `Place` which rank takes trajectories, which one
-publishes, and over which ranks to sum.
+`training_world` joins the ranks and lays out each grid as a `torch.distributed` DeviceMesh. `RankPosition` is the
+position of this rank in one grid, `World` all of its positions. Worker index, rank and data index may differ
+(`worker_grid`): ask `RankPosition` which rank takes trajectories, which one publishes, and over which ranks to sum.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MESH_AXES = ("pipeline", "replica", "shard", "tensor")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPosition:
     """Position of a ModelWorker in a grid; by default it is alone.
 
     Attributes:
@@ -63,14 +62,14 @@ class World:
     worker: int = 0
     placement: Placement = field(default_factory=lambda: Placement({ACTOR: WorkerGrid()}))
     everyone: Ranks = field(default_factory=Ranks)
-    places: Mapping[WorkerGrid, Place] = field(default_factory=lambda: {WorkerGrid(): Place()})
+    places: Mapping[WorkerGrid, RankPosition] = field(default_factory=lambda: {WorkerGrid(): RankPosition()})
     rank_hosts: tuple[str, ...] = ("",)
 
     def hosts(self, role: str) -> bool:
         """True if this worker holds a part of `role`."""
         return self.placement.grid(role) in self.places
 
-    def place(self, role: str) -> Place:
+    def place(self, role: str) -> RankPosition:
         """Return this worker's position in the grid of `role`.
 
         Raises:

@@ -3,7 +3,7 @@ by name.
 
 Packing computes no padding, but only attention that is told where sequences end keeps them apart. A recurrence or a
 convolution does so where its kernel takes the packing arguments, some models have an attention of their own, and which
-is which no list of names would hold. So each way is tried at load (`asyncrl.models.proof`) in this order:
+is which no list of names would hold. So each way is tried at load (`asyncrl.models.parity`) in this order:
 
     sdpa                packed with shared prefixes, then packed, then padded rows with torch's attention, then padded
                         rows with transformers' eager one
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from asyncrl.models.proof import (
+from asyncrl.models.parity import (
     Difference,
     Tokens,
     UnsupportedModelError,
@@ -54,8 +54,8 @@ from asyncrl.trainer.settings import AttentionImplementation
 logger = logging.getLogger(__name__)
 
 
-class Provable(Protocol):
-    """An engine, as far as the proof asks it."""
+class ParityTestable(Protocol):
+    """An engine, as far as the parity check asks it."""
 
     attention: AttentionKind
     """Layout of the engine's micro-batches; set by `select_attention`."""
@@ -67,7 +67,7 @@ class Provable(Protocol):
     def weights(self) -> Mapping[str, Tensor]:
         """The parameters of `network` by the names that they have in a new model."""
 
-    def around(self, network: PreTrainedModel) -> Provable:
+    def around(self, network: PreTrainedModel) -> ParityTestable:
         """An engine that computes `network` as this one computes its own."""
 
     def plain(self, tokens: Tokens) -> Tensor:
@@ -111,7 +111,7 @@ def first_layout(setting: AttentionImplementation) -> Layout:
 
 
 def select_attention(
-    engine: Provable, setting: AttentionImplementation, *, longest: int, row: int = 0, share_prefixes: bool = True
+    engine: ParityTestable, setting: AttentionImplementation, *, longest: int, row: int = 0, share_prefixes: bool = True
 ) -> Layout:
     """Set `engine` to the first layout of `model.attn_implementation` that is proven right for its model; returns it.
 
@@ -204,7 +204,9 @@ class _Subject:
         UnsupportedModelError: transformers cannot compute it.
     """
 
-    def __init__(self, engine: Provable, original: _Subject | None = None, lengths: Mapping[str, int] | None = None):
+    def __init__(
+        self, engine: ParityTestable, original: _Subject | None = None, lengths: Mapping[str, int] | None = None
+    ):
         self._engine, self._original, self._lengths = engine, original, lengths or {}
         self._rounding = 0.0
         network = engine.network

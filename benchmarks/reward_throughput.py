@@ -1,6 +1,6 @@
 """Verdicts of the maths reward per second and core, straight and through a process of the pool.
 
-    python benchmarks/verdicts.py [--seconds S] [--json PATH]
+    python benchmarks/reward_throughput.py [--seconds S] [--json PATH]
 
 Answers are of three kinds: plain numbers, notations (units, fractions, percentages, LaTeX), and expressions that go
 through math-verify; right and wrong ones by turns. The target, 500 a second and core, is for a mix as GSM8K's: 90 %

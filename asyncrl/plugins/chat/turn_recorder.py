@@ -18,7 +18,7 @@ from asyncrl.api import Completion, Message, Sample, ToolSchema
 from asyncrl.plugins.chat.conversation import Turn, branches, sample_of
 
 
-class Recorder:
+class TurnRecorder:
     """The turns of one episode, in the order in which they were recorded."""
 
     def __init__(self) -> None:

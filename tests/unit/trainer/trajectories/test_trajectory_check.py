@@ -13,13 +13,13 @@ from asyncrl.api.trajectory import Sample, SampleColumns, SharedPrompt, Trajecto
 from asyncrl.comm.push_pull import InvalidTrajectory
 from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
 from asyncrl.models.routers import RoutingShape
-from asyncrl.trainer.trajectories.arrivals import ArrivalCheck
+from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
 
 VOCABULARY, NEWEST = 17, 3
 
 
-def check(newest: Callable[[], int] = lambda: NEWEST) -> ArrivalCheck:
-    return ArrivalCheck(VOCABULARY, newest)
+def check(newest: Callable[[], int] = lambda: NEWEST) -> TrajectoryCheck:
+    return TrajectoryCheck(VOCABULARY, newest)
 
 
 def trajectory(shared: bool = False, **changes: Any) -> Trajectory:
@@ -104,7 +104,7 @@ def experts(last: int = 255, **changes: int) -> np.ndarray:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_experts_that_are_told_are_taken(shared: bool) -> None:
-    arrivals = ArrivalCheck(VOCABULARY, lambda: NEWEST, SHAPE)
+    arrivals = TrajectoryCheck(VOCABULARY, lambda: NEWEST, SHAPE)
     arrivals.check(routed(experts(), shared))
     arrivals.check(routed(experts(last=2), shared))
     check().check(routed(experts(), shared))
@@ -128,4 +128,4 @@ def test_experts_that_are_told_are_taken(shared: bool) -> None:
 )
 def test_experts_that_cannot_be_replayed_are_refused_by_name(routing: Any, why: str, shared: bool) -> None:
     with pytest.raises(InvalidTrajectory, match=f"'r' .*{why}"):
-        ArrivalCheck(VOCABULARY, lambda: NEWEST, SHAPE).check(routed(routing, shared))
+        TrajectoryCheck(VOCABULARY, lambda: NEWEST, SHAPE).check(routed(routing, shared))

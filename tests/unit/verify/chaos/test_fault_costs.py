@@ -19,8 +19,8 @@ from asyncrl.comm.ledger_lines import (
     Trained,
 )
 from asyncrl.verify.audit.history import Entry
+from asyncrl.verify.chaos.fault_costs import LAUNCHER, Done, add_costs, complete, find_work
 from asyncrl.verify.chaos.plan import Fault, FaultKind
-from asyncrl.verify.chaos.record import LAUNCHER, Done, add_costs, complete, find_work
 
 SETTINGS = RunSettings(1, 1, "drop", 1, 0)
 

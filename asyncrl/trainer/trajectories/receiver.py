@@ -1,7 +1,7 @@
 """The trajectories that come to a rank: taken in, kept where that is asked for, told to the master, handed to a step.
 
 The puller's thread takes in, the request server's loop tells, the main thread hands out. Where steps are kept, each
-trajectory is written before it is acknowledged (`kept_inbox`), and its file stays until it is discarded
+trajectory is written before it is acknowledged (`inbox_store`), and its file stays until it is discarded
 or the state of the step that trained it is kept: so the next process of this rank can begin with what this one held.
 """
 
@@ -26,7 +26,7 @@ _ROOM_S = 30.0  # how long a full inbox holds a trajectory back before its sende
 _log = logging.getLogger(__name__)
 
 
-class Intake:
+class TrajectoryReceiver:
     """See the module's docstring.
 
     Args:

@@ -19,7 +19,7 @@ MAX_LOGPROB = 1e-3
 """A log-probability is at most 0, but for rounding."""
 
 
-class ArrivalCheck:
+class TrajectoryCheck:
     """Checks trajectories against the model and the versions there are. For one thread.
 
     Args:

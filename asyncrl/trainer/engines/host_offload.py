@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 Kept = Callable[[], Iterable[Tensor]]
 
 
-class HostResidence:
+class HostOffload:
     """A role that is on its device only within `resident`.
 
     Args:
@@ -39,7 +39,7 @@ class HostResidence:
         self._release()
 
     @contextmanager
-    def resident(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Within it the role is on its device; it may be entered again within."""
         self._enter()
         try:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.trainer.batches.redistribute import transfer
+from asyncrl.trainer.batches.exchange_trajectories import transfer
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.messages import GridShare, MoveColumns
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16, torch.float16, torch.int32)

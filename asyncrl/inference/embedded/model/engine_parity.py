@@ -2,7 +2,7 @@
 between, a prompt scored.
 
 A model that this passes is served; every other is refused with its name, the reason and what serves it. What only shows
-in longer sequences than the proof has is proven on a copy with short lengths (`asyncrl.models.short_lengths`).
+in longer sequences than the parity check has is proven on a copy with short lengths (`asyncrl.models.short_lengths`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.inference.embedded.decoding.cache import LENGTH_STEP
 from asyncrl.inference.embedded.model.model_io import ModelRunner
-from asyncrl.models.proof import (
+from asyncrl.models.parity import (
     LENGTHS,
     Difference,
     Tokens,
@@ -72,7 +72,7 @@ def refuse_unserved(model: PreTrainedModel, longest: int) -> None:
         )
 
 
-def prove(runner: ModelRunner, longest: int) -> None:
+def check_parity(runner: ModelRunner, longest: int) -> None:
     """Find a way in which `runner` computes what transformers' plain forward does, and leave it set to that.
 
     Several sequences share the batch: of the model, and of a copy whose lengths they are longer than.

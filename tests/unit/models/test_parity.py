@@ -1,4 +1,4 @@
-"""The proof sees every fault that it is there for, however small random weights make it, and no rounding."""
+"""The parity check sees every fault that it is there for, however small random weights make it, and no rounding."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.model import cached_attention, model_io
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
-from asyncrl.models.proof import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
+from asyncrl.models.parity import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
-from asyncrl.trainer.model import packed_attention, proof
+from asyncrl.trainer.model import layout_parity, packed_attention
+from asyncrl.trainer.model.layout_parity import first_layout, select_attention
 from asyncrl.trainer.model.loading import Critic
-from asyncrl.trainer.model.proof import first_layout, select_attention
 from asyncrl.trainer.settings import AttentionImplementation
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
@@ -358,11 +358,11 @@ def test_a_long_neighbour_changes_the_rotary_positions_of_longrope_so_that_it_is
     short, long = list(range(9)), [5] * 30
     (alone,), (_, beside) = engine.score_sequences([short]), engine.score_sequences([long, short])
     assert max(abs(a - b) for a, b in zip(alone, beside, strict=True)) > 0.01
-    proof.refuse_longer_than_independent(model, 24)
+    layout_parity.refuse_longer_than_independent(model, 24)
     with pytest.raises(
         UnsupportedModelError, match=r"Phi3ForCausalLM cannot be trained on sequences of 25 .* Use at most 24"
     ):
-        proof.refuse_longer_than_independent(model, 25)
+        layout_parity.refuse_longer_than_independent(model, 25)
 
 
 def test_the_embedded_engine_refuses_longrope_beyond_its_first_length() -> None:
@@ -467,6 +467,6 @@ def test_an_output_that_does_not_depend_on_its_tokens_proves_nothing() -> None:
     def together(sequences: Any) -> list[Tensor]:
         return [embedding(torch.tensor(tokens)).sum(-1) * 0.0 for tokens in sequences]
 
-    fault = proof.find_leak(Model(), probe_sequences(10), together)  # type: ignore[arg-type]
+    fault = layout_parity.find_leak(Model(), probe_sequences(10), together)  # type: ignore[arg-type]
     assert fault is not None
     assert "no gradient by its own tokens" in fault

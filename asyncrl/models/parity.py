@@ -35,7 +35,7 @@ from asyncrl.models.transformers_internals import attention, context_limit, text
 Tokens = Sequence[int]
 
 LENGTHS = (19, 12, 11, 7)
-"""Tokens of the sequences: ragged, and so few that the proof costs some forwards of a sentence or two."""
+"""Tokens of the sequences: ragged, and so few that the parity check costs some forwards of a sentence or two."""
 _SEED = 77
 
 

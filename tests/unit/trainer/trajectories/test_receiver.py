@@ -17,7 +17,7 @@ from asyncrl.trainer.messages import PollBuffer
 from asyncrl.trainer.settings import TrainerConfig
 from asyncrl.trainer.trajectories.inbox import InboxFull
 from asyncrl.trainer.trajectories.inbox_store import StoredTrajectoryDamaged
-from asyncrl.trainer.trajectories.intake import Intake
+from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 
 MakeTrajectories = Callable[..., list[Trajectory]]
 
@@ -30,8 +30,8 @@ def memory_checkpoint(tmp_path: Path) -> Iterator[MemoryCheckpoint]:
     kept.remove()
 
 
-def intake(memory_checkpoint: MemoryCheckpoint, folder: Path, capacity: int = 8) -> Intake:
-    made = Intake(
+def intake(memory_checkpoint: MemoryCheckpoint, folder: Path, capacity: int = 8) -> TrajectoryReceiver:
+    made = TrajectoryReceiver(
         TrainerConfig(buffer_capacity=capacity),
         0,
         lambda trajectory: None,
@@ -44,7 +44,7 @@ def intake(memory_checkpoint: MemoryCheckpoint, folder: Path, capacity: int = 8)
     return made
 
 
-def held(made: Intake, names: list[str]) -> list[str]:
+def held(made: TrajectoryReceiver, names: list[str]) -> list[str]:
     return list(made.inbox.get(names))
 
 
@@ -85,7 +85,7 @@ def test_what_finds_no_room_is_not_kept(
     make_trajectories: MakeTrajectories,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("asyncrl.trainer.trajectories.intake._ROOM_S", 0.0)
+    monkeypatch.setattr("asyncrl.trainer.trajectories.receiver._ROOM_S", 0.0)
     made = intake(memory_checkpoint, tmp_path, capacity=1)
     first, second = make_trajectories(groups=2)
     made.receive(first)
@@ -98,7 +98,7 @@ async def test_a_poll_waits_for_an_arrival_of_another_thread(
     tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
 ) -> None:
     loop = asyncio.get_running_loop()
-    made = Intake(
+    made = TrajectoryReceiver(
         TrainerConfig(),
         0,
         lambda _: None,

@@ -28,7 +28,7 @@ _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Surface(Generic[T]):
+class SupportedParameters(Generic[T]):
     """The parameters of one API.
 
     Attributes:

@@ -19,7 +19,7 @@ from asyncrl.runtime.ranks import Ranks
 _LENGTH_BYTES = 8
 
 
-def redistribute(
+def exchange_trajectories(
     leaving: Mapping[str, int], expected: Mapping[str, int], held: Mapping[str, Trajectory], ranks: Ranks
 ) -> list[Trajectory]:
     """The `expected` trajectories, in that order. Called by all ranks, each with its own part of one plan.

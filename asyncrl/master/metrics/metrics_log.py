@@ -51,7 +51,7 @@ class _Totals:
         return sum(count for reason, count in self.dropped.items() if is_filter_reason(reason))
 
 
-class Journal:
+class MetricsLog:
     """Rows and evaluations of one run.
 
     Args:

@@ -1,6 +1,6 @@
 """Load of idle processes on name resolution: requests per second at etcd, and files opened in a folder.
 
-    python benchmarks/names.py [--processes 4 16 64] [--seconds S] [--json PATH]
+    python benchmarks/name_resolve.py [--processes 4 16 64] [--seconds S] [--json PATH]
 
 Each of N RolloutWorkers has its three entries, with leases of 10 s, and knows the N presences and the training ranks.
 `polled`: each reads both subtrees once a second. `followed`: as the processes do it. Both renew leases as today, once a

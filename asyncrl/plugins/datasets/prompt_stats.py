@@ -52,7 +52,7 @@ class PromptStats:
         return found
 
 
-def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = None) -> PromptStats:
+def measure_prompts(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = None) -> PromptStats:
     """Look at the first `limit` rows of `dataset` (None: all)."""
     rows = len(dataset)
     looked_at = rows if limit is None else min(rows, limit)
