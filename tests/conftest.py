@@ -80,7 +80,7 @@ REQUIRED_METRICS = {
     "throughput/gen_tokens_per_s",
     "throughput/train_tokens_per_s",
     "ppo/clip_fraction",
-    "ppo/behave_weight_mean",
+    "ppo/behave_imp_weight_mean",
     "ppo/behave_kl",
     "entropy",
     "grad_norm",

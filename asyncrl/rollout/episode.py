@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.algorithms.group_view import GroupView, Verdict, rewards_of_turns
+from asyncrl.algorithms.group_view import FilterDecision, GroupView, rewards_of_turns
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -33,7 +33,7 @@ from asyncrl.rollout.user_code_pool.errors import named_failure
 
 _log = logging.getLogger(__name__)
 
-Filter = Callable[[GroupView], Verdict]
+Filter = Callable[[GroupView], FilterDecision]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
 
@@ -257,14 +257,14 @@ def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
     return view, position.tolist()
 
 
-def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> Verdict:
+def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> FilterDecision:
     """The first rejecting verdict of `filters`, or a keeping one."""
     view, _ = view_of(samples)
     for accept in filters:
         verdict = accept(view)
         if not verdict.keep:
             return verdict
-    return Verdict(True)
+    return FilterDecision(True)
 
 
 def shape(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> tuple[Sample, ...]:

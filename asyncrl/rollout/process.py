@@ -133,8 +133,9 @@ class RolloutWorker(AsyncWorker):
             shown = list(differences.items())[:_SHOWN_MODULES]
             told = "; ".join(f"{module} {why}{how_found(module)}" for module, why in shown)
             raise ConfigError(
-                f"system.shared=false: {len(differences)} module(s) of this host ({self.config.system.host}) are not "
-                f"those of the launcher's: {told}; install the same here, or name code by its file, which is brought"
+                f"system.shared_filesystem=false: {len(differences)} module(s) of this host ({self.config.system.host})"
+                f" are not those of the launcher's: {told}; install the same here, or name code by its file, which is "
+                "brought"
             )
 
     async def _code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
@@ -245,12 +246,12 @@ class RolloutWorker(AsyncWorker):
         return self.config.rollout.max_concurrent * self.config.group_size
 
     def _register(self, endpoint: str) -> None:
-        lease_s = self.config.system.heartbeat_s
+        lease_s = self.config.system.lease_s
         address = names.WorkerAddress(endpoint, os.getpid()).encode()
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
 
     def _register_pusher(self) -> None:
-        lease_s = self.config.system.heartbeat_s
+        lease_s = self.config.system.lease_s
         self.resolver.add(names.pusher_key(self.index), self.name, lease_s=lease_s, replace=True)
 
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:

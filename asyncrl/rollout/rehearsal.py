@@ -37,7 +37,7 @@ from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.prompts import BadPrompt
+from asyncrl.plugins.datasets.prompts import InvalidPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import RetryLimits, judge, shape
 from asyncrl.rollout.user_code.components import UserComponents
@@ -141,7 +141,7 @@ def _that_are(made: Iterable[Callable[[], Prompt]]) -> Iterator[Prompt]:
     for make in made:
         try:
             yield make()
-        except BadPrompt:
+        except InvalidPrompt:
             continue
 
 

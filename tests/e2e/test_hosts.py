@@ -310,7 +310,7 @@ def own_disks(ssh: dict[str, Any], tmp_path: Path) -> Iterator[OwnDisks]:
         "eval__interval": 0,
         "generation__servers": 2,
         "rollout__workers": 2,
-        "system__shared": False,
+        "system__shared_filesystem": False,
         "system__hosts": hosts % tuple(disks.values()),
         "system__name_resolve": "etcd3",
         "system__name_resolve_root": etcd.address,

@@ -50,7 +50,7 @@ from asyncrl.trainer.messages import (
     TakeUp,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
-from asyncrl.weights.versions.canary import read_canary
+from asyncrl.weights.versions.logprob_probe import read_probe
 from asyncrl.weights.versions.manifest import verify
 
 LIMIT_S = 300.0
@@ -249,9 +249,9 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
         published = await workers.publish(3)
         assert verify(Path(published)).version == 3
         sharded = AutoModelForCausalLM.from_pretrained(published)
-        canary = read_canary(Path(published))
-        assert canary is not None
-        for each in canary.sequences:
+        probe = read_probe(Path(published))
+        assert probe is not None
+        for each in probe.sequences:
             tokens = torch.tensor([each.token_ids])
             with torch.no_grad():
                 scored = sharded(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]

@@ -226,7 +226,8 @@ def _not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
     if config.samples.eval_every:
         yield (
             f"samples.eval_every={config.samples.eval_every}: RolloutWorkers write the answers into the run's folder, "
-            "which those on other hosts do not share (system.shared=false); share it, or set samples.eval_every=0"
+            "which those on other hosts do not share (system.shared_filesystem=false); share it, or set "
+            "samples.eval_every=0"
         )
 
 

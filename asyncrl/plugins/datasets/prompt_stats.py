@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.prompts import SHORTENED, BadPrompt, OverlongPrompt, PromptFormat
+from asyncrl.plugins.datasets.prompts import SHORTENED, InvalidPrompt, OverlongPrompt, PromptFormat
 from asyncrl.plugins.datasets.settings import Overlong
 
 SHOWN_CHARACTERS = 2000
@@ -64,7 +64,7 @@ def measure_prompts(dataset: Dataset, prompt_format: PromptFormat, limit: int | 
         row = dataset.row(number)
         try:
             length = len(unlimited.encode(row))
-        except BadPrompt as error:
+        except InvalidPrompt as error:
             bad += 1
             first_bad = first_bad or f"row {number}: {error}"
             continue

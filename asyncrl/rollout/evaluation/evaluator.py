@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
-from asyncrl.plugins.datasets.prompts import BadPrompt
+from asyncrl.plugins.datasets.prompts import InvalidPrompt
 from asyncrl.rollout.episode import metrics_of
 from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
 from asyncrl.rollout.generation.client import RolloutClient
@@ -108,7 +108,7 @@ class Evaluator:
         """The prompt of `row`, once for each answer; none where the row makes none, which was counted at the start."""
         try:
             return [self._components.prompts.evaluation(name, row, member) for member in range(n_samples)]
-        except BadPrompt as error:
+        except InvalidPrompt as error:
             _log.info("%s is left out of the evaluation: %s", name, error)
             return []
 

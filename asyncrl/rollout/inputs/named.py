@@ -107,7 +107,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         if not Path(path).expanduser().is_absolute():
             yield (
                 f"{name}={path!r}: is relative to the current folder, which RolloutWorkers on other hosts do not have "
-                "(system.shared=false); give a whole path, and put the same file there on each host"
+                "(system.shared_filesystem=false); give a whole path, and put the same file there on each host"
             )
 
 

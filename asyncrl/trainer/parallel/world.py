@@ -67,7 +67,7 @@ def training_world(
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # once its groups are made, nothing connects any more
     if worker == 0:
         meeting = run_dir / f"{MEETING_PREFIX}{os.getpid()}-{time.time_ns()}"
-        resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.heartbeat_s, replace=True)
+        resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.lease_s, replace=True)
     else:
         meeting = Path(resolver.wait(TRAINING_WORLD_KEY, config.system.start_timeout_s))
     timeout = timedelta(seconds=max(config.trainer.collective_timeout_s, start_s))

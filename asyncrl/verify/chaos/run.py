@@ -91,7 +91,7 @@ class ChaosRun:
         self._config, self._command, self._again = config, list(command), list(again)
         self._run_dir = run_dir_of(config)
         self._clock = PlanClock(plan)
-        self._links = Links(config.system.host, config.system.heartbeat_s, links)
+        self._links = Links(config.system.host, config.system.lease_s, links)
         self._tell = tell
         self._rows = _NewRows(self._run_dir / METRICS_FILE)
         self._seen = Watched(time.time())

@@ -19,7 +19,7 @@ from asyncrl.rollout.user_code.components import UserComponents
 
 MINE = """
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
-from asyncrl.algorithms.group_view import GroupView, Verdict
+from asyncrl.algorithms.group_view import GroupView, FilterDecision
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.master.graph import Call, Graph
 
@@ -56,7 +56,7 @@ def node(ctx, batch):
 
 
 def my_filter(group, *, least: float = 0.0):
-    return Verdict(True)
+    return FilterDecision(True)
 
 
 def my_shaping(group, *, by: float = 1.0):

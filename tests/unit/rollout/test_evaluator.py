@@ -26,7 +26,7 @@ from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.datasets.prompts import BadPrompt
+from asyncrl.plugins.datasets.prompts import InvalidPrompt
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.episode import run_group
@@ -84,7 +84,7 @@ class FakeComponents:
 
     def eval_prompt(self, name: str, row: int, member: int) -> Prompt:
         if row == 3:
-            raise BadPrompt("too long")
+            raise InvalidPrompt("too long")
         return Prompt(f"{name}-{row}-{member}", row, {"prompt": ""}, (row + member,), 1, SamplingParams())
 
 

@@ -42,7 +42,7 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
+from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import DataOrder, PromptRef
 from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.generation.client import RolloutClient
@@ -328,7 +328,7 @@ async def test_a_prompt_that_a_filter_returns_is_tried_with_other_seeds_and_drop
     tries = Counter(gate.seen)
     assert tries[gate.seen[0]] == max(tries.values()) == RolloutConfig().filter_tries
     dropped = gate.service.gate.books().dropped
-    assert dropped.keys() == {"zero_variance", "zero_variance_given_up"}
+    assert dropped.keys() == {"zero_variance", "zero_variance_exhausted"}
 
 
 async def test_shaping_changes_the_rewards_that_are_trained() -> None:
@@ -380,12 +380,12 @@ async def test_a_row_that_makes_no_prompt_is_dropped_for_good_at_once() -> None:
 
     def too_long(ref: PromptRef) -> Prompt:
         if ref.order == 1:
-            raise BadPrompt("row 7 is too long")
+            raise InvalidPrompt("row 7 is too long")
         return made_prompt(ref)
 
     await run(gate, always(1.0, 0.0), train_prompt=too_long)
     (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
-    assert (dropped.reason, dropped.return_prompt) == ("bad_prompt", False)
+    assert (dropped.reason, dropped.return_prompt) == ("invalid_prompt", False)
 
 
 async def test_a_row_that_is_too_long_is_left_out_and_is_no_failure() -> None:
@@ -400,7 +400,7 @@ async def test_a_row_that_is_too_long_is_left_out_and_is_no_failure() -> None:
     (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
     assert (dropped.reason, dropped.return_prompt) == ("overlong_prompt", False)
     assert failure("overlong_prompt") is None, "nobody has to look into what the settings ask for"
-    assert failure("bad_prompt") is not None
+    assert failure("invalid_prompt") is not None
 
 
 async def test_bad_rows_that_come_before_the_first_answer_end_nothing() -> None:
@@ -410,7 +410,7 @@ async def test_bad_rows_that_come_before_the_first_answer_end_nothing() -> None:
 
     def first_are_bad(ref: PromptRef) -> Prompt:
         if 4 <= ref.order < 4 + MAX_FAILURES_IN_A_ROW + 4:
-            raise BadPrompt(f"row {ref.row} is too long")
+            raise InvalidPrompt(f"row {ref.row} is too long")
         return made_prompt(ref)
 
     async def slow(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:

@@ -35,7 +35,7 @@ UNKNOWABLE = {
     "metrics: rollout/context_len_max",
     "metrics: rollout/truncated",
     "metrics: restarts",
-    "metrics: rollout/dropped_bad_prompt",  # removed: rows name the reasons that occurred
+    "metrics: rollout/dropped_invalid_prompt",  # removed: rows name the reasons that occurred
     "config: eval",
     "config: samples",
     *(f"ledger: swap 2 {kind}" for kind in ("admitted", "finished", "dropped", "abandoned")),

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from asyncrl.plugins.datasets.prompt_stats import measure_prompts
-from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat
+from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt, PromptFormat
 from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.plugins.datasets.templates.chat import ChatError, ChatTemplate, template_source
 from asyncrl.plugins.datasets.tokenizers import FastTokenizer, load_tokenizer, special_tokens
@@ -372,5 +372,5 @@ def test_a_survey_shows_the_first_prompt_as_it_is_cut_and_counts_those_that_no_c
 
 
 def test_messages_without_a_template_make_no_prompt(folder: Path) -> None:
-    with pytest.raises(BadPrompt, match="no chat template; set dataset"):
+    with pytest.raises(InvalidPrompt, match="no chat template; set dataset"):
         PromptFormat(load_tokenizer(folder)).encode({"prompt": [{"role": "user", "content": "x"}]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.fleet.canary_check import COARSE_TOLERANCE, FLOAT32_TOLERANCE, logprob_check_tolerance
+from asyncrl.manager.fleet.logprob_check import COARSE_TOLERANCE, FLOAT32_TOLERANCE, logprob_check_tolerance
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import GenerationServerClient
 from asyncrl.manager.fleet.decisions import Target
-from asyncrl.weights.versions.canary import Canary, read_canary
+from asyncrl.weights.versions.logprob_probe import LogprobProbe, read_probe
 from asyncrl.weights.versions.manifest import ManifestError
 
 FLOAT32_TOLERANCE = 1e-3
@@ -27,8 +27,8 @@ COARSE_TOLERANCE = 0.5
 """Nats. bfloat16 has 8 bits of mantissa: logits between 16 and 32 are rounded to multiples of 0.125."""
 
 
-class CanaryDiffers(HttpError):
-    """The server scores the canary otherwise than the trainer did."""
+class WeightsDiffer(HttpError):
+    """The server scores the probe otherwise than the trainer did."""
 
 
 def logprob_check_tolerance(config: ExperimentConfig) -> float:
@@ -41,7 +41,7 @@ def logprob_check_tolerance(config: ExperimentConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A token of the canary, as trainer and server score it."""
+    """A token of the probe, as trainer and server score it."""
 
     sequence: int
     place: int
@@ -53,19 +53,19 @@ class _Scored:
         return abs(self.trained - self.served)
 
 
-def _scored(canary: Canary, starts: Sequence[int], served: Sequence[Sequence[float]]) -> list[_Scored]:
+def _scored(probe: LogprobProbe, starts: Sequence[int], served: Sequence[Sequence[float]]) -> list[_Scored]:
     """All tokens after position `starts[i]` of sequence i, of which `served[i]` are the server's log-probabilities."""
     return [
         _Scored(index, start + 1 + offset, each.logprobs[start + 1 + offset], value)
-        for index, (each, start, values) in enumerate(zip(canary.sequences, starts, served, strict=True))
+        for index, (each, start, values) in enumerate(zip(probe.sequences, starts, served, strict=True))
         for offset, value in enumerate(values)
     ]
 
 
-class CanaryCheck:
-    """An `UpdateCheck`: raises `CanaryDiffers` where a token's log-probability is off by more than the tolerance.
+class LogprobCheck:
+    """An `UpdateCheck`: raises `WeightsDiffer` where a token's log-probability is off by more than the tolerance.
 
-    Weights without a canary pass: they are not of asyncrl's trainer.
+    Weights without a probe pass: they are not of asyncrl's trainer.
 
     Args:
         tolerance: nats, above 0.
@@ -87,23 +87,23 @@ class CanaryCheck:
         """Check the server with this index, which should serve `target`.
 
         Raises:
-            CanaryDiffers: it does not.
+            WeightsDiffer: it does not.
             HttpError: it did not answer.
         """
         try:
-            canary = await asyncio.to_thread(read_canary, Path(target.path))
+            probe = await asyncio.to_thread(read_probe, Path(target.path))
         except (ManifestError, OSError) as error:
-            raise HttpError(f"the canary of v{target.version} cannot be read: {error}") from error
-        if canary is None:
+            raise HttpError(f"the probe of v{target.version} cannot be read: {error}") from error
+        if probe is None:
             return
-        starts = [len(each.token_ids) // 2 for each in canary.sequences]  # what is before may come from a cache
+        starts = [len(each.token_ids) // 2 for each in probe.sequences]  # what is before may come from a cache
         served = await asyncio.gather(
             *(
                 client.prompt_logprobs(each.token_ids, start, timeout_s=self._timeout_s)
-                for each, start in zip(canary.sequences, starts, strict=True)
+                for each, start in zip(probe.sequences, starts, strict=True)
             )
         )
-        self._compare(server, target.version, _scored(canary, starts, served))
+        self._compare(server, target.version, _scored(probe, starts, served))
 
     def _compare(self, server: int, version: int, scored: Sequence[_Scored]) -> None:
         worst = max(scored, key=lambda each: each.difference)
@@ -115,9 +115,9 @@ class CanaryCheck:
         self.alarms += 1
         message = (
             f"generation server {server} does not serve the trainer's v{version}: it gives token {worst.place} of "
-            f"the canary's sequence {worst.sequence} the log-probability {worst.served:.6g}, the trainer "
+            f"the probe's sequence {worst.sequence} the log-probability {worst.served:.6g}, the trainer "
             f"{worst.trained:.6g}; the difference {difference:.3g} is above "
             f"manager.logprob_check_tolerance={self.tolerance:g}"
         )
         self._log.error("%s; the server is updated again. Raise the tolerance if this is rounding", message)
-        raise CanaryDiffers(message)
+        raise WeightsDiffer(message)

@@ -1,6 +1,6 @@
-"""The canary of published weights: fixed prompts and the trainer's own log-probabilities of them. Torch-free.
+"""The probe of published weights: fixed prompts and the trainer's own log-probabilities of them. Torch-free.
 
-`canary.json` lies beside the weights of every published version:
+`logprob_probe.json` lies beside the weights of every published version:
 
     {"sequences": [{"token_ids": [31, 4, 90], "logprobs": [0.0, -3.1, -2.7]}, {"token_ids": [...], ...}]}
 
@@ -20,63 +20,63 @@ import msgspec
 
 from asyncrl.weights.versions.manifest import ManifestError
 
-CANARY_FILE = "canary.json"
-CANARY_LENGTHS = (16, 11, 6)
+PROBE_FILE = "logprob_probe.json"
+PROBE_LENGTHS = (16, 11, 6)
 """Tokens of the sequences: long enough that every layer attends to something, short enough to cost a few milliseconds,
 several because training computes several at once."""
 _SEED = 20_112
 
 
-class CanarySequence(msgspec.Struct, frozen=True):
+class ProbeSequence(msgspec.Struct, frozen=True):
     """`logprobs[t]` is log p(token_ids[t] | token_ids[:t]); entry 0 is 0."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
-class Canary(msgspec.Struct, frozen=True):
+class LogprobProbe(msgspec.Struct, frozen=True):
     """Sequences that were scored together; at least one."""
 
-    sequences: tuple[CanarySequence, ...]
+    sequences: tuple[ProbeSequence, ...]
 
     @classmethod
-    def of(cls, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> Canary:
-        """The canary of sequences and their log-probabilities."""
+    def of(cls, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> LogprobProbe:
+        """The probe of sequences and their log-probabilities."""
         pairs = zip(token_ids, logprobs, strict=True)
-        return cls(tuple(CanarySequence(tuple(tokens), tuple(scores)) for tokens, scores in pairs))
+        return cls(tuple(ProbeSequence(tuple(tokens), tuple(scores)) for tokens, scores in pairs))
 
 
-def canary_tokens(vocabulary: int, context: int) -> list[tuple[int, ...]]:
+def probe_tokens(vocabulary: int, context: int) -> list[tuple[int, ...]]:
     """The fixed prompts of a model with `vocabulary` tokens, each with room for one more token in `context`; none where
     that leaves nothing to score.
     """
     draw = random.Random(_SEED)
-    lengths = [min(length, context - 1) for length in CANARY_LENGTHS]
+    lengths = [min(length, context - 1) for length in PROBE_LENGTHS]
     return [tuple(draw.randrange(vocabulary) for _ in range(length)) for length in lengths if length > 1]
 
 
-def encode_canary(canary: Canary) -> bytes:
-    """The content of `CANARY_FILE`."""
-    return msgspec.json.encode(canary)
+def encode_probe(probe: LogprobProbe) -> bytes:
+    """The content of `PROBE_FILE`."""
+    return msgspec.json.encode(probe)
 
 
-def read_canary(directory: Path) -> Canary | None:
-    """The canary of the weights in `directory`, None where they have none (they are not of a trainer of asyncrl).
+def read_probe(directory: Path) -> LogprobProbe | None:
+    """The probe of the weights in `directory`, None where they have none (they are not of a trainer of asyncrl).
 
     Raises:
         ManifestError: it is not one.
     """
-    path = directory / CANARY_FILE
+    path = directory / PROBE_FILE
     try:
-        canary = msgspec.json.decode(path.read_bytes(), type=Canary)
+        probe = msgspec.json.decode(path.read_bytes(), type=LogprobProbe)
     except FileNotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise ManifestError(f"{path} is not a canary ({error}); remove {directory}") from error
-    lengths = [(len(each.token_ids), len(each.logprobs)) for each in canary.sequences]
+        raise ManifestError(f"{path} is not a probe ({error}); remove {directory}") from error
+    lengths = [(len(each.token_ids), len(each.logprobs)) for each in probe.sequences]
     if not lengths or not all(tokens == logprobs > 1 for tokens, logprobs in lengths):
         raise ManifestError(
             f"{path} has sequences of {[tokens for tokens, _ in lengths]} tokens and {[n for _, n in lengths]} "
             f"log-probabilities; give at least one, as many of one as of the other, at least 2; remove {directory}"
         )
-    return canary
+    return probe
