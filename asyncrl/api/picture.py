@@ -53,6 +53,12 @@ _OTHERS = {
 _HASH = re.compile(r"[0-9a-f]{64}")
 _DATA_URL = re.compile(r"data:(?P<type>[^;,]*)(?P<base64>;base64)?,", re.IGNORECASE)
 _START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_FORMATS = ("PNG", "JPEG")
+_ORIENTATION = 0x0112
+"""EXIF tag; at the values of `_QUARTER_TURNS` width and height change places."""
+_QUARTER_TURNS = (5, 6, 7, 8)
+_ORIENTATION_MARKS = (b"Exif", b"eXIf", b"exif", b"Orientation")
+"""One of these is in every file that Pillow reads an orientation from, as EXIF or XMP."""
 _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
 
 
@@ -184,8 +190,20 @@ class Picture:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height in pixels, as stored: before the turn that EXIF may ask for."""
-        return size_of(self.data)
+        """Width and height in pixels of what `image` gives: after the turn that EXIF may ask for."""
+        width, height = size_of(self.data)
+        if any(mark in self.data for mark in _ORIENTATION_MARKS) and self._lies_on_its_side():
+            return height, width
+        return width, height
+
+    def _lies_on_its_side(self) -> bool:
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(self.data), formats=_FORMATS) as image:
+                return image.getexif().get(_ORIENTATION, 1) in _QUARTER_TURNS
+        except Exception as error:  # as of `image`
+            raise PictureError(f"the picture is damaged: {error}") from None
 
     @property
     def media_type(self) -> str:
@@ -206,11 +224,11 @@ class Picture:
         from PIL import Image
 
         try:
-            with Image.open(io.BytesIO(self.data), formats=("PNG", "JPEG")) as image:
+            with Image.open(io.BytesIO(self.data), formats=_FORMATS) as image:
                 if getattr(image, "n_frames", 1) > 1 and image.format == "PNG":
                     raise PictureError("the picture is an animation: give one frame")
-                if image.size != self.size:
-                    raise PictureError(f"the picture is damaged: its headers name {self.size} and {image.size} pixels")
+                if image.size != (stored := size_of(self.data)):
+                    raise PictureError(f"the picture is damaged: its headers name {stored} and {image.size} pixels")
                 image.load()
                 return _upright(image)
         except PictureError:
@@ -289,6 +307,32 @@ def check_spans(pictures: Sequence[PlacedPicture | PictureRef], tokens: int) -> 
         end = placed.position + placed.length
         if end > tokens:
             raise ValueError(f"picture {number} ends at position {end}, and there are {tokens} tokens")
+
+
+def picture_symbols(
+    tokens_T: NDArray[np.integer], starts_S: NDArray[np.integer], pictures_S: Sequence[Sequence[PlacedPicture]]
+) -> NDArray[np.int64]:
+    """Return numbers `[T]` that are equal where tokens are and show the same place of the same picture.
+
+    Tokens outside of spans keep their ids; those in a span get negative numbers by picture and place in it.
+
+    Args:
+        tokens_T: ids of S samples, end to end.
+        starts_S: position of each sample's first token in T.
+        pictures_S: pictures of each sample, at positions within it; empty where no sample has any.
+    """
+    symbols_T = tokens_T.astype(np.int64)
+    first: dict[tuple[str, int], int] = {}
+    used = 0
+    for start, pictures in zip(starts_S.tolist(), pictures_S, strict=False):
+        for placed in pictures:
+            key = (placed.picture.sha256, placed.length)
+            if key not in first:
+                first[key] = used
+                used += placed.length
+            begin = start + placed.position
+            symbols_T[begin : begin + placed.length] = -1 - first[key] - np.arange(placed.length)
+    return symbols_T
 
 
 def size_of(data: bytes) -> tuple[int, int]:

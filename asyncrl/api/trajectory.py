@@ -16,6 +16,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.api.picture import Picture, PlacedPicture, check_spans
+
 MAX_EPISODE = (1 << 31) - 1
 FINISHED_AT = "rollout/finished_at"
 """Metric of a trajectory on its way to the trainer: when its rollout finished, in seconds since 1970."""
@@ -31,8 +33,8 @@ class Sample:
 
     Raises:
         ValueError: an array's length differs from that of `tokens`, the sample is empty, `episode` is no number from 0
-            on, a reward is placed at a token that was not generated, or a reward, a metric or a log-probability is no
-            finite number (it would turn the gradient of a whole minibatch into NaN).
+            on, a reward is placed at a token that was not generated, a picture at one that was, or a reward, a metric
+            or a log-probability is no finite number (it would turn the gradient of a whole minibatch into NaN).
     """
 
     tokens: NDArray[np.int32]
@@ -60,6 +62,8 @@ class Sample:
     token_columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """The agent's own numbers of generated tokens by name, 0 at all others; read as `token/<name>` where
     `rollout.columns` declares them."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """The pictures that the policy saw, in order of position."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -90,6 +94,8 @@ class Sample:
             )
         for name, column in self.token_columns.items():
             self._check_token_column(name, column)
+        if self.pictures:
+            self._check_pictures()
         for name, numbers in (("reward_parts", self.reward_parts), ("metrics", self.metrics)):
             for key, number in numbers.items():
                 if not math.isfinite(number):
@@ -124,6 +130,18 @@ class Sample:
                 f"Sample.token_columns[{name!r}] has a number that is not finite, or not 0 at a token that the policy "
                 "did not generate: give finite numbers to generated tokens and 0 to the others"
             )
+
+    def _check_pictures(self) -> None:
+        try:
+            check_spans(self.pictures, len(self.tokens))
+        except ValueError as error:
+            raise ValueError(f"Sample.pictures: {error}") from None
+        for placed in self.pictures:
+            if self.loss_mask[placed.position : placed.end].any():
+                raise ValueError(
+                    f"Sample.pictures has a picture at position {placed.position}, and the policy generated a token of "
+                    "its span: a picture stands at tokens that were given"
+                )
 
     @property
     def total_reward(self) -> float:
@@ -167,6 +185,8 @@ class SampleColumns(Sequence[Sample]):
     """`[T, layers, per_token]`; None where any sample has none."""
     token_columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """`[T]` for each name, 0 where a sample does not have it."""
+    pictures: tuple[tuple[PlacedPicture, ...], ...] = ()
+    """`[S]`: those of each sample, at positions within it; empty where no sample has any."""
 
     @classmethod
     def join(cls, samples: Sequence[Sample]) -> SampleColumns:
@@ -189,6 +209,7 @@ class SampleColumns(Sequence[Sample]):
             named_columns([sample.metrics for sample in samples]),
             join_routing([sample.routing for sample in samples]),
             join_token_columns(samples),
+            join_pictures(samples),
         )
 
     @property
@@ -216,9 +237,10 @@ class SampleColumns(Sequence[Sample]):
             self.episodes.tolist(),
             _by_sample(self.reward_parts, len(self)),
             _by_sample(self.metrics, len(self)),
+            self.pictures or [()] * len(self),
             strict=False,
         )
-        for start, end, reward, truncated, episode, reward_parts, metrics in by_sample:
+        for start, end, reward, truncated, episode, reward_parts, metrics, pictures in by_sample:
             yield Sample(
                 self.tokens[start:end],
                 self.loss_mask[start:end],
@@ -232,6 +254,7 @@ class SampleColumns(Sequence[Sample]):
                 metrics,
                 None if self.routing is None else self.routing[start:end],
                 {name: column[start:end] for name, column in self.token_columns.items()},
+                pictures,
             )
 
     @overload
@@ -287,6 +310,12 @@ def join_token_columns(samples: Sequence[Sample]) -> dict[str, NDArray[np.float3
         )
         for name in names
     }
+
+
+def join_pictures(samples: Sequence[Sample]) -> tuple[tuple[PlacedPicture, ...], ...]:
+    """The pictures of each of `samples`; empty where no sample has any."""
+    pictures = tuple(sample.pictures for sample in samples)
+    return pictures if any(pictures) else ()
 
 
 def unrecorded(dtype: np.dtype[Any]) -> int:
@@ -347,6 +376,8 @@ class SharedPrompt(Sequence[Sample]):
     """Tokens after the prompt of each sample. A length of 0 is possible here."""
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """`[P, layers, per_token]`: of the prompt, where `rest` has it too."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Those of the prompt. The positions of `rest.pictures` count from the prompt's end."""
 
     def whole(self) -> SampleColumns:
         """The columns of the samples, prompts included; copied at each call."""
@@ -357,6 +388,11 @@ class SharedPrompt(Sequence[Sample]):
             return np.concatenate([part for own in np.split(column, ends) for part in (prompt, own)])
 
         no_rewards = np.zeros(size, np.float32)
+        pictures: tuple[tuple[PlacedPicture, ...], ...] = ()
+        if self.pictures or rest.pictures:
+            pictures = tuple(
+                (*self.pictures, *(placed.shifted(size) for placed in own)) for own in rest.pictures or [()] * len(rest)
+            )
         return SampleColumns(
             repeat(self.prompt, rest.tokens),
             repeat(np.zeros(size, np.uint8), rest.loss_mask),
@@ -371,6 +407,7 @@ class SharedPrompt(Sequence[Sample]):
             rest.metrics,
             None if rest.routing is None or self.routing is None else repeat(self.routing, rest.routing),
             {name: repeat(no_rewards, column) for name, column in rest.token_columns.items()},
+            pictures,
         )
 
     def __len__(self) -> int:
@@ -403,3 +440,14 @@ class Trajectory:
     def columns(self) -> SampleColumns:
         """The samples, at least one, in whole columns; joined at each call if they are not so already."""
         return SampleColumns.join(self.samples)
+
+    @property
+    def pictures(self) -> dict[str, Picture]:
+        """The pictures of all samples by hash, each once."""
+        samples = self.samples
+        held: Iterable[Iterable[PlacedPicture]]
+        if isinstance(samples, SharedPrompt):
+            held = (samples.pictures, *samples.rest.pictures)
+        else:
+            held = samples.pictures if isinstance(samples, SampleColumns) else [each.pictures for each in samples]
+        return {placed.picture.sha256: placed.picture for own in held for placed in own}

@@ -7,7 +7,7 @@ A trajectory's prompt, the longest run of tokens that all its samples begin with
 0, behave_logprobs 0, versions -1), is sent once and as tokens alone: 4 bytes a token in place of 13 in every sample.
 
 Arrays; R are the trajectories of the message, S their samples, P the tokens of their prompts and T those that follow a
-prompt, W those of T in trajectories whose turns were rewarded, B bytes, all in order:
+prompt, W those of T in trajectories whose turns were rewarded, B and C bytes, all in order:
 
     prompts          int32    [P]  at least 0
     tokens           int32    [T]  at least 0
@@ -25,6 +25,13 @@ prompt, W those of T in trajectories whose turns were rewarded, B bytes, all in 
     routing_sizes    int64    [R]  bytes of each trajectory's routing, at least 0
     sizes            int64    [R]  samples of each trajectory, at least 1
     prompt_lengths   int64    [R]  tokens of each prompt, at least 0
+
+and, in a message with pictures:
+
+    pictures         uint8    [C]  of each trajectory the content of each of its pictures, once
+    picture_sizes    int64    [R]  bytes of each trajectory's pictures, at least 0
+
+Pictures that all samples begin with belong to the prompt; a prompt ends where pictures differ, and never within one.
 
 Meta: a list of R `TrajectoryHeader`s, whose numbers are finite.
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncrl.api.picture import Picture, PlacedPicture, check_spans
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
 from asyncrl.comm.codec import (
     DEFAULT_MAX_BYTES,
@@ -25,8 +26,11 @@ from asyncrl.comm.trajectory_codec.layout import (
     BY_TOKEN,
     DTYPES,
     KIND,
+    PICTURE_DTYPES,
     ROUTING_DTYPES,
+    PicturesHeader,
     RoutingHeader,
+    Span,
     TrajectoryHeader,
 )
 
@@ -56,7 +60,7 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     header, arrays = decode_as(_HEADER, frames, max_bytes=max_bytes)
     if header.kind != KIND:
         raise CodecError(f"message is of kind {header.kind!r:.80}, expected {KIND!r}")
-    if arrays.keys() != DTYPES.keys():
+    if arrays.keys() not in (DTYPES.keys(), DTYPES.keys() | PICTURE_DTYPES.keys()):
         raise CodecError(f"trajectories have the arrays {[*arrays]!r:.400}, expected {', '.join(DTYPES)}")
     sizes = _counts(arrays, "sizes", len(header.meta), least=1)
     prompt_lengths = _counts(arrays, "prompt_lengths", len(header.meta), least=0)
@@ -73,10 +77,11 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     routing = np.split(_array(arrays, "routing", sum(routing_sizes)), [*accumulate(routing_sizes)][:-1])
     column_sizes = _counts(arrays, "column_sizes", len(header.meta), least=0)
     token_columns = np.split(_array(arrays, "token_columns", sum(column_sizes)), [*accumulate(column_sizes)][:-1])
+    contents = _contents(arrays, len(header.meta))
     decoded: list[Trajectory | CodecError] = []
     end = last = prompt_end = 0
-    trajectories = zip(header.meta, sizes, prompt_lengths, token_rewards, routing, token_columns, strict=True)
-    for raw, size, prompt_length, own_rewards, own_routing, own_columns in trajectories:
+    trajectories = zip(header.meta, sizes, prompt_lengths, token_rewards, routing, token_columns, contents, strict=True)
+    for raw, size, prompt_length, own_rewards, own_routing, own_columns, content in trajectories:
         start, end = end, end + size
         first, last = last, token_ends[end - 1]
         prompt_start, prompt_end = prompt_end, prompt_end + prompt_length
@@ -95,11 +100,15 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
                 raise CodecError("trajectory.lengths has 0 where there is no prompt: a sample has at least one token")
             if routed is not None:
                 rest = replace(rest, routing=routed[prompt_length:])
+            of_prompt_pictures: tuple[PlacedPicture, ...] = ()
+            if entry.pictures is not None or len(content):
+                of_prompt_pictures, pictures = _pictures(content, entry.pictures, prompt, rest)
+                rest = replace(rest, pictures=pictures)
         except CodecError as error:
             decoded.append(error)
             continue
         of_prompt = None if routed is None else routed[:prompt_length]
-        samples = SharedPrompt(prompt, rest, of_prompt) if prompt_length else rest
+        samples = SharedPrompt(prompt, rest, of_prompt, of_prompt_pictures) if prompt_length else rest
         decoded.append(Trajectory(entry.rollout_id, entry.prompt_id, entry.order, samples, entry.metrics))
     return decoded
 
@@ -119,6 +128,54 @@ def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: S
         start, end = end, end + length if flag else end
         parts.append(column[start:end] if flag else None)
     return parts
+
+
+def _contents(arrays: dict[str, Array], trajectories: int) -> list[Array]:
+    """The bytes of each trajectory's pictures."""
+    if "pictures" not in arrays:
+        return [np.empty(0, np.uint8)] * trajectories
+    sizes = _counts(arrays, "picture_sizes", trajectories, least=0)
+    return np.split(_array(arrays, "pictures", sum(sizes)), [*accumulate(sizes)][:-1])
+
+
+def _pictures(
+    content: Array, header: PicturesHeader | None, prompt: Array, rest: SampleColumns
+) -> tuple[tuple[PlacedPicture, ...], tuple[tuple[PlacedPicture, ...], ...]]:
+    """The pictures of a trajectory's prompt and of each sample after it.
+
+    Raises:
+        CodecError: the bytes are not the pictures that its header names, or a span is not of the prompt or the sample,
+            or at generated tokens.
+    """
+    contents = [] if header is None else header.contents
+    if header is None or sum(size for _, size in contents) != len(content):
+        raise CodecError(f"trajectory.pictures has {len(content)} bytes, its header names {contents!r:.80}")
+    if header.samples and len(header.samples) != len(rest):
+        raise CodecError(f"trajectory.pictures are of {len(header.samples)} samples, there are {len(rest)}")
+    table: list[Picture] = []
+    end = 0
+    try:
+        for sha256, size in contents:
+            start, end = end, end + size
+            table.append(Picture.received(content[start:end].tobytes(), sha256))
+        of_prompt = _placed(header.prompt, table, len(prompt))
+        samples = tuple(
+            _placed(spans, table, length) for spans, length in zip(header.samples, rest.lengths.tolist(), strict=False)
+        )
+    except ValueError as error:
+        raise CodecError(f"trajectory.pictures: {error}") from error
+    for start, own in zip(rest.starts.tolist(), samples, strict=False):
+        if any(rest.loss_mask[start + placed.position : start + placed.end].any() for placed in own):
+            raise CodecError("trajectory.pictures has a picture at tokens that the policy generated")
+    return of_prompt, samples
+
+
+def _placed(spans: Sequence[Span], table: Sequence[Picture], tokens: int) -> tuple[PlacedPicture, ...]:
+    if any(number >= len(table) for *_, number in spans):
+        raise ValueError(f"{spans!r:.80} name pictures beyond the {len(table)} there are")
+    placed = tuple(PlacedPicture(position, length, table[number]) for position, length, number in spans)
+    check_spans(placed, tokens)
+    return placed
 
 
 def _routing(data: Array, header: RoutingHeader | None, tokens: int) -> Array | None:
@@ -185,7 +242,7 @@ def _counts(arrays: dict[str, Array], name: str, length: int, *, least: int) -> 
 
 def _array(arrays: dict[str, Array], name: str, length: int) -> Array:
     """Such an array, of its dtype and this length."""
-    array, dtype = arrays[name], DTYPES[name]
+    array, dtype = arrays[name], (DTYPES | PICTURE_DTYPES)[name]
     if array.dtype != dtype or array.shape != (length,):
         raise CodecError(f"trajectory.{name} is {array.dtype} {array.shape}, expected {dtype} ({length},)")
     return array

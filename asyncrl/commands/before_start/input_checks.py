@@ -33,7 +33,7 @@ from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format,
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.trainer.parallel.checks import base_model_problems
 from asyncrl.trainer.parallel.model_shape import ModelShape
-from asyncrl.trainer.supervised.base_model import base_model_dir, described
+from asyncrl.trainer.supervised.base_model import described, existing_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
@@ -202,7 +202,7 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
         base = base_model_config(config, folder)
         yield from base_model_problems(config, load_graph(config), ModelShape.of(described(base)))
         config = base
-        if base_model_dir(config).exists():
+        if existing_base_model(config) is not None:
             return
     data = config.dataset
     for phase in config.phases:

@@ -74,7 +74,12 @@ class GenerationEngine:
     Raises:
         UnsupportedModelError: the engine would not compute what transformers does; says why and what to use.
         ValueError: a limit is out of range.
+
+    Attributes:
+        takes_pictures: requests may show pictures.
     """
+
+    takes_pictures = False
 
     def __init__(
         self,

@@ -57,12 +57,14 @@ from typing import Any, Self
 from msgspec import structs
 
 from asyncrl.api.generation import Completion, GenerationRequest, GenerationResult, SamplingParams
+from asyncrl.api.picture import PictureError, check_spans
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
+    PictureSender,
     RoutingWanted,
     check_tokens,
     derive_seed,
@@ -116,6 +118,7 @@ class RolloutClient:
         servers_cache: whether they keep the prefixes that requests have had for later ones, but compute what those of
             one batch share for each.
         routing: what the model's routers choose, where rollouts are to tell it; evaluations never do.
+        pictures: the servers take pictures.
     """
 
     def __init__(
@@ -132,9 +135,11 @@ class RolloutClient:
         servers_stop: bool = False,
         servers_cache: bool = False,
         routing: RoutingShape | None = None,
+        pictures: bool = False,
     ) -> None:
         self._manager = manager
         self._http = JsonHttp(security)
+        self._sender = PictureSender(self._http)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = request_timeout_s
         self._chunk = new_tokens_per_chunk
@@ -142,7 +147,7 @@ class RolloutClient:
         self._vocab_size = vocab_size
         self._decode, self._servers_stop = decode, servers_stop
         self._servers_cache = servers_cache
-        self._routing = routing
+        self._routing, self._takes_pictures = routing, pictures
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         self._calls_to: dict[str, set[asyncio.Task[list[Completion]]]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -184,10 +189,15 @@ class RolloutClient:
             GenerationFailed: refused, or failed too often.
             ManagerGone: the manager does not answer.
             UnknownToken: the prompt holds a token outside the vocabulary.
+            PictureError: it has pictures, and the servers take none.
             ValueError: a stop string is none, or there is no tokenizer to find it with.
         """
         if self._vocab_size is not None:
             check_tokens(request.input_ids, self._vocab_size)
+        if request.pictures:
+            if not self._takes_pictures:
+                raise PictureError("the request has pictures, and this run's generation servers take none")
+            check_spans(request.pictures, len(request.input_ids))
         seed = request.sampling.seed
         drafts = [Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
@@ -269,10 +279,11 @@ class RolloutClient:
                 max_new_tokens=work.wanted(draft),
                 seed=draft.seed,
                 seed_offset=len(draft.token_ids),
+                pictures=request.pictures,
             )
             for index, draft in open_drafts.items()
         ]
-        server = GenerationServerClient(self._http, route.url)
+        server = GenerationServerClient(self._http, route.url, self._sender)
         sampling = request.sampling if self._servers_stop else replace(request.sampling, stop=())
         routing = None
         if self._routing is not None and work.rollout_id is not None:

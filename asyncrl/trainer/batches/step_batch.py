@@ -23,6 +23,7 @@ log-probabilities are put off so, as the first minibatch gets them for nothing a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.api.columns import TOKEN, column
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import SampleColumns, Trajectory, join_routing, unrecorded
 from asyncrl.master.graph.types import BATCH_KEYS
 from asyncrl.models.routing import UNRECORDED
@@ -55,6 +57,8 @@ class StepBatch:
         own: names of the user's columns, [T] float32 of tokens, else [S] float64.
         routing: [T, layers, per_token] int16, the experts that each token went through as it was generated
             (`UNRECORDED` where that was not told); None where any sample does not tell.
+        pictures: [S], those of each sample, at positions within it; empty where no sample has any. Equal content is
+            one `Picture` object.
     """
 
     def __init__(
@@ -67,9 +71,10 @@ class StepBatch:
         own: Sequence[str] = (),
         metrics: Sequence[dict[str, float]] = (),
         routing: Tensor | None = None,
+        pictures: Sequence[tuple[PlacedPicture, ...]] = (),
     ) -> None:
         self.version = version
-        self.routing = routing
+        self.routing, self.pictures = routing, pictures
         self.num_minibatches = num_minibatches
         self.rollout_ids, self.own = tuple(rollout_ids), tuple(own)
         self.metrics = tuple(metrics)
@@ -215,6 +220,7 @@ def build_step_batch(
         own=own,
         metrics=[trajectory.metrics for trajectory in trajectories],
         routing=None if routing is None else routing.to(device or torch.device("cpu")),
+        pictures=_pictures(groups),
     )
 
 
@@ -236,6 +242,18 @@ def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:
     routing = told.astype(np.int16)
     routing[told == unrecorded(told.dtype)] = UNRECORDED
     return torch.from_numpy(routing)
+
+
+def _pictures(groups: Sequence[SampleColumns]) -> list[tuple[PlacedPicture, ...]]:
+    """The pictures of all groups' samples, `StepBatch.pictures`."""
+    if not any(group.pictures for group in groups):
+        return []
+    table: dict[str, Picture] = {}  # rollouts that came in different messages may show the same
+    return [
+        tuple(replace(placed, picture=table.setdefault(placed.picture.sha256, placed.picture)) for placed in own)
+        for group in groups
+        for own in group.pictures or [()] * len(group)
+    ]
 
 
 def _token_rewards(group: SampleColumns) -> NDArray[np.float32]:

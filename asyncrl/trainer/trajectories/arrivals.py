@@ -27,15 +27,21 @@ class ArrivalCheck:
         announced_version: the newest version of the actor that servers were told of. Asked for only when a trajectory
             is newer than what it said before.
         routing: what the model's routers choose, where that is replayed: each trajectory then has to tell it.
+        pictures: the model takes pictures.
     """
 
     def __init__(
-        self, vocab_size: int | None, announced_version: Callable[[], int], routing: RoutingShape | None = None
+        self,
+        vocab_size: int | None,
+        announced_version: Callable[[], int],
+        routing: RoutingShape | None = None,
+        *,
+        pictures: bool = False,
     ) -> None:
         self._vocab_size = np.iinfo(np.int32).max if vocab_size is None else vocab_size
         self._announced_version = announced_version
         self._newest = 0
-        self._routing = routing
+        self._routing, self._takes_pictures = routing, pictures
 
     def check(self, trajectory: Trajectory) -> None:
         """Return if `trajectory` can be trained.
@@ -61,6 +67,8 @@ class ArrivalCheck:
             self._newest = max(self._newest, self._announced_version())
             if version > self._newest:
                 raise InvalidTrajectory(f"{name} holds tokens of version {version}, the newest is {self._newest}")
+        if not self._takes_pictures and trajectory.pictures:
+            raise InvalidTrajectory(f"{name} holds pictures, and the model takes none")
         if self._routing is not None and (fault := routing_fault(trajectory, self._routing)) is not None:
             raise InvalidTrajectory(f"{name} {fault}")
 

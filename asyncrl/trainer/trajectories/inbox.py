@@ -165,7 +165,7 @@ class Inbox:
 
 
 def bytes_of(trajectory: Trajectory) -> int:
-    """Bytes of its tokens and what goes with each, as it is held."""
+    """Bytes of its tokens, what goes with each, and its pictures, as it is held."""
     samples = trajectory.samples
     shared, rest = (
         ((samples.prompt, samples.routing), samples.rest) if isinstance(samples, SharedPrompt) else ((), samples)
@@ -173,7 +173,8 @@ def bytes_of(trajectory: Trajectory) -> int:
     columns = SampleColumns.join(rest)
     of_tokens = (columns.tokens, columns.loss_mask, columns.behave_logprobs, columns.versions)
     held = (*shared, *of_tokens, columns.token_rewards, columns.routing)
-    return sum(column.nbytes for column in held if column is not None)
+    pictures = sum(len(picture.data) for picture in trajectory.pictures.values())
+    return pictures + sum(int(column.nbytes) for column in held if column is not None)
 
 
 def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = False) -> RolloutRecord:

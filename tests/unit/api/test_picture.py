@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import io
+import itertools
 import re
 import struct
 import subprocess
@@ -92,8 +93,12 @@ def test_exif_turns_the_picture_as_viewers_do():
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was held upright: a quarter turn to the right
     picture = Picture.from_bytes(encoded(Image.fromarray(PIXELS), exif=exif))
-    assert picture.size == (7, 5)
+    assert picture.size == (5, 7)
     assert np.array_equal(picture.pixels(), np.rot90(PIXELS, -1))
+    for form, orientation in itertools.product(("PNG", "JPEG"), range(1, 9)):
+        exif[0x0112] = orientation
+        picture = Picture.from_bytes(encoded(Image.fromarray(PIXELS), form, exif=exif))
+        assert picture.size == picture.image().size
 
 
 def test_transparency_shows_white():

@@ -18,7 +18,8 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.model import cached_attention, model_io
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.proof import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
+from asyncrl.trainer.batches.prefix_tree import Branches, Stream, lay_out
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.model import packed_attention, proof
 from asyncrl.trainer.model.loading import Critic
@@ -170,11 +171,7 @@ def test_a_packed_attention_that_leaks_is_refused(
 ) -> None:
     """One block of all sequences in one row: each sees those before it."""
 
-    def one_row(lengths: Any, device: torch.device) -> list[Any]:
-        return packed_attention_blocks([sum(lengths)], device)
-
-    packed_attention_blocks = packed_attention.attention_blocks
-    monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.attention_blocks", one_row)
+    monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.blocks", lambda lengths: blocks([sum(lengths)]))
     assert settle(build("llama", spread, dtype), share_prefixes=False) == AttentionKind.padded
 
 
@@ -182,11 +179,12 @@ def test_a_packed_attention_that_leaks_is_refused(
 def test_a_tree_whose_branches_see_each_other_is_not_used(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that ask from their beginning, as if they had all of the path before: each sees later tokens."""
 
-    def shifted(made: Any, device: torch.device) -> list[Any]:
-        return [replace(b, first=None if b.first is None else b.first + 1) for b in on_device(made, device)]
+    def shifted(tree: Branches) -> Stream:
+        stream = lay_out(tree)
+        rows = [replace(row, first=None if row.first is None else row.first + 1) for row in stream.blocks]
+        return replace(stream, blocks=rows)
 
-    on_device = packed_attention.on_device
-    monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.on_device", shifted)
+    monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.lay_out", shifted)
     assert settle(build("llama", spread)) == AttentionKind.packed
 
 

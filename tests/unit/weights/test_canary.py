@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.manager.fleet.canary_check import FLOAT32_TOLERANCE
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.model.loading import attention_kind, load_causal_lm
-from asyncrl.trainer.model.packed_attention import attention_blocks
 from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.weights.versions import publishing as weights
 from asyncrl.weights.versions.canary import (
@@ -102,10 +101,7 @@ def test_packed_sequences_that_leak_into_each_other_show_in_the_canary(
     )
     tokens = canary_tokens(17, context=100)
     right = engine.score_sequences(tokens)
-    monkeypatch.setattr(
-        "asyncrl.trainer.batches.micro_batch.attention_blocks",
-        lambda lengths, device: attention_blocks([sum(lengths)], device),
-    )
+    monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.blocks", lambda lengths: blocks([sum(lengths)]))
     leaked = engine.score_sequences(tokens)
     worst = [max(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in zip(right, leaked, strict=True)]
     assert worst[0] < 1e-5  # the first has none before it
