@@ -225,6 +225,21 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def vlm_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Hugging Face folders of random vision-language models, by family (`tests.tiny_vlm.KINDS`), each made once."""
+    root, made = tmp_path_factory.mktemp("vlm"), dict[str, Path]()
+
+    def folder(kind: str) -> Path:
+        from tests.tiny_vlm import make_folder
+
+        if kind not in made:
+            made[kind] = make_folder(kind, root / kind)
+        return made[kind]
+
+    return folder
+
+
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
