@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.algorithms.group_view import GroupView, Verdict, rewards_of_turns
+from asyncrl.algorithms.group_view import FilterDecision, GroupView, rewards_of_turns
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -29,11 +29,11 @@ from asyncrl.api.columns import numbers_of
 from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import compared_episodes, named_columns, role_of
 from asyncrl.comm.drop_reasons import LOST_EPISODES
-from asyncrl.rollout.offload.errors import named_failure
+from asyncrl.rollout.user_code_pool.errors import named_failure
 
 _log = logging.getLogger(__name__)
 
-Filter = Callable[[GroupView], Verdict]
+Filter = Callable[[GroupView], FilterDecision]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
 
@@ -72,7 +72,7 @@ class _EpisodePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Tries:
+class RetryLimits:
     """Retries of episodes that fail.
 
     Attributes:
@@ -104,7 +104,7 @@ class Group:
     policy: GenerationClient
     make_client: MakeClient
     agent: str
-    tries: Tries
+    tries: RetryLimits
     clients: list[CountingClient] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
     """Episodes that were given up, by what failed and how."""
@@ -174,7 +174,7 @@ async def run_group(
     prompt: Prompt,
     policy: GenerationClient,
     make_client: MakeClient,
-    tries: Tries = Tries(),
+    tries: RetryLimits = RetryLimits(),
 ) -> tuple[Sequence[Sample], dict[str, float]]:
     """Run `agent` on `prompt`, its episodes at the same time, each with an environment and a client of its own.
 
@@ -270,16 +270,16 @@ def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
     return view, position.tolist()
 
 
-def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> Verdict:
+def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> FilterDecision:
     """A keeping verdict if `filters` keep one of the comparison groups; else the first one's rejecting verdict."""
     verdicts = [_judge_group([samples[at] for at in positions], filters) for positions in compared(samples)]
     return next((verdict for verdict in verdicts if verdict.keep), verdicts[0])
 
 
-def _judge_group(samples: Sequence[Sample], filters: Sequence[Filter]) -> Verdict:
+def _judge_group(samples: Sequence[Sample], filters: Sequence[Filter]) -> FilterDecision:
     """The first rejecting verdict of `filters`, or a keeping one."""
     view, _ = view_of(samples)
-    return next((verdict for accept in filters if not (verdict := accept(view)).keep), Verdict(True))
+    return next((verdict for accept in filters if not (verdict := accept(view)).keep), FilterDecision(True))
 
 
 def shape(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> tuple[Sample, ...]:
