@@ -28,9 +28,9 @@ from asyncrl.inference.client import GenerateItem, GenerationServerClient, Pause
 from asyncrl.manager.fleet.canary_check import CanaryCheck
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
+from asyncrl.simulator.engine_model import EngineModel
 from asyncrl.weights.transports.disk import DiskManagerEnd
 from asyncrl.weights.versions.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
-from simulator.engine_model import EngineModel
 from simulator.real import GROUP
 
 LOADS = (

@@ -184,7 +184,7 @@ class Measured:
 
 def measure(history: History) -> Measured | None:
     """Measure the newest steps; None where there are fewer than `FEWEST_STEPS` with their row and ledger line."""
-    rows = _window(history)
+    rows = window(history)
     if len(rows) < FEWEST_STEPS:
         return None
     first, last = int(rows[0]["step"]), int(rows[-1]["step"])
@@ -226,8 +226,11 @@ def measure(history: History) -> Measured | None:
     )
 
 
-def _window(history: History) -> list[Row]:
-    """Rows of the newest steps that the ledger has too, without the first fifth of the run, in which it warms up."""
+def window(history: History) -> list[Row]:
+    """Return the rows of the newest steps that the ledger has too.
+
+    The first fifth of the run, in which it warms up, is left out.
+    """
     rows = [row for step, row in sorted(history.rows.items()) if step in history.steps and "time/step_s" in row]
     warm = rows[max(1, len(rows) // 5) :] if len(rows) > FEWEST_STEPS else rows
     return warm[-WINDOW_STEPS:]
