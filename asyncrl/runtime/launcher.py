@@ -49,13 +49,13 @@ from asyncrl.observe.history import History
 from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import STOP_SIGNAL
-from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.memory_checkpoint import uses_memory_checkpoint
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.open_files import check_files
 from asyncrl.runtime.process.worker import open_resolver, outage_told
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, Purpose, Restart
 from asyncrl.runtime.trials import log_rotation
 from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
 from asyncrl.runtime.trials.ends import GAVE_UP, gave_up, how, leads, may_follow_another, trains, wait_for, was_killed
@@ -93,7 +93,7 @@ class Launcher:
         self,
         config: ExperimentConfig,
         display: Display,
-        run: Run = Run.train,
+        run: Purpose = Purpose.train,
         *,
         detached: bool = False,
         check_checkpoint: CheckFolder | None = None,
@@ -123,7 +123,7 @@ class Launcher:
             self._display.note(warning)
         allow_all_files()
         self._trial.prepare()
-        if self._run_of is Run.train:
+        if self._run_of is Purpose.train:
             self._tail.read()  # of earlier launches, which have shown it
 
     def release(self) -> None:
@@ -279,7 +279,7 @@ class Launcher:
         """Restart what must be restarted after `ended`; return it. `alone` also if the run continues without the
         process.
         """
-        kind, name, after = KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
+        kind, name, after = PROCESS_KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
         together = kind.restart is Restart.together or not self._may_go_on_alone(ended)
         replaceable = kind.restart != Restart.nothing and not self._interrupts and not await self._has_lost_claim()
         if replaceable and ended.exit_code not in (EXIT_OK, GAVE_UP):
@@ -315,7 +315,7 @@ class Launcher:
         """True if a successor of the process can start without restarting others of its side. A leader's successor asks
         them for their state, which they have only if steps are kept.
         """
-        leads = KINDS[ended.plan.kind].restart is Restart.alone_or_together
+        leads = PROCESS_KINDS[ended.plan.kind].restart is Restart.alone_or_together
         return not leads or (uses_memory_checkpoint(self.config) and ended.exit_code != EXIT_RESTART_TRAINER)
 
     async def _restart(self, workers: Sequence[WorkerHandle], what: str, reason: str) -> None:
@@ -398,7 +398,7 @@ class Launcher:
     async def _stop_all(self) -> None:
         """Clients before servers, so that no one waits for an answer that nobody gives any more."""
         for serves in (False, True):
-            workers = [worker for worker in self._workers if KINDS[worker.plan.kind].serves == serves]
+            workers = [worker for worker in self._workers if PROCESS_KINDS[worker.plan.kind].serves == serves]
             for worker in workers:
                 worker.terminate()
             for worker in await wait_for(workers, STOP_LIMIT_S):
@@ -417,7 +417,7 @@ class Launcher:
         history: History | None = None
         while True:
             await asyncio.sleep(STANDING_S)
-            if self._run_of is not Run.train:
+            if self._run_of is not Purpose.train:
                 return
             history = await asyncio.to_thread(_read_again, history, self.run_dir)
             self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))

@@ -44,7 +44,7 @@ CALLS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerLoad:
     """A generation server over the window; figures that its engine does not give are None.
 
     `tokens_s` are generated a second; `busy`, `cpu` and `no_core` are shares of the time in engine steps, on a
@@ -103,7 +103,7 @@ class Measured:
     calls: Mapping[str, float]
     places: int
     busy_places: float
-    servers: tuple[Server, ...]
+    servers: tuple[ServerLoad, ...]
     worker_loop_late_s: float | None
     worker_late_s: float | None
     evaluations: float
@@ -254,7 +254,7 @@ def _little(steps: list, begin: float, end: float, rollout_s: float) -> float:  
     return float(sum(step.admitted for step in steps) / max(end - begin, 1e-9) * rollout_s)
 
 
-def _server(process: Process, history: History, begin: float, end: float) -> Server:
+def _server(process: Process, history: History, begin: float, end: float) -> ServerLoad:
     def mean(name: str) -> float | None:
         return process.mean(name, begin, end)
 
@@ -268,7 +268,7 @@ def _server(process: Process, history: History, begin: float, end: float) -> Ser
         if span["span"] == "update" and span.get("lane") == process.name
     )
     lines = process.between(begin, end)
-    return Server(
+    return ServerLoad(
         name=process.name,
         stage=SERVES if any(line["stage"] == SERVES for line in lines) else lines[-1]["stage"],
         running=mean("running"),
@@ -286,7 +286,7 @@ def _server(process: Process, history: History, begin: float, end: float) -> Ser
     )
 
 
-def _evaluating(history: History, servers: tuple[Server, ...], begin: float, end: float) -> float:
+def _evaluating(history: History, servers: tuple[ServerLoad, ...], begin: float, end: float) -> float:
     """Share of the servers' samples that are not of rollouts while an evaluation runs."""
     spans = [
         (max(span["begin"], begin), min(span["end"], end))

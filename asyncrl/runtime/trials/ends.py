@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import TOLD_OUT_OF_MEMORY
-from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.launchers import WorkerHandle
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, Restart
 
 GAVE_UP = 1
 """Exit code of a process that says that it cannot go on (`Worker.start`)."""
@@ -17,7 +17,7 @@ GAVE_UP = 1
 
 def trains(worker: WorkerHandle) -> bool:
     """True if the worker belongs to the trainer's side."""
-    return KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
+    return PROCESS_KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
 
 
 def gave_up(worker: WorkerHandle) -> bool:
@@ -32,7 +32,7 @@ def may_follow_another(worker: WorkerHandle | None) -> bool:
 
 def leads(worker: WorkerHandle) -> bool:
     """True if the end of the worker is the end of the run."""
-    return KINDS[worker.plan.kind].leads
+    return PROCESS_KINDS[worker.plan.kind].leads
 
 
 def was_killed(worker: WorkerHandle) -> bool:

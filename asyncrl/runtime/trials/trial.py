@@ -32,10 +32,10 @@ from asyncrl.config.run_dir import (
     run_dir_of,
     write_run_config,
 )
-from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, trains_elsewhere, uses_memory_checkpoint
 from asyncrl.runtime.process.process_tree import end_launch
 from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import TrialClaim, is_here
 from asyncrl.runtime.trials.resume import CheckFolder, TrialError, continuation
@@ -135,7 +135,7 @@ class Trial:
                 given_up = resolver.get_subtree(INCARNATIONS) if again else {}
                 for key, incarnation in given_up.items():
                     kind, index = key.split("/")[-2:]
-                    if int(index) >= KINDS[kind].count(self.config):  # who joined is no child of the launcher
+                    if int(index) >= PROCESS_KINDS[kind].count(self.config):  # who joined is no child of the launcher
                         resolver.add(key, str(int(incarnation) + 1), replace=True)
                 if self._claim is not None:
                     self._claim.announce(resolver)

@@ -36,7 +36,7 @@ share memory between GPUs do not accept such segments.
 """
 
 
-class Run(StrEnum):
+class Purpose(StrEnum):
     """Purpose of a launch."""
 
     train = auto()
@@ -44,7 +44,7 @@ class Run(StrEnum):
     """Evaluation of a model that stands, without a trainer."""
 
 
-_TRAIN, _EVALUATE = frozenset({Run.train}), frozenset({Run.evaluate})
+_TRAIN, _EVALUATE = frozenset({Purpose.train}), frozenset({Purpose.evaluate})
 
 
 class Restart(StrEnum):
@@ -107,7 +107,7 @@ class ProcessKind:
     path: str
     count: Callable[[ExperimentConfig], int] = _one
     resources: Callable[[ExperimentConfig, int, Share], Resources] = _on_cpu
-    runs: frozenset[Run] = _TRAIN
+    runs: frozenset[Purpose] = _TRAIN
     leads: bool = False
     serves: bool = False
     essential: bool = True
@@ -172,7 +172,7 @@ def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
     return tuple(gpus[(index * each + offset) % len(gpus)] for offset in range(min(each, len(gpus))))
 
 
-KINDS = {
+PROCESS_KINDS = {
     STAGING_SERVER: ProcessKind(
         "asyncrl.weights.staging.process:StagingServer",
         _staging_servers,
