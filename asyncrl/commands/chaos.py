@@ -160,8 +160,8 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     if args.kinds is None and not config.checkpoint.in_memory:
         killed = {kind: those for kind, those in hit.items() if not _goes_back(kind)}
         left_out.append(
-            "kills of the trainer's side: with checkpoint.in_memory=false each starts the whole run again, which "
-            "it does once within system.restart_window_s"
+            "kills of MasterWorker and ModelWorkers: with checkpoint.in_memory=false each restarts the whole run, "
+            "which it does once within system.restart_window_s"
         )
     servers: dict[str, list[str]] = {}
     for name in _links(config):

@@ -38,7 +38,7 @@ from asyncrl.runtime.process.hardware import LOOPBACK, visible_gpus
 from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.process_kinds import PROCESS_KINDS, Share
 from asyncrl.runtime.trials.claim import read_holder
-from asyncrl.runtime.trials.ends import was_killed
+from asyncrl.runtime.trials.process_exit import was_killed
 from asyncrl.runtime.trials.restart_budget import RestartBudget
 from asyncrl.runtime.worker_plan import Host, WorkerPlan
 

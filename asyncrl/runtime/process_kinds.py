@@ -51,14 +51,14 @@ class Restart(StrEnum):
     """Processes that must restart after a process died."""
 
     nothing = auto()
-    """The run ends; the same command goes on from its newest checkpoint."""
+    """The run ends. The same command continues from the newest checkpoint."""
     alone = auto()
-    """A new one can take its place at any time, and the launcher starts it (`restart_budget`)."""
+    """The launcher starts a new process in its place (`restart_budget`)."""
     together = auto()
-    """All of the trainer's side begin again together, from the last step, which outlives them (`memory_checkpoint`)."""
+    """MasterWorker and all ModelWorkers restart together, from the in-memory checkpoint (`memory_checkpoint`)."""
     alone_or_together = auto()
-    """A new one looks where the others of the trainer's side stand; it goes on with them as they are, or says that it
-    takes all of them (`EXIT_RESTART_TRAINER`).
+    """A new process asks the rest of the trainer for its state. It continues with them, or exits with
+    `EXIT_RESTART_TRAINER` so that all of the trainer restart.
     """
 
 

@@ -143,8 +143,14 @@ class MemoryCheckpointer:
         return self.on
 
     def _keep_no_more(self, error: RemoteError) -> None:
-        """Keep no step any more. The kept one is older than what others will see, so nothing continues from it."""
-        _log.warning("a death on the trainer's side would now cost the steps since the last checkpoint: %s", error)
+        """Stop in-memory checkpoints. The existing one is older than what others will see, so nothing resumes from
+        it.
+        """
+        _log.warning(
+            "in-memory checkpoints are now off: a crash of the trainer would cost all steps since the newest "
+            "checkpoint on disk: %s",
+            error,
+        )
         self._memory_checkpoint = None
 
 

@@ -124,7 +124,7 @@ class Measured:
 
     @property
     def trainer_s(self) -> float:
-        """Seconds of a step that the trainer's side takes."""
+        """Seconds of a step in which the trainer (MasterWorker and ModelWorkers) is busy."""
         return max(0.0, self.step_s - self.wait_s)
 
     @property
@@ -155,7 +155,7 @@ class Measured:
     ) -> float:
         """Seconds of a step at best, if the given figures were others.
 
-        A step takes as long as the slowest of three: the trainer's side; B rollouts of `rollout_s` in so many places;
+        A step takes as long as the slowest of three: the trainer; B rollouts of `rollout_s` in so many places;
         and what the servers do, as far as they are at their limit. `server` scales what they have to do for a step.
         """
         generation = self.calls.get("generation", 0.0) if generation_s is None else generation_s

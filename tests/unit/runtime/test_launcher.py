@@ -289,7 +289,7 @@ def test_a_death_that_name_resolution_cannot_be_told_of_ends_the_run_with_a_sent
     def away(*_: object) -> None:
         raise NameResolveUnavailable("etcd does not answer")
 
-    monkeypatch.setattr(launcher_module.Trial, "give_up", away)
+    monkeypatch.setattr(launcher_module.Trial, "fence", away)
     code, stage, notes = play(helper=ends(-signal.SIGKILL))
     assert code == EXIT_FAILED
     assert stage.stopped == ["leader/0", "client/0", "server/0"]
