@@ -20,7 +20,7 @@ from asyncrl.inference.seeds import uniform
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.datasets.queue.order import PromptRef, prompt_seed
-from asyncrl.rollout.episode import Tries, run_group
+from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.simulator.lengths import LogNormal
 
 
@@ -106,7 +106,7 @@ class _Client:
 
 
 class SimulatedCode:
-    """The part of `Plugins` that `RolloutLoop` uses.
+    """The part of `UserComponents` that `RolloutLoop` uses.
 
     Args:
         turns: episodes of several turns; None: single answers.
@@ -133,8 +133,8 @@ class SimulatedCode:
         self._seed, self._group, self._prompt = run_seed, group_size, prompt_tokens
         self._sampling = SamplingParams(max_new_tokens=max_new_tokens)
 
-    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Any:
-        """See `Plugins`."""
+    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Any:
+        """See `UserComponents`."""
         make_client: Any = _Client  # of chat it has nothing
         return await run_group(self.agent, lambda: _Scored(self._user_s), prompt, policy, make_client, tries)
 
