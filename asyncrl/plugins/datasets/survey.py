@@ -74,13 +74,13 @@ def survey(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = No
             longest_used = max(longest_used, min(length, prompt_format.max_tokens or length))
         if first is None and (not too_long or prompt_format.overlong in SHORTENED):
             try:
-                prompt, ids = prompt_format.fitted(row)
+                prompt, rendered = prompt_format.fitted(row)
             except OverlongPrompt:
                 bad += 1
                 most = f"dataset.max_prompt_tokens={prompt_format.max_tokens}"
                 first_bad = first_bad or f"row {number}: even without the user's text it is longer than {most}"
                 continue
-            first = prompt_format.rendered(prompt), len(ids)
+            first = prompt_format.rendered(prompt), len(rendered.ids)
         if too_long:
             overlong += 1
             first_overlong = first_overlong or f"row {number} has a prompt of {length} tokens"

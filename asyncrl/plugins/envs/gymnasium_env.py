@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 
 from asyncrl.api import Environment, RewardFunction, StepResult
+from asyncrl.plugins.datasets.templates.parts import Content
 from asyncrl.plugins.envs.game_text import GameText
 
 
@@ -63,6 +64,6 @@ class GymnasiumEnv(Environment):
         """End the game."""
         self._env.close()
 
-    def _words(self, observation: Any) -> str:
+    def _words(self, observation: Any) -> Content:
         rendered = self._env.render() if self._env.render_mode == "ansi" else None
         return self._text.observation(observation, self._env, rendered)

@@ -21,6 +21,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from asyncrl.api import Environment, StepResult
+from asyncrl.plugins.datasets.templates.parts import Content
 from asyncrl.plugins.envs.game_text import GameText
 
 Call = Callable[..., Awaitable[Any]]
@@ -178,7 +179,7 @@ class VectorGames:
         else:
             vector.close()
 
-    def _words(self, observations: Any) -> list[str]:
+    def _words(self, observations: Any) -> list[Content]:
         vector, single = self._vector, _Single(self._vector)
         rendered = vector.render() if vector.render_mode == "ansi" else [None] * self._size
         each = zip(iterate(vector.observation_space, observations), rendered, strict=True)

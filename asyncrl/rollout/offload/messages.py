@@ -15,6 +15,9 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.api.picture import picture_from
+from asyncrl.plugins.datasets.templates.parts import is_picture
+
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 16 << 20
 """Largest size of a call or a reply in bytes; a reward has no use for more."""
@@ -85,6 +88,8 @@ def plain(value: object) -> object:
     """
     if isinstance(value, Mapping):
         return dict(value)
+    if is_picture(value):
+        return picture_from(value)
     tolist = getattr(value, "tolist", None)  # numpy's arrays and scalars, without importing numpy
     if callable(tolist):
         return tolist()
