@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.algorithms.group_view import GroupView, Verdict, rewards_of_turns
+from asyncrl.algorithms.group_view import FilterDecision, GroupView, rewards_of_turns
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -30,11 +30,11 @@ from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import named_columns
 from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.plugins.chat.client import check_prompt_pictures
-from asyncrl.rollout.offload.errors import named_failure
+from asyncrl.rollout.user_code_pool.errors import named_failure
 
 _log = logging.getLogger(__name__)
 
-Filter = Callable[[GroupView], Verdict]
+Filter = Callable[[GroupView], FilterDecision]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
 
@@ -73,7 +73,7 @@ class _EpisodePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Tries:
+class RetryLimits:
     """Retries of episodes that fail.
 
     Attributes:
@@ -105,7 +105,7 @@ class Group:
     policy: GenerationClient
     make_client: MakeClient
     agent: str
-    tries: Tries
+    tries: RetryLimits
     clients: list[CountingClient] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
     """Episodes that were given up, by what failed and how."""
@@ -175,7 +175,7 @@ async def run_group(
     prompt: Prompt,
     policy: GenerationClient,
     make_client: MakeClient,
-    tries: Tries = Tries(),
+    tries: RetryLimits = RetryLimits(),
 ) -> tuple[Sequence[Sample], dict[str, float]]:
     """Run `agent` on `prompt`, its episodes at the same time, each with an environment and a client of its own.
 
@@ -260,14 +260,14 @@ def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
     return view, position.tolist()
 
 
-def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> Verdict:
+def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> FilterDecision:
     """The first rejecting verdict of `filters`, or a keeping one."""
     view, _ = view_of(samples)
     for accept in filters:
         verdict = accept(view)
         if not verdict.keep:
             return verdict
-    return Verdict(True)
+    return FilterDecision(True)
 
 
 def shape(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> tuple[Sample, ...]:

@@ -92,7 +92,7 @@ class CallContext:
             hosted = ", ".join(self.engines)
             raise KeyError(f"call {self.name!r} needs role {role!r}; this rank hosts {hosted}") from None
         if not deferred:
-            self.working.enter_context(engine.resident())
+            self.working.enter_context(engine.on_device())
         return engine
 
 

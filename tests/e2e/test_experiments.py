@@ -25,7 +25,7 @@ EXAMPLE = Path(__file__).parents[2] / "experiments" / "custom_graph_example.py"
 
 OWN_ALGORITHMS = """
 from asyncrl.algorithms.advantages.rloo import rloo
-from asyncrl.algorithms.group_view import GroupView, Verdict
+from asyncrl.algorithms.group_view import GroupView, FilterDecision
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs, PolicyLossOutput
 from asyncrl.algorithms.policy_losses.reinforce import reinforce
 from asyncrl.algorithms.registry import advantage, filter_, policy_loss
@@ -42,8 +42,8 @@ def my_advantage(inputs: AdvantageInputs) -> AdvantageOutput:
 
 
 @filter_("my_filter")
-def my_filter(group: GroupView, *, least: float = 0.0) -> Verdict:
-    return Verdict(float(group.rewards_S.mean()) >= least, "mine")
+def my_filter(group: GroupView, *, least: float = 0.0) -> FilterDecision:
+    return FilterDecision(float(group.rewards_S.mean()) >= least, "mine")
 """
 
 

@@ -76,7 +76,7 @@ def test_behaviour_logprobs_are_those_of_the_weights_that_generated() -> None:
 
 def test_without_staleness_the_behaviour_policy_is_the_proximal_one() -> None:
     for report in run():
-        assert report.stats["ppo/behave_weight_mean"] == pytest.approx(1.0, abs=1e-4)
+        assert report.stats["ppo/behave_imp_weight_mean"] == pytest.approx(1.0, abs=1e-4)
         assert report.stats["ppo/behave_kl"] == pytest.approx(0.0, abs=1e-5)
 
 

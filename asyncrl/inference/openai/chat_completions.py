@@ -23,7 +23,7 @@ from asyncrl.inference.openai.calls import (
 )
 from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import DONE, frame, pieces
-from asyncrl.inference.openai.surface import Surface, convert
+from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
 from asyncrl.plugins.datasets.templates.parts import PICTURE_TYPES, Content, content_of
 
 
@@ -59,7 +59,7 @@ class Body(msgspec.Struct):
 
 
 OFF: Final = (False, 0)
-SURFACE: Final = Surface(
+SURFACE: Final = SupportedParameters(
     Body,
     ignored=frozenset(
         [

@@ -31,11 +31,11 @@ from asyncrl.api import (
 from asyncrl.api.picture import PictureError, PlacedPicture
 from asyncrl.plugins.chat.conversation import Turn
 from asyncrl.plugins.chat.drift import DriftError, compare
-from asyncrl.plugins.chat.recorder import Recorder, bytes_of_ids
 from asyncrl.plugins.chat.request import Finish, Limits, Phase, Request
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.stop_strings import before_stop, check_stop_strings, first_stop
 from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.plugins.chat.turn_recorder import TurnRecorder, bytes_of_ids
 from asyncrl.plugins.datasets.queue.order import seed_from
 from asyncrl.plugins.datasets.templates.chat import ChatError, wrong_messages
 from asyncrl.plugins.datasets.templates.parts import Rendered, with_content
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 TOOL_CHOICES = ("auto", "none")
 
 
-class EpisodeOver(RuntimeError):
+class ConversationEnded(RuntimeError):
     """The conversation ended at a limit, the agent was told so by an answer that ended with `length`, and asks on."""
 
 
@@ -102,7 +102,7 @@ class EpisodeClient:
     ) -> None:
         self._policy, self._prompt, self._member, self._format = policy, prompt, member, chat
         self._rules = rules or ChatPolicy()
-        self._recorder = Recorder()
+        self._recorder = TurnRecorder()
         self._calls = itertools.count()
         self._asked: Counter[bytes] = Counter()
         self._told: set[tuple[Turn | None, int]] = set()
@@ -167,7 +167,7 @@ class EpisodeClient:
         Raises:
             ChatError: these messages cannot be rendered, or an argument is wrong.
             DriftError: under `rollout.chat.drift=strict`.
-            EpisodeOver: the conversation ended at a limit before, and the agent was told.
+            ConversationEnded: the conversation ended at a limit before, and the agent was told.
             Exception: the policy cannot answer.
         """
         if n < 1:
@@ -320,7 +320,7 @@ class EpisodeClient:
         """The conversation's state as its next answer begins; ended where a limit leaves no room for it.
 
         Raises:
-            EpisodeOver: it had ended before, and the agent was told.
+            ConversationEnded: it had ended before, and the agent was told.
         """
         state = before.request if before else Request(self._rules.limits)
         if before is not None and state.phase is Phase.calling_tools:
@@ -334,7 +334,7 @@ class EpisodeClient:
         if state.ended:
             key = (before, tokens)
             if key in self._told:
-                raise EpisodeOver(f"the conversation is over: {state.over}; end it at finish_reason 'length'")
+                raise ConversationEnded(f"the conversation is over: {state.over}; end it at finish_reason 'length'")
             self._told.add(key)
             self._counts[f"limit_{state.over.partition('=')[0].rpartition('.')[2]}"] += 1
             if before is not None:

@@ -31,11 +31,15 @@ from asyncrl.plugins.datasets.templates.template_process import TemplateLimit
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, special_tokens
 
 
-class BadPrompt(ValueError):
+class InvalidPrompt(ValueError):
     """A row that makes no prompt, however often it is tried; the message names the row and what to do."""
 
 
-class OverlongPrompt(BadPrompt):
+class PicturesRefused(InvalidPrompt):
+    """A row with pictures in a run that takes none."""
+
+
+class OverlongPrompt(InvalidPrompt):
     """A row whose prompt is longer than allowed and is not shortened."""
 
 
@@ -63,7 +67,7 @@ class PromptFormat:
         """The text whose tokens the model gets.
 
         Raises:
-            BadPrompt: these are messages and there is no chat template, they are malformed, or the template refuses
+            InvalidPrompt: these are messages and there is no chat template, they are malformed, or the template refuses
                 them.
         """
         self._check(prompt)
@@ -72,15 +76,15 @@ class PromptFormat:
         try:
             return self.chat.render_turns(self.chat.messages(prompt), self.tools)
         except ChatError as error:
-            raise BadPrompt(str(error)) from None
+            raise InvalidPrompt(str(error)) from None
 
     def _check(self, prompt: str | Sequence[Message]) -> None:
         if isinstance(prompt, str):
             return
         if (wrong := wrong_messages(prompt)) is not None:
-            raise BadPrompt(f"the prompt is neither text nor messages: {wrong}")
+            raise InvalidPrompt(f"the prompt is neither text nor messages: {wrong}")
         if self.chat is None:
-            raise BadPrompt(
+            raise InvalidPrompt(
                 "the prompt is messages and there is no chat template; set dataset.chat_template to a Jinja file (or "
                 "to auto, with a model whose tokenizer has one), or give text"
             )
@@ -94,14 +98,14 @@ class PromptFormat:
 
         Raises:
             KeyError: the row has no `prompt`.
-            BadPrompt: it makes none, or an empty one.
+            InvalidPrompt: it makes none, or an empty one.
             OverlongPrompt: it is too long and is not to be shortened, or not even without its text short enough.
         """
         prompt = self._read(row)
         whole = self._encoded(prompt)
         ids = whole.ids
         if not ids:
-            raise BadPrompt("the prompt is empty: give it at least one token")
+            raise InvalidPrompt("the prompt is empty: give it at least one token")
         if self.max_tokens is None or len(ids) <= self.max_tokens:
             return prompt, whole
         too_long = OverlongPrompt(
@@ -150,10 +154,13 @@ class PromptFormat:
             if isinstance(prompt, str) or not any(isinstance(turn.get("content"), list) for turn in prompt):
                 return given if prompt == given else prompt
             if self.pictures is None and any(True for _ in pictures_of(prompt)):
-                raise BadPrompt("the prompt has pictures, and the model in model.path takes none")
+                raise PicturesRefused(
+                    "the prompt has pictures, and this run takes none: give model.path a model that takes pictures, "
+                    "and generation.backend=embedded"
+                )
             return [with_content(turn) for turn in prompt]
         except PictureError as error:
-            raise BadPrompt(str(error)) from None
+            raise InvalidPrompt(str(error)) from None
 
     def _encoded(self, prompt: str | Sequence[Message]) -> Rendered:
         self._check(prompt)
@@ -162,9 +169,9 @@ class PromptFormat:
                 return Rendered(self.tokenizer.encode(str(prompt)))
             return self.conversation(self.chat.messages(prompt), self.tools)
         except ChatError as error:
-            raise BadPrompt(str(error)) from None
+            raise InvalidPrompt(str(error)) from None
         except ValueError as error:  # a character that an alphabet of few does not have
-            raise BadPrompt(str(error)) from None
+            raise InvalidPrompt(str(error)) from None
 
     def conversation(
         self, turns: Sequence[Message], tools: Sequence[Message] = (), *, to_answer: bool = True
@@ -249,12 +256,12 @@ def make_prompt(
 
     Raises:
         KeyError: the dataset's row has no `prompt`.
-        BadPrompt: it makes no prompt.
+        InvalidPrompt: it makes no prompt.
     """
     row = dataset.row(ref.row)
     try:
         prompt, rendered = prompt_format.fitted(row)
-    except BadPrompt as error:
+    except InvalidPrompt as error:
         raise type(error)(f"row {ref.row} of the dataset: {error}") from None
     if prompt is not row["prompt"]:  # agents that converse in messages take it from the row
         row = {key: value for key, value in row.items() if key not in IMAGE_FIELDS or not rendered.pictures}

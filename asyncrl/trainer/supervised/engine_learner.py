@@ -28,7 +28,7 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs, engine_loader
 from asyncrl.trainer.model.lora import adapter_config
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig
 from asyncrl.trainer.supervised.settings import SFTConfig

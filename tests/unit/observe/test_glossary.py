@@ -14,7 +14,7 @@ from asyncrl.comm.drop_reasons import FAILURES, DropReason
 from asyncrl.manager.fleet.decisions import ServerState
 from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
 from asyncrl.observe.glossary import GROUPS, METRICS, OBSERVED, Metric, find, find_figure
-from asyncrl.rollout.offload.meter import Activity
+from asyncrl.rollout.user_code_pool.timing import Activity
 
 PACKAGE = Path(asyncrl.__file__).parent
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"

@@ -26,8 +26,8 @@ from asyncrl.api import (
     SamplingParams,
     ToolCall,
 )
-from asyncrl.rollout.offload.child.agent import ChildAgent, answer, outcome_of
-from asyncrl.rollout.offload.messages import LENGTH, Answer, Reply, Target, packed
+from asyncrl.rollout.user_code_pool.child.agent import ChildAgent, answer, outcome_of
+from asyncrl.rollout.user_code_pool.messages import LENGTH, Answer, Reply, Target, packed
 
 MINE = """
 def run(prompt, env, client, *, chat):

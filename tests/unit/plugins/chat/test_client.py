@@ -26,7 +26,7 @@ from asyncrl.api import (
     ToolCall,
     ToolSchema,
 )
-from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient, EpisodeOver
+from asyncrl.plugins.chat.client import ChatPolicy, ConversationEnded, EpisodeClient
 from asyncrl.plugins.chat.drift import DriftError
 from asyncrl.plugins.chat.parsers import Parsed
 from asyncrl.plugins.chat.request import Finish, Limits, Phase
@@ -184,7 +184,7 @@ def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
 
     async def episode() -> None:
         for number in range(data.draw(st.integers(1, 8))):
-            with contextlib.suppress(EpisodeOver):
+            with contextlib.suppress(ConversationEnded):
                 await act(number)
 
     asyncio.run(episode())
@@ -387,7 +387,7 @@ async def test_a_full_context_ends_with_length_and_names_the_setting(
     assert (empty.finish_reason, empty.completion.token_ids) == (ChatFinish.length, [])
     assert f"generation.context_length={len(ids) + 1}" in caplog.text
     assert client.metrics["chat/limit_context_length"] == 1
-    with pytest.raises(EpisodeOver, match=r"generation\.context_length"):
+    with pytest.raises(ConversationEnded, match=r"generation\.context_length"):
         await client.chat(more)
     (sample,) = client.samples()
     assert sample.truncated
@@ -465,7 +465,7 @@ async def test_what_cannot_be_asked_is_refused_by_name(chat_format: MakeFormat, 
         ([user("a")], {"sampling": SamplingParams(stop=("",))}, "stop string ''"),
         ([], {}, "no list of messages"),
         ([{"role": "assistant", "content": "x"}], {}, "ends with the role 'assistant'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "not text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "without content"),
     ]
     for messages, options, message in wrong:
         with pytest.raises(ValueError, match=message):

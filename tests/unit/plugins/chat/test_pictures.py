@@ -22,7 +22,7 @@ from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.chat.client import EpisodeClient, check_prompt_pictures
 from asyncrl.plugins.chat.parsers import parser
 from asyncrl.plugins.chat.template import PICTURES, ChatFormat
-from asyncrl.plugins.datasets.prompts import BadPrompt, PromptFormat
+from asyncrl.plugins.datasets.prompts import InvalidPrompt, PromptFormat
 from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.plugins.datasets.templates.chat import ChatError, ChatTemplate
 from asyncrl.plugins.datasets.templates.parts import content_of
@@ -151,23 +151,23 @@ def test_a_template_that_wants_lists_gets_lists(form: Any) -> None:
     ],
 )
 def test_a_template_that_does_not_show_each_picture_once_is_refused(form: Any, template: str, why: str) -> None:
-    with pytest.raises(BadPrompt, match=why):
+    with pytest.raises(InvalidPrompt, match=why):
         form(template).fitted({"prompt": [user("x", ONE)]})
 
 
 def test_a_tokenizer_of_another_model_is_refused(form: Any) -> None:
     wrong = replace(form(), pictures=Rules(5))
-    with pytest.raises(BadPrompt, match=r"makes 0 placeholders \(id 5\) of 1 pictures, which have 6 rows"):
+    with pytest.raises(InvalidPrompt, match=r"makes 0 placeholders \(id 5\) of 1 pictures, which have 6 rows"):
         wrong.fitted({"prompt": [user("x", ONE)]})
 
 
 def test_a_model_without_pictures_refuses_them(form: Any) -> None:
     text_only = replace(form(), pictures=None)
     for row in ({"prompt": [user("x", ONE)]}, {"prompt": "x", "images": [ONE]}):
-        with pytest.raises(BadPrompt, match="takes none"):
+        with pytest.raises(InvalidPrompt, match=r"takes none"):
             text_only.fitted(row)
     client, _ = client_of(text_only)
-    with pytest.raises(ChatError, match="takes none"):
+    with pytest.raises(ChatError, match=r"takes none"):
         client.prompt_ids([user("x", ONE)])
 
 
@@ -178,7 +178,7 @@ def test_an_overlong_prompt_loses_text_and_no_picture(form: Any) -> None:
     assert len(ids) <= 60
     assert [placed.picture for placed in pictures] == [ONE, TWO]
     assert 0 < prompt[0]["content"][1]["text"].count("word") < 50
-    with pytest.raises(BadPrompt, match=r"has .* tokens"):
+    with pytest.raises(InvalidPrompt, match=r"has .* tokens"):
         replace(short, max_tokens=20).fitted(row)
 
 

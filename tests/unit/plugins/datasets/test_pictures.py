@@ -16,14 +16,15 @@ from PIL import Image
 
 from asyncrl.api import Prompt, SamplingParams
 from asyncrl.api.picture import Picture
+from asyncrl.plugins.datasets.data_fingerprint import content_sum
+from asyncrl.plugins.datasets.demonstrations import DemonstrationFormat
 from asyncrl.plugins.datasets.files import FileDataset
-from asyncrl.plugins.datasets.prompts import BadPrompt, PromptFormat, make_prompt
+from asyncrl.plugins.datasets.prompt_stats import measure_prompts
+from asyncrl.plugins.datasets.prompts import InvalidPrompt, PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.plugins.datasets.record import content_sum
-from asyncrl.plugins.datasets.survey import survey
 from asyncrl.plugins.datasets.templates.chat import ChatTemplate
 from asyncrl.plugins.datasets.templates.parts import PictureSource
-from asyncrl.rollout.offload.child.agent import _sample_of
+from asyncrl.rollout.user_code_pool.child.agent import _sample_of
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
@@ -128,6 +129,25 @@ def test_pictures_of_json_lines(folder: Path, row: dict[str, Any], text: str | N
     assert ("images" in prompt.data) == (not prompt.pictures and "images" in row)
 
 
+def test_the_rows_of_the_page_are_read(folder: Path) -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs" / "vision.md").read_text(encoding="utf-8")
+    rows = page.split("```json\n")[1].split("```")[0]
+    (folder / "shapes").mkdir()
+    for name in ("shapes/17.png", "a.png", "b.png"):
+        (folder / name).write_bytes(ONE.data)
+    (folder / "page.jsonl").write_text(rows)
+    dataset = FileDataset(path=str(folder / "page.jsonl"))
+    texts = [shown(prompt_of(dataset, row)) for row in range(3)]
+    assert texts == ["[user]1How many circles are there?", "[user]11Which is larger?", "[user]1Colour?"]
+
+
+def test_demonstrations_with_pictures_are_refused_by_name(folder: Path) -> None:
+    row = {"prompt": "a", "images": ["one.png"], "answer": "b"}
+    dataset = dataset_of(folder, row, demonstrations=True)
+    with pytest.raises(ValueError, match="has pictures, which demonstrations do not support"):
+        DemonstrationFormat(FORM).encode(dataset, dataset.row(0))
+
+
 def test_prompt_template_and_pictures(folder: Path) -> None:
     row = {"prompt": "<image>a", "images": ["one.png"]}
     assert shown(prompt_of(dataset_of(folder, row, prompt_template="{prompt}!"))) == "[user]1a!"
@@ -202,9 +222,9 @@ def test_a_damaged_picture_costs_its_row(folder: Path) -> None:
         (3, "none.png cannot"),
         (4, "is a int"),
     ):
-        with pytest.raises(BadPrompt, match=f"row {row} of the dataset: .*{why}"):
+        with pytest.raises(InvalidPrompt, match=f"row {row} of the dataset: .*{why}"):
             prompt_of(dataset, row)
-    found = survey(dataset, FORM)
+    found = measure_prompts(dataset, FORM)
     assert (found.rows, found.bad) == (5, 4)
     assert "row 1: " in found.first_bad
     content_sum(dataset, folder)  # names no picture that cannot be read
@@ -224,7 +244,7 @@ def test_a_prompt_and_a_sample_cross_to_a_process_and_back(folder: Path) -> None
     import msgspec
 
     from asyncrl.plugins.agents.sample_builder import SampleBuilder
-    from asyncrl.rollout.offload.messages import LENGTH, packed
+    from asyncrl.rollout.user_code_pool.messages import LENGTH, packed
 
     def crossed(value: Any) -> bytes:
         return packed(value)[LENGTH.size :]
@@ -251,5 +271,5 @@ def test_a_large_file_is_no_bomb(folder: Path) -> None:
     file = io.BytesIO()
     Image.new("1", (20000, 2000)).save(file, "PNG")  # 40 megapixels in 5 kB
     (folder / "bomb.png").write_bytes(file.getvalue())
-    with pytest.raises(BadPrompt, match=r"bomb\.png: the picture has 20000 x 2000 pixels"):
+    with pytest.raises(InvalidPrompt, match=r"bomb\.png: the picture has 20000 x 2000 pixels"):
         prompt_of(dataset_of(folder, {"prompt": "a", "images": ["bomb.png"]}))

@@ -87,7 +87,7 @@ def test_losses_are_those_of_the_reference_loop(
         report = oracle.train_step()
         stats = run_step(config, rank, batch_of(rollouts, config, version))["actor_train"]
         np.testing.assert_allclose(stats["ppo/loss_per_minibatch"], report.losses, rtol=0, atol=1e-5)
-        compared = ("ppo/clip_fraction", "ppo/behave_weight_mean", "ppo/behave_kl", "entropy")
+        compared = ("ppo/clip_fraction", "ppo/behave_imp_weight_mean", "ppo/behave_kl", "entropy")
         for key in report.stats.keys() & compared:  # the loop reports none for a step without a signal
             assert stats[key] == pytest.approx(report.stats[key], abs=1e-4), key
 

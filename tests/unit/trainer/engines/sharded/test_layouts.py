@@ -32,7 +32,7 @@ from asyncrl.trainer.engines.flat import FlatEngine
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.model.lora import is_adapter, plain_name
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import build_rank
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.weights.model_files.adapters import published_name
