@@ -113,6 +113,13 @@ METRICS: tuple[Metric, ...] = (
         "Well below 1. At 1 a step teaches nothing: make the prompts easier or harder, or set `rollout.filters`.",
     ),
     Metric(
+        "reward/role/<role>",
+        "",
+        "Mean reward of the samples of this role, where an agent names comparison groups: a group's name up to its "
+        "first `/`. A mean over the rollouts of the batch that have it.",
+        "Depends on your task. Roles that play against each other move against each other.",
+    ),
+    Metric(
         "reward/<name>",
         "",
         "Mean of the reward, or part of a reward, of this name. Where a call of the graph asks a reward model, its "

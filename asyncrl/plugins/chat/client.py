@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -10,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from asyncrl.api import (
     ChatFinish,
@@ -29,6 +30,7 @@ from asyncrl.api import (
     messages_of,
 )
 from asyncrl.api.picture import PictureError, PlacedPicture
+from asyncrl.api.trajectory import check_group
 from asyncrl.plugins.chat.conversation import Turn
 from asyncrl.plugins.chat.drift import DriftError, compare
 from asyncrl.plugins.chat.request import Finish, Limits, Phase, Request
@@ -108,6 +110,28 @@ class EpisodeClient:
         self._told: set[tuple[Turn | None, int]] = set()
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._answered_at: dict[Turn, float] = {}
+        self._group = ""
+        self._conversations: dict[str, Self] = {}
+        """The episode's clients by comparison group; all clients of the episode share this table."""
+
+    def conversation(self, group: str) -> Self:
+        """See `asyncrl.api.ChatClient`. Counts and random streams are the episode's.
+
+        Raises:
+            ValueError: `group` cannot be a name, or is empty.
+        """
+        check_group(group)
+        if not group:
+            raise ValueError("conversation(group=''): name the comparison group, such as 'judge'")
+        if group not in self._conversations:
+            made = copy.copy(self)
+            made._start(group)
+            self._conversations[group] = made
+        return self._conversations[group]
+
+    def _start(self, group: str) -> None:
+        """Make this copy of the episode's client that of `group`, with records of its own."""
+        self._group, self._recorder, self._told = group, TurnRecorder(), set()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -130,7 +154,7 @@ class EpisodeClient:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Return the recorded turns in order."""
+        """Return the turns that this client recorded, in order."""
         return tuple(self._recorder.turns)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -232,7 +256,10 @@ class EpisodeClient:
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
-        return self._recorder.samples(reward)
+        own = self._recorder.samples(reward)
+        if self._group:
+            return [replace(sample, group=self._group) for sample in own]
+        return own + [sample for client in self._conversations.values() for sample in client.samples(reward)]
 
     def _chat(self) -> ChatFormat:
         if self._format is None:

@@ -24,9 +24,7 @@ from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.datasets.templates.chat import ChatTemplate, template_source
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
 
-ONE, TWO = (
-    Picture.from_array(np.random.default_rng(seed).integers(0, 256, (56, 84, 3), np.uint8)) for seed in (1, 2)
-)
+ONE, TWO = (Picture.from_array(np.random.default_rng(seed).integers(0, 256, (56, 84, 3), np.uint8)) for seed in (1, 2))
 
 
 @dataclass
@@ -130,8 +128,8 @@ async def test_what_cannot_be_shown_is_refused_by_name(form: Any, endpoint: Endp
         ({"type": "image_url", "image_url": {"url": ONE.data_url[:90]}}, "damaged"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "reads text and pictures"),
     ):
+        said: Any = [{"role": "user", "content": [text("a"), part]}]
         with pytest.raises(openai.BadRequestError, match=why):
-            said: Any = [{"role": "user", "content": [text("a"), part]}]
             await at.chat.completions.create(model="m", messages=said)
     of_anthropic = anthropic.AsyncAnthropic(base_url=session.root_url, api_key=session.api_key, max_retries=0)
     away: Any = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}]}]
@@ -161,7 +159,7 @@ async def test_a_model_that_takes_none_refuses_them(chat: ChatFormat, endpoint: 
     client = EpisodeClient(policy, prompt, 0, chat)
     session = await endpoint.open(client, prompt.sampling)
     at = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+    said: Any = [{"role": "user", "content": [url(ONE)]}]
     with pytest.raises(openai.BadRequestError, match="takes none"):
-        said: Any = [{"role": "user", "content": [url(ONE)]}]
         await at.chat.completions.create(model="m", messages=said)
     session.close()

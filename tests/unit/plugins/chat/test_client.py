@@ -493,3 +493,26 @@ async def test_two_results_of_a_turn_that_a_template_shows_one_of(chat_format: M
     (sample,) = client.samples()
     assert_exact(sample, policy.said)
     assert Finish(client.turns[0].request.finish or "") is Finish.tool_calls
+
+
+async def test_conversations_of_an_episode_record_apart_and_name_their_samples(
+    chat_format: MakeFormat, prompt: Prompt
+) -> None:
+    chat = chat_format("qwen3")
+    policy = random_policy(chat)
+    client = EpisodeClient(policy, prompt, 0, chat)
+    judge = client.conversation("judge")
+    assert client.conversation("judge") is judge is judge.conversation("judge")
+    await converse(client, 2)
+    await converse(judge, 2)
+    assert policy.asked[0].input_ids == policy.asked[2].input_ids, "a branch of its own"
+    assert policy.asked[0].sampling.seed != policy.asked[2].sampling.seed, "no two draw the same numbers"
+    (own, judged), (alone,) = client.samples(1.0), judge.samples(0.25)
+    assert [(own.group, own.reward), (judged.group, judged.reward)] == [("", 1.0), ("judge", 1.0)]
+    assert (alone.group, alone.reward) == ("judge", 0.25)
+    assert_exact(own, policy.said[:2])
+    assert_exact(alone, policy.said[2:])
+    assert client.metrics["chat/calls"] == 4
+    for name in ("", "x" * 65):
+        with pytest.raises(ValueError, match="comparison group"):
+            client.conversation(name)
