@@ -15,9 +15,6 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.api.picture import picture_from
-from asyncrl.plugins.datasets.templates.parts import is_picture
-
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 16 << 20
 """Largest size of a call or a reply in bytes; a reward has no use for more."""
@@ -88,12 +85,24 @@ def plain(value: object) -> object:
     """
     if isinstance(value, Mapping):
         return dict(value)
-    if is_picture(value):
+    if _is_frame(value):
+        from asyncrl.api.picture import picture_from  # imports numpy, as the value has
+
         return picture_from(value)
     tolist = getattr(value, "tolist", None)  # numpy's arrays and scalars, without importing numpy
     if callable(tolist):
         return tolist()
     raise NotImplementedError(f"a {type(value).__module__}.{type(value).__qualname__} is not plain data")
+
+
+def _is_frame(value: object) -> bool:
+    """True for what travels as a picture: a uint8 array [height, width, 3], or a PIL image."""
+    if type(value).__module__.startswith("PIL."):
+        return True
+    shape = getattr(value, "shape", ())
+    return (
+        isinstance(shape, tuple) and len(shape) == 3 and shape[2] == 3 and str(getattr(value, "dtype", "")) == "uint8"
+    )
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain)

@@ -23,7 +23,7 @@ from asyncrl.plugins.datasets.prompt_stats import measure_prompts
 from asyncrl.plugins.datasets.prompts import InvalidPrompt, PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.templates.chat import ChatTemplate
-from asyncrl.plugins.datasets.templates.parts import PictureSource
+from asyncrl.plugins.datasets.templates.parts import PictureSource, observed
 from asyncrl.rollout.user_code_pool.child.agent import _sample_of
 
 TEMPLATE = (
@@ -255,6 +255,10 @@ def test_a_prompt_and_a_sample_cross_to_a_process_and_back(folder: Path) -> None
     assert arrived.pictures[1].picture.data == TWO.data
     sample = SampleBuilder(prompt.input_ids, prompt.pictures).build(1.0, truncated=False)
     assert _sample_of(msgspec.msgpack.decode(crossed(sample))).pictures == prompt.pictures
+    for frame in (ONE.pixels(), ONE.image()):  # an environment's observation
+        assert observed(msgspec.msgpack.decode(crossed(frame))) == [
+            {"type": "image", "image": Picture.from_array(ONE.pixels())}
+        ]
     messages = msgspec.msgpack.decode(crossed(prompt.data["prompt"]))
     assert (
         shown(make_prompt(PromptRef("p", 0, 0), Rows([{"prompt": messages}]), FORM, 1, SamplingParams(), 0))
