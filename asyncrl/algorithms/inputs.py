@@ -7,7 +7,7 @@ sequence is never split over two micro-batches, a group never over two ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,13 +74,18 @@ class PolicyLossOutput:
 
 @dataclass(frozen=True, eq=False)
 class CorrectionInputs:
-    """Log-probabilities of the sampled tokens under the proximal and the behaviour policy; constants."""
+    """Log-probabilities of the sampled tokens under the proximal and the behaviour policy; constants.
+
+    `logprobs_T` are those of the policy being trained, without gradient, and `advantages_T` the advantages.
+    """
 
     prox_logprobs_T: Tensor
     behave_logprobs_T: Tensor
     mask_T: Tensor
     seq_ids_T: Tensor
     num_seqs: int
+    logprobs_T: Tensor
+    advantages_T: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +102,17 @@ class CorrectionOutput:
 
 @dataclass(frozen=True, eq=False)
 class KLInputs:
-    """Current and reference policy on the sampled tokens; `*_TV`: log-softmax over the vocabulary, for `full`."""
+    """Current and reference policy on the sampled tokens; `*_TV`: log-softmax over the vocabulary, for `full`.
+
+    `behave_logprobs_T` are those of the policy that sampled them, in the loss only.
+    """
 
     logprobs_T: Tensor
     ref_logprobs_T: Tensor
     mask_T: Tensor
     log_probs_TV: Tensor | None = None
     ref_log_probs_TV: Tensor | None = None
+    behave_logprobs_T: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +124,9 @@ class AdvantageInputs:
     the sequence's reward token by token (rewards of turns, a KL penalty); one at a token without loss, say because that
     is too old, is credited to the policy token before it. `group_ids_S` are any integers; members need not be adjacent
     and may stem from different policy versions. `episodes_S` says which of its group's episodes a sequence is of;
-    without it each sequence is one. `all_reduce` sums over ranks; None on one rank.
+    without it each sequence is one. `roles_S` says the role that each sequence has in its episode, by its position in
+    `roles`, which are those of all ranks; `baselines` are what the estimator returned in the step before, by role.
+    `all_reduce` sums over ranks; None on one rank.
     """
 
     rewards_S: Tensor
@@ -132,15 +143,23 @@ class AdvantageInputs:
     all_reduce: AllReduce | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """The user's columns (`rollout.columns`): `token/...` [T], others [S]."""
+    roles_S: Tensor | None = None
+    roles: Sequence[str] = ("",)
+    baselines: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class AdvantageOutput:
-    """Advantages (0 outside the mask); for a critic its regression targets and the tokens on which it is trained."""
+    """Advantages (0 outside the mask); for a critic its regression targets and the tokens on which it is trained.
+
+    `baselines` are numbers by role that the estimator needs in the next step, equal on all ranks; they are part of
+    checkpoints. None: they stay as they are.
+    """
 
     advantages_T: Tensor
     returns_T: Tensor | None = None
     value_mask_T: Tensor | None = None
+    baselines: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, eq=False)

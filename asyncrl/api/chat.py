@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from asyncrl.api.generation import Completion, GenerationClient, SamplingParams
 from asyncrl.api.prompt import Prompt
 from asyncrl.api.trajectory import Sample
 
 Message = Mapping[str, Any]
-"""A chat message in OpenAI's form: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`, `name`."""
+"""A chat message in OpenAI's form: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`, `name`.
+
+`content` is text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}` with a
+`Picture`, PNG or JPEG bytes, a data URL, a uint8 array [height, width, 3] or a PIL image; OpenAI's `image_url` and
+Anthropic's `source` are taken too.
+"""
 ToolSchema = Mapping[str, Any]
 """A tool as the model sees it: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
@@ -66,6 +71,11 @@ class ChatClient(GenerationClient, Protocol):
     Several calls may be under way at the same time.
     """
 
+    @property
+    def takes_pictures(self) -> bool:
+        """True if messages may have pictures."""
+        ...
+
     async def chat(
         self,
         messages: Sequence[Message],
@@ -103,10 +113,22 @@ class ChatClient(GenerationClient, Protocol):
         """
         ...
 
+    def conversation(self, group: str) -> Self:
+        """The policy in another role of this episode: a client whose samples are in the comparison group `group`.
+
+        It has records of its own, so no branch of one client extends one of another. Asked for the same name again, it
+        is the same client.
+
+        Raises:
+            ValueError: `group` cannot be a name (`asyncrl.api.trajectory.check_group`).
+        """
+        ...
+
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """Every recorded branch that ends in sampled tokens, in the order of their beginning, each with `reward`.
 
-        A sampled token carries loss (mask 1) in the first branch that holds it, and in no other.
+        A sampled token carries loss (mask 1) in the first branch that holds it, and in no other. The episode's client
+        also returns those of its `conversation`s, after its own; such a client returns its own alone.
         """
         ...
 

@@ -113,6 +113,13 @@ METRICS: tuple[Metric, ...] = (
         "Well below 1. At 1 a step teaches nothing: make the prompts easier or harder, or set `rollout.filters`.",
     ),
     Metric(
+        "reward/role/<role>",
+        "",
+        "Mean reward of the samples of this role, where an agent names comparison groups: a group's name up to its "
+        "first `/`. A mean over the rollouts of the batch that have it.",
+        "Depends on your task. Roles that play against each other move against each other.",
+    ),
+    Metric(
         "reward/<name>",
         "",
         "Mean of the reward, or part of a reward, of this name. Where a call of the graph asks a reward model, its "
@@ -481,6 +488,29 @@ METRICS: tuple[Metric, ...] = (
         "tokens.",
         "Near 1. Far above it, few tokens decide the update.",
     ),
+    Metric(
+        "ppo/effective_share",
+        "share",
+        "Effective share of the tokens (Kish): the square of the mean ratio of the policy to the one that sampled the "
+        "token, divided by the mean of its square.",
+        "Near 1. A fall announces a collapse: few tokens decide the update. Lower η, or use a correction with a cap.",
+    ),
+    Metric(
+        "ppo/log_ratio_square",
+        "nats²",
+        "Mean squared log-ratio to the policy that the loss's ratio refers to; only with `algorithm.log_ratio_coef`.",
+        "Small.",
+    ),
+    Metric(
+        "ppo/binary_kl", "nats", "Mean binary divergence from the old policy, where the loss is `dppo_kl`.", "Small."
+    ),
+    Metric(
+        "ppo/taper",
+        "",
+        "Mean weight of the negative sequences, where the loss is `topr`.",
+        "Falls below 1 as the policy leaves its mistakes.",
+    ),
+    Metric("ppo/sequence_weight", "", "Mean weight of the sequences, where the loss is `vespo`.", "Near 1."),
     Metric("grad_norm/max", "", "Largest norm of the gradient before clipping among the optimizer steps.", "Steady."),
     Metric(
         "optimizer/steps", "steps", "Optimizer steps that were taken.", "One for each minibatch; 0 without a signal."

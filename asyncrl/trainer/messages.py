@@ -21,6 +21,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rewards: with the rewards of turns.
         episodes: `[S]` the member of the group that each sample is of; see `asyncrl.api.Sample.episode`.
         metrics: the rollout's own numbers by name: times, rewards.
+        groups: `[S]` the comparison group of each sample; empty if none is named.
         distinct: tokens with every prefix that its samples share counted once; 0 where prefixes are not shared.
         received_at: when this process of the rank took it in, in seconds since 1970; 0 if that is not known.
     """
@@ -39,6 +40,14 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float] = {}  # msgspec makes a new one for each record
     distinct: int = 0
     received_at: float = 0.0
+    groups: tuple[str, ...] = ()
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the rewards of samples that are compared differ: those of one comparison group."""
+        if not self.groups:
+            return self.rewards.count(self.rewards[0]) < len(self.rewards)
+        return len({*zip(self.groups, self.rewards, strict=True)}) > len({*self.groups})
 
     @property
     def tokens(self) -> int:
@@ -117,7 +126,7 @@ class IsStepRunning(Request[StepRunning], frozen=True):
     """Is a step under way? Answered at once, whatever computes."""
 
 
-class Standing(Reply, frozen=True):
+class RankState(Reply, frozen=True):
     """State of a rank between two steps.
 
     Attributes:
@@ -129,7 +138,7 @@ class Standing(Reply, frozen=True):
     master_state: dict[str, Any] | None
 
 
-class TakeUp(Request[Standing], frozen=True):
+class AttachMaster(Request[RankState], frozen=True):
     """A master begins: the one of this `incarnation`. Answered once all is done that one before it had asked for.
 
     From then on nothing that one before it asks for is begun, published or saved, and the first poll tells of every

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Prompt, RunIn, Sample, StepResult
 from asyncrl.rollout.user_code_pool.child.agent import answer, outcome_of
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
-from asyncrl.rollout.user_code_pool.messages import MAKE, USE, Call, Target
+from asyncrl.rollout.user_code_pool.messages import MAKE, USE, ChildCall, CodeTarget
 from asyncrl.rollout.user_code_pool.processes import START_LIMIT_S
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity
@@ -33,7 +33,7 @@ class AgentProcess:
     seconds.
     """
 
-    target: Target
+    target: CodeTarget
     model: str
     chat: bool
     timeout_s: float
@@ -89,9 +89,9 @@ class _EpisodeInProcess(Agent):
         process, label = self._process, self._label
         lease, whole = await self._runner.lease(label, Activity.agent_wait), False
         try:
-            make = Call(process.target, MAKE, [process.model, process.chat])
+            make = ChildCall(process.target, MAKE, [process.model, process.chat])
             await lease.ask(label, make, START_LIMIT_S, partial(answer, env, client))
-            use = Call(process.target, USE, ["run", [prompt], {}])
+            use = ChildCall(process.target, USE, ["run", [prompt], {}])
             raw = await lease.ask(label, use, process.timeout_s, partial(answer, env, client))
             whole = True
             return outcome_of(raw)
@@ -117,7 +117,7 @@ class _EpisodeInThread(Agent):
         self._agent, self._runner = agent, runner
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
-        policy, world = _Blocking(client, self._runner), _Blocking(env, self._runner)
+        policy, world = _BlockingClient(client, self._runner), _Blocking(env, self._runner)
         run: Any = self._agent.run
         try:
             outcome: Outcome = await self._runner.in_thread(lambda: run(prompt, world, policy))
@@ -166,10 +166,16 @@ class _OnWorkerLoop:
         return call
 
 
-class _GroupOnWorkerLoop(_OnWorkerLoop):
-    def episode(self, prompt: Prompt) -> _OnWorkerLoop:
+class _ClientOnWorkerLoop(_OnWorkerLoop):
+    def conversation(self, group: str) -> _ClientOnWorkerLoop:
         inner: Any = self._inner
-        return _OnWorkerLoop(inner.episode(prompt), self._runner)
+        return _ClientOnWorkerLoop(inner.conversation(group), self._runner)
+
+
+class _GroupOnWorkerLoop(_OnWorkerLoop):
+    def episode(self, prompt: Prompt) -> _ClientOnWorkerLoop:
+        inner: Any = self._inner
+        return _ClientOnWorkerLoop(inner.episode(prompt), self._runner)
 
 
 class _Blocking:
@@ -209,22 +215,37 @@ class _Blocking:
             wait.cancel()
 
 
-class _BlockingGroup(_Blocking):
-    """A `GroupClient`, whose episodes' clients end with it."""
+class _BlockingWithOthers(_Blocking):
+    """One that hands out other clients, which end with it."""
 
     def __init__(self, inner: object, runner: UserCodeRunner) -> None:
         super().__init__(inner, runner)
-        self._episodes: list[_Blocking] = []
+        self._others: list[_Blocking] = []
 
-    def episode(self, prompt: Prompt) -> _Blocking:
-        inner: Any = self._inner
-        self._episodes.append(_Blocking(inner.episode(prompt), self._runner))
-        return self._episodes[-1]
+    def _also(self, client: object) -> _BlockingClient:
+        self._others.append(made := _BlockingClient(client, self._runner))
+        return made
 
     def end(self) -> None:
-        for each in self._episodes:
+        for each in self._others:
             each.end()
         super().end()
+
+
+class _BlockingClient(_BlockingWithOthers):
+    """A `ChatClient`."""
+
+    def conversation(self, group: str) -> _BlockingClient:
+        inner: Any = self._inner
+        return self._also(inner.conversation(group))
+
+
+class _BlockingGroup(_BlockingWithOthers):
+    """A `GroupClient`."""
+
+    def episode(self, prompt: Prompt) -> _BlockingClient:
+        inner: Any = self._inner
+        return self._also(inner.episode(prompt))
 
 
 class HostedEnvironment(Environment):

@@ -111,7 +111,7 @@ def _header(column: Tensor, batch: StepBatch, key: str) -> Tensor:
 
 def _bounds(batch: StepBatch, level: int) -> Tensor:
     """Return the first row of each rollout in a column of `batch`, followed by the end of the last rollout."""
-    samples = torch.bincount(batch["group_ids"].cpu(), minlength=len(batch.rollout_ids))
+    samples = torch.bincount(batch["rollouts"].cpu(), minlength=len(batch.rollout_ids))
     ends = torch.cat([samples.new_zeros(1), samples.cumsum(0)])
     if level == _PER_SAMPLE:
         return ends

@@ -79,7 +79,7 @@ class ParityTestable(Protocol):
         """The same as the engine computes it in training, of all `sequences` in one micro-batch. Differentiable."""
 
 
-class Layout(NamedTuple):
+class SequenceLayout(NamedTuple):
     """Layout of sequences, and transformers' name of the attention function that goes with it."""
 
     kind: AttentionKind
@@ -95,6 +95,7 @@ _HOW = {
     AttentionKind.flex: "packed with shared prefixes",
 }
 
+<<<<<<< HEAD
 _SDPA = (
     Layout(AttentionKind.tree, PACKED),
     Layout(AttentionKind.packed, PACKED),
@@ -104,22 +105,31 @@ _SDPA = (
 _LAYOUTS: dict[AttentionImplementation, tuple[Layout, ...]] = {
     AttentionImplementation.sdpa: _SDPA,
     AttentionImplementation.flex_attention: (Layout(AttentionKind.flex, FLEX), *_SDPA),
-    AttentionImplementation.flash_attention_2: (
-        Layout(AttentionKind.flash, "flash_attention_2"),
-        Layout(AttentionKind.padded, "flash_attention_2"),
+=======
+_LAYOUTS: dict[AttentionImplementation, tuple[SequenceLayout, ...]] = {
+    AttentionImplementation.sdpa: (
+        SequenceLayout(AttentionKind.tree, PACKED),
+        SequenceLayout(AttentionKind.packed, PACKED),
+        SequenceLayout(AttentionKind.padded, "sdpa"),
+        SequenceLayout(AttentionKind.padded, "eager"),
     ),
-    AttentionImplementation.eager: (Layout(AttentionKind.padded, "eager"),),
+>>>>>>> main
+    AttentionImplementation.flash_attention_2: (
+        SequenceLayout(AttentionKind.flash, "flash_attention_2"),
+        SequenceLayout(AttentionKind.padded, "flash_attention_2"),
+    ),
+    AttentionImplementation.eager: (SequenceLayout(AttentionKind.padded, "eager"),),
 }
 
 
-def first_layout(setting: AttentionImplementation) -> Layout:
+def first_layout(setting: AttentionImplementation) -> SequenceLayout:
     """Return the layout that `select_attention` tries first."""
     return _LAYOUTS[setting][0]
 
 
 def select_attention(
     engine: ParityTestable, setting: AttentionImplementation, *, longest: int, row: int = 0, share_prefixes: bool = True
-) -> Layout:
+) -> SequenceLayout:
     """Set `engine` to the first layout of `model.attn_implementation` that is proven right for its model; returns it.
 
     Args:
@@ -159,7 +169,7 @@ def select_attention(
     )
 
 
-def layouts(setting: AttentionImplementation) -> tuple[Layout, ...]:
+def layouts(setting: AttentionImplementation) -> tuple[SequenceLayout, ...]:
     """All that are tried, in this order."""
     return _LAYOUTS[setting]
 
@@ -183,7 +193,7 @@ def refuse_longer_than_independent(network: PreTrainedModel, longest: int) -> No
         )
 
 
-def _unseen_layers(network: PreTrainedModel, layout: Layout) -> str | None:
+def _unseen_layers(network: PreTrainedModel, layout: SequenceLayout) -> str | None:
     """Layers whose attention begins to differ from a plain one where no short sequence shows it.
 
     On padded rows transformers draws their masks itself.
@@ -241,7 +251,7 @@ class _Subject:
         """The shortest length that was lowered."""
         return min(self._lengths.values())
 
-    def fault(self, layout: Layout) -> str | None:
+    def fault(self, layout: SequenceLayout) -> str | None:
         """Return the fault of the model under `layout`; None if it has none. The model stays set to `layout`."""
         network = self._engine.network
         try:

@@ -197,4 +197,5 @@ def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = Fals
         metrics=trajectory.metrics,
         distinct=distinct_tokens(trajectory.samples) if shares_prefixes else 0,
         received_at=time.time(),
+        groups=columns.groups,
     )

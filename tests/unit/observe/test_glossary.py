@@ -102,6 +102,7 @@ def test_names_that_the_code_makes_from_lists_are_in_the_table() -> None:
         ("rollout/dropped_failed: reward a/b.py:score", "rollout/dropped_failed: <code>"),
         ("rollout/dropped_zero_variance", "rollout/dropped_<reason>"),
         ("reward/tool/search", "reward/<name>"),
+        ("reward/role/judge", "reward/role/<role>"),
         ("tool/search/calls", "tool/<name>/calls"),
         ("tool/search/pages", "tool/<name>/<number>"),
     ],

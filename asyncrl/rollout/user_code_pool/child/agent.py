@@ -26,9 +26,12 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.agent import agent_of
+from asyncrl.api.picture import PlacedPicture
+from asyncrl.api.trajectory import check_group
 from asyncrl.config.import_paths import load_plugin
+from asyncrl.plugins.datasets.templates.parts import with_content
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
 
 Ask = Callable[..., Any]
 """Gives what the worker answers to a name, positional arguments and keyword arguments."""
@@ -43,7 +46,7 @@ class ChildAgent:
         ask: asks the worker.
     """
 
-    def __init__(self, target: Target, model: str, chat: bool, ask: Ask) -> None:
+    def __init__(self, target: CodeTarget, model: str, chat: bool, ask: Ask) -> None:
         found: Any = load_plugin(target.path)
         offered: dict[str, Any] = {"tokenizer": load_tokenizer(model), "chat": chat}
         if inspect.isclass(found):
@@ -87,26 +90,41 @@ class _Env(_Asking):
 
 
 class _Client(_Asking):
+    def __init__(self, ask: Ask, group: str = "") -> None:
+        super().__init__(ask)
+        self._group = group
+
+    def _asked(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        own = {"group": self._group} if self._group else {}
+        return super()._asked(name, *args, **own, **kwargs)
+
+    def conversation(self, group: str) -> _Client:
+        check_group(group)
+        return _Client(self._ask, group)
+
     def generate(self, request: GenerationRequest) -> GenerationResult:
         return msgspec.convert(self._asked("generate", request), GenerationResult)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **others: Any) -> ChatReply:
-        return msgspec.convert(self._asked("chat", list(messages), **others), ChatReply)
+        return msgspec.convert(self._asked("chat", [*map(with_content, messages)], **others), ChatReply)
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], **others: Any) -> tuple[int, ...]:
-        return tuple(self._asked("prompt_ids", list(messages), **others))
+        return tuple(self._asked("prompt_ids", [*map(with_content, messages)], **others))
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         return [_sample_of(raw) for raw in self._asked("samples", reward)]
 
-    def endpoint(self) -> SimpleNamespace:
-        return SimpleNamespace(**self._asked("endpoint"))
+    def endpoint(self, group: str = "") -> SimpleNamespace:
+        client = self.conversation(group) if group else self
+        return SimpleNamespace(**client._asked("endpoint"))
 
 
 async def answer(env: Environment, client: ChatClient, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Answer a request of the agent's process: call a method of its environment or of its client."""
     if name in ("reset", "step"):
         return await getattr(env, name)(*args, **kwargs)
+    if "group" in kwargs:
+        client = client.conversation(kwargs.pop("group"))
     if name == "generate":
         return await client.generate(msgspec.convert(args[0], GenerationRequest))
     if name == "endpoint":
@@ -140,4 +158,6 @@ def _sample_of(raw: Mapping[str, Any]) -> Sample:
         raw["reward_parts"],
         raw["metrics"],
         token_columns={name: np.array(column, np.float32) for name, column in raw["token_columns"].items()},
+        pictures=msgspec.convert(raw["pictures"], tuple[PlacedPicture, ...]),
+        group=raw["group"],
     )

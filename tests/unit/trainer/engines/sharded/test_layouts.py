@@ -90,7 +90,7 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
         )
         if config.moe.replay_routing:
             everything = [_routed(trajectory, config) for trajectory in everything]
-        dealt = minibatches_of_groups([(1.0, 0.0)] * len(everything), dealing, version=0).tolist()
+        dealt = minibatches_of_groups([True] * len(everything), dealing, version=0).tolist()
         mine: list[Trajectory] = everything[place.data.rank :: place.data.world]
         told: dict[str, Any] = {"stats": []}
         for version in range(2):
