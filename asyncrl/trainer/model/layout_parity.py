@@ -95,25 +95,15 @@ _HOW = {
     AttentionKind.flex: "packed with shared prefixes",
 }
 
-<<<<<<< HEAD
 _SDPA = (
-    Layout(AttentionKind.tree, PACKED),
-    Layout(AttentionKind.packed, PACKED),
-    Layout(AttentionKind.padded, "sdpa"),
-    Layout(AttentionKind.padded, "eager"),
+    SequenceLayout(AttentionKind.tree, PACKED),
+    SequenceLayout(AttentionKind.packed, PACKED),
+    SequenceLayout(AttentionKind.padded, "sdpa"),
+    SequenceLayout(AttentionKind.padded, "eager"),
 )
-_LAYOUTS: dict[AttentionImplementation, tuple[Layout, ...]] = {
-    AttentionImplementation.sdpa: _SDPA,
-    AttentionImplementation.flex_attention: (Layout(AttentionKind.flex, FLEX), *_SDPA),
-=======
 _LAYOUTS: dict[AttentionImplementation, tuple[SequenceLayout, ...]] = {
-    AttentionImplementation.sdpa: (
-        SequenceLayout(AttentionKind.tree, PACKED),
-        SequenceLayout(AttentionKind.packed, PACKED),
-        SequenceLayout(AttentionKind.padded, "sdpa"),
-        SequenceLayout(AttentionKind.padded, "eager"),
-    ),
->>>>>>> main
+    AttentionImplementation.sdpa: _SDPA,
+    AttentionImplementation.flex_attention: (SequenceLayout(AttentionKind.flex, FLEX), *_SDPA),
     AttentionImplementation.flash_attention_2: (
         SequenceLayout(AttentionKind.flash, "flash_attention_2"),
         SequenceLayout(AttentionKind.padded, "flash_attention_2"),
