@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.api.generation import SamplingParams
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.api.seeds import seed_from
 
 
@@ -23,6 +24,8 @@ class Prompt:
         group_size: number of episodes wanted.
         sampling: sampling parameters of the experiment, with the seed of this prompt or of one `member`.
         member: number of the episode in its group.
+        pictures: pictures at spans of `input_ids`. An agent that asks in token ids passes them with its request, and
+            its samples have them.
     """
 
     prompt_id: str
@@ -32,6 +35,7 @@ class Prompt:
     group_size: int
     sampling: SamplingParams
     member: int = 0
+    pictures: tuple[PlacedPicture, ...] = ()
 
     def of_member(self, member: int) -> Prompt:
         """Return the prompt for episode `member` of the group, with its own seed."""

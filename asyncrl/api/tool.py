@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.api.chat import ToolSchema
+from asyncrl.api.picture import Picture
 from asyncrl.api.tool_schema import ToolSchemaError, schema_of
 
 
@@ -36,12 +37,14 @@ class ToolResult:
         reward: added to the sample's reward, as the part `tool/<name>`.
         metrics: further finite numbers, logged as `tool/<name>/<metric>`.
         is_error: the call failed, and `text` gives the reason; counted as `tool/<name>/errors`.
+        pictures: pictures that the model sees after the text; a model that takes no pictures reads their names.
     """
 
     text: str
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_error: bool = False
+    pictures: tuple[Picture, ...] = ()
 
 
 class Tool:
@@ -145,8 +148,8 @@ def as_tool(function: Callable[..., Any], name: str = "", **hidden: Any) -> Func
     """Return a tool that calls `function`, plain or `async`.
 
     Args:
-        function: the model receives its return value: text as it is, anything else as JSON. A `ToolResult` may carry a
-            reward.
+        function: the model receives its return value: text as it is, a `Picture` as a picture, anything else as JSON.
+            A `ToolResult` may carry a reward.
         name: name that the model uses; by default the function's own name.
         hidden: values of keyword-only parameters, for all samples.
 
@@ -162,4 +165,6 @@ def as_result(value: object) -> ToolResult:
         return value
     if isinstance(value, str):
         return ToolResult(value)
+    if isinstance(value, Picture):
+        return ToolResult("", pictures=(value,))
     return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
