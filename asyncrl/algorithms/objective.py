@@ -3,7 +3,8 @@
     total = 1/D sum_t a_t [ w_t k_t L_t + kl_coef KL_t + log_ratio_coef/2 l_t^2 - entropy_coef H_t ]
 
 a_t and D come from the aggregation (D summed over all micro-batches and ranks before the first backward), w_t and k_t
-(weight, keep) from the correction, L_t from the policy loss. l = log(pi / pi_old) is the log-ratio to the policy that
+(weight, keep) from the correction, L_t from the policy loss. A selection, made over the whole minibatch before its
+first forward pass (`selection`), masks further tokens of L. l = log(pi / pi_old) is the log-ratio to the policy that
 the loss's ratio refers to; its square keeps the policy near that one without a clip (DRO, arXiv:2405.19107; Kimi k1.5,
 arXiv:2501.12599; prime-rl), with a gradient of log_ratio_coef l_t grad log pi, also where the loss is masked. Use:
 
@@ -106,7 +107,9 @@ class Objective:
         # Where no loss is carried the value may be anything, even nan, which a product with 0 would let through.
         keep_T, penalty_T = output.mask_T & correction.keep_T, None
         stats = {**_policy_stats(inputs, correction), **output.stats}
-        if inputs.selection is not None:
+        if self.selects:
+            if inputs.selection is None:
+                raise ValueError(f"selection is None but the spec has {self.spec.selection.name!r}; select first")
             keep_T, penalty_T = keep_T & inputs.selection.keep_T, inputs.selection.penalty_T
             stats["masked/selected"] = count_stat((mask_T & ~inputs.selection.keep_T).sum())
         policy_T = torch.where(keep_T, output.loss_T, 0) * correction.weight_T
