@@ -12,6 +12,8 @@ from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.models.picture_rules import PictureRules, picture_rules
 from asyncrl.plugins.datasets import Dataset, load_dataset
 from asyncrl.plugins.datasets.mixture import Mixture
 from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, make_prompt
@@ -98,7 +100,21 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
     """
     folder, data = Path(str(config.model.path)).expanduser(), config.dataset
-    return PromptFormat(load_tokenizer(folder), load_chat_template(folder, data), data.max_prompt_tokens, data.overlong)
+    return PromptFormat(
+        load_tokenizer(folder),
+        load_chat_template(folder, data),
+        data.max_prompt_tokens,
+        data.overlong,
+        pictures=pictures_taken(config),
+    )
+
+
+def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
+    """How prompts show pictures; None where the model or the generation servers take none."""
+    folder = Path(str(config.model.path)).expanduser()
+    if config.generation.backend != GenerationBackend.embedded or not (folder / "config.json").is_file():
+        return None
+    return picture_rules(folder)
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:
