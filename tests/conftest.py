@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -160,6 +161,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
         if item.get_closest_marker("network") and not os.environ.get("ASYNCRL_NETWORK_TESTS"):
             item.add_marker(pytest.mark.skip(TO_INCLUDE["network"][0]))
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the garbage collector passes over it from now on, here and in ranks that are forked,
+    which would copy all of it otherwise.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
