@@ -93,8 +93,11 @@ class Prompts:
         )
 
 
-def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
+def load_prompt_format(config: ExperimentConfig, *, training: bool) -> PromptFormat:
     """Build the prompt format from the tokenizer in `model.path` and the settings of `dataset`; without tools.
+
+    Args:
+        training: samples are trained; else they are evaluated alone.
 
     Raises:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
@@ -105,14 +108,21 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
         load_chat_template(folder, data),
         data.max_prompt_tokens,
         data.overlong,
-        pictures=pictures_taken(config),
+        pictures=pictures_taken(config, training=training),
     )
 
 
-def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
-    """How prompts show pictures; None where the model or the generation servers take none."""
+SERVERS_TAKE_PICTURES = False
+"""True if the embedded generation server computes pictures."""
+TRAINERS_TAKE_PICTURES = False
+"""True if a training engine does."""
+
+
+def pictures_taken(config: ExperimentConfig, *, training: bool) -> PictureRules | None:
+    """How prompts show pictures; None if the model, the generation servers or, in `training`, the trainer take none."""
     folder = Path(str(config.model.path)).expanduser()
-    if config.generation.backend != GenerationBackend.embedded or not (folder / "config.json").is_file():
+    engines = SERVERS_TAKE_PICTURES and (TRAINERS_TAKE_PICTURES or not training)
+    if not engines or config.generation.backend != GenerationBackend.embedded or not (folder / "config.json").is_file():
         return None
     return picture_rules(folder)
 
