@@ -245,9 +245,14 @@ def _too_few_gpus(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
 
 def _attention(config: ExperimentConfig) -> Iterator[str]:
     device, gpus, attention = config.trainer.device, count_gpus(), config.model.attn_implementation
-    if attention != AttentionImplementation.flash_attention_2:
+    if attention not in (AttentionImplementation.flash_attention_2, AttentionImplementation.flex_attention):
         return
-    if importlib.util.find_spec("flash_attn") is None:
+    if attention == AttentionImplementation.flex_attention and not config.trainer.share_prefixes:
+        yield (
+            f"model.attn_implementation={str(attention)!r}: it computes shared prefixes once and "
+            "trainer.share_prefixes=false; set that to true, or use sdpa"
+        )
+    if attention == AttentionImplementation.flash_attention_2 and importlib.util.find_spec("flash_attn") is None:
         yield (
             f"model.attn_implementation={str(attention)!r}: the package flash-attn is not installed; install it, or "
             "use sdpa"

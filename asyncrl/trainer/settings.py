@@ -18,6 +18,7 @@ class AttentionImplementation(StrEnum):
     """Attention of the training ranks, by transformers' names."""
 
     sdpa = auto()
+    flex_attention = auto()
     eager = auto()
     flash_attention_2 = auto()
 
@@ -115,8 +116,9 @@ class ModelConfig:
     )
     attn_implementation: AttentionImplementation = setting(
         AttentionImplementation.sdpa,
-        "attention of the training ranks; sdpa and flash_attention_2 train packed where that is proven right for the "
-        "model when it is loaded, else on padded rows; eager: padded rows",
+        "attention of the training ranks; sdpa, flex_attention (torch's kernel for GPUs, compiled at the first step; "
+        "with trainer.share_prefixes) and flash_attention_2 train packed where that is proven right for the model when "
+        "it is loaded, else on padded rows; eager: padded rows",
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 

@@ -153,7 +153,7 @@ class _Loss:
 
     def _ratio(self, computed: int, whole: int) -> Stat:
         device = self._batch.device
-        return Stat(torch.tensor(float(computed), device=device), torch.tensor(float(whole), device=device))
+        return Stat(torch.full((), float(computed), device=device), torch.full((), float(whole), device=device))
 
     def no_stats(self) -> Stats:
         """The statistics of no tokens: every key, so that a rank without loss tokens has the same keys as the
