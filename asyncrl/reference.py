@@ -272,8 +272,13 @@ class ReferenceTrainer:
     def select(self, inputs: PolicyLossInputs) -> SelectionOutput:
         """The objective's selection among the loss tokens of a minibatch, over all of its tokens."""
         mask_T = inputs.mask_T
-        parts = (inputs.required_prox_T, inputs.behave_logprobs_T, inputs.advantages_T)
-        chosen = self.objective.selection(SelectionInputs(*(part_T[mask_T] for part_T in parts)))
+        chosen = self.objective.selection(
+            SelectionInputs(
+                start_logprobs_T=inputs.required_prox_T[mask_T],
+                behave_logprobs_T=inputs.behave_logprobs_T[mask_T],
+                advantages_T=inputs.advantages_T[mask_T],
+            )
+        )
         keep_T, penalty_T = torch.ones_like(mask_T), torch.zeros_like(inputs.advantages_T)
         keep_T[mask_T] = chosen.keep_T
         if chosen.penalty_T is None:
