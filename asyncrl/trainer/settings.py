@@ -18,6 +18,7 @@ class AttentionImplementation(StrEnum):
     """Attention of the training ranks, by transformers' names."""
 
     sdpa = auto()
+    flex_attention = auto()
     eager = auto()
     flash_attention_2 = auto()
 
@@ -115,8 +116,9 @@ class ModelConfig:
     )
     attn_implementation: AttentionImplementation = setting(
         AttentionImplementation.sdpa,
-        "attention of the training ranks; sdpa and flash_attention_2 train packed where that is proven right for the "
-        "model when it is loaded, else on padded rows; eager: padded rows",
+        "attention of the training ranks; sdpa, flex_attention (torch's kernel for GPUs, compiled at the first step; "
+        "with trainer.share_prefixes) and flash_attention_2 train packed where that is proven right for the model when "
+        "it is loaded, else on padded rows; eager: padded rows",
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -254,7 +256,7 @@ class ReferenceModelConfig(RolePlacementConfig):
     path: Optional[str] = setting(None, "Hugging Face folder; null: the actor's model.path")
 
 
-_COMPARING = ("grpo", "dr_grpo", "opo", "gpg")
+_COMPARING = ("grpo", "dr_grpo", "opo", "gpg", "max_rl", "gdpo")
 """Advantages that compare the episodes of a group, of which one alone would have none."""
 
 
@@ -288,6 +290,12 @@ class AlgorithmConfig:
     kl_target: float = setting(0.0, "adapt kl_coef towards this KL; 0: fixed", unit="nats/token", minimum=0.0)
     kl_horizon: int = setting(10000, "samples over which kl_coef adapts", unit="samples", minimum=1)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", minimum=0.0)
+    log_ratio_coef: float = setting(
+        0.0,
+        "weight of half the squared log-ratio to the policy that the loss's ratio refers to, which keeps the policy "
+        "near it (DRO, Kimi k1.5, prime-rl); 0: none",
+        minimum=0.0,
+    )
     stop_kl: float = setting(
         0.0, "end a step's minibatch loop once the KL to the proximal policy exceeds this; 0: never", minimum=0.0
     )

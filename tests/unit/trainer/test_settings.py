@@ -235,17 +235,28 @@ def test_flash_attention_that_is_not_installed(
 
 
 @pytest.mark.parametrize(("device", "count"), [(Device.cpu, 1), (Device.auto, 0)])
-def test_flash_attention_on_a_cpu(
-    device: Device, count: int, config: ExperimentConfig, gpus: SetGpus, flash_attention: SetInstalled
+@pytest.mark.parametrize("kernel", [AttentionImplementation.flash_attention_2, AttentionImplementation.flex_attention])
+def test_attention_for_gpus_on_a_cpu(
+    kernel: AttentionImplementation,
+    device: Device,
+    count: int,
+    config: ExperimentConfig,
+    gpus: SetGpus,
+    flash_attention: SetInstalled,
 ) -> None:
     gpus(count)
     flash_attention(True)
-    config.model.attn_implementation = AttentionImplementation.flash_attention_2
+    config.model.attn_implementation = kernel
     config.trainer.device = device
     assert f"trainer.device={str(device)!r} is a CPU here; use sdpa" in the_message(config)
     gpus(1)
     config.trainer.device = Device.auto
     assert list(check(config)) == []
+    config.trainer.share_prefixes = False
+    if kernel == AttentionImplementation.flex_attention:
+        assert "trainer.share_prefixes=false; set that to true, or use sdpa" in the_message(config)
+    else:
+        assert list(check(config)) == []
 
 
 @pytest.mark.parametrize("advantage", sorted(NEEDS_VALUES))
