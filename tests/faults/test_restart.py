@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from asyncrl.commands.audit import audit
+from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.last_step import LastStep
+from asyncrl.verify.audit.history import read_ledger, surviving
 
 from ..conftest import LIMIT_S, SETTINGS, Gate
 from ..e2e.clusters import await_that
@@ -98,8 +100,11 @@ def used_orders(run: Any) -> list[int]:
 
 
 def orders_used_so_far(run: Any) -> set[int]:
-    """The same by the file that the master writes before each report; that of a running run is replaced, not pruned."""
-    return orders_of(run, UsedPrompts.read(run.run_dir / "data_state.json"))
+    """The same of a run that goes on, by its ledger."""
+    recorded = Recorded()
+    for entry in surviving(read_ledger(run.run_dir / "ledger", print), print):
+        recorded.take(entry.line)
+    return orders_of(run, recorded.used)
 
 
 def orders_of(run: Any, used: UsedPrompts) -> set[int]:
