@@ -14,10 +14,10 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.registry import Collector
 
-from asyncrl.comm.http.server import Handler, HttpServer, Refused, Route, json_response
+from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.manager.fleet.canary_check import CanaryCheck
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState
+from asyncrl.manager.fleet.logprob_check import LogprobCheck
 from asyncrl.manager.messages import BadRequest, NotIntroduced, NotRebuilt, RunReport, Verb
 from asyncrl.manager.service import ManagerService
 
@@ -48,10 +48,10 @@ class ManagerHttp(HttpServer):
             return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
         routes = {
-            path: Route(answering(verb), max_bytes=MAX_RUN_BYTES if verb[0] is RunReport else MAX_BODY_BYTES)
+            path: HttpRoute(answering(verb), max_bytes=MAX_RUN_BYTES if verb[0] is RunReport else MAX_BODY_BYTES)
             for path, verb in verbs.items()
         }
-        routes |= {"/health": Route(health, open=True), "/metrics": Route(metrics, open=True)}
+        routes |= {"/health": HttpRoute(health, open=True), "/metrics": HttpRoute(metrics, open=True)}
         token, tls = (None, None) if security is None else (security.token, security.server_context())
         super().__init__(routes, token=token, tls=tls, registry=registry)
 
@@ -89,10 +89,10 @@ def _with_path_first(message: str) -> str:
 class _ManagerCollector(Collector):
     """Reads the metrics from the manager's state when they are asked for."""
 
-    def __init__(self, service: ManagerService, decisions: FleetDecisions, canary: CanaryCheck | None) -> None:
+    def __init__(self, service: ManagerService, decisions: FleetDecisions, logprob_check: LogprobCheck | None) -> None:
         self._service = service
         self._decisions = decisions
-        self._canary = canary
+        self._logprob_check = logprob_check
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, as of now."""
@@ -129,18 +129,18 @@ class _ManagerCollector(Collector):
         yield Gauge, "server_sequences", "Sequences placed.", "server", sequences
         tokens = {str(view.index): view.tokens for view in servers}
         yield Gauge, "server_tokens", "Tokens outstanding at most.", "server", tokens
-        if (canary := self._canary) is not None:
-            differences = {str(server): difference for server, difference in canary.differences.items()}
+        if (logprob_check := self._logprob_check) is not None:
+            differences = {str(server): difference for server, difference in logprob_check.differences.items()}
             documentation = "Greatest difference to the trainer's log-probabilities at the last check, nats."
-            yield Gauge, "canary_difference", documentation, "server", differences
-            yield Gauge, "logprob_check_tolerance", "Greatest difference allowed, nats.", "", canary.tolerance
-            yield Counter, "canary_alarms", "Checks above the tolerance.", "", canary.alarms
+            yield Gauge, "logprob_check_difference", documentation, "server", differences
+            yield Gauge, "logprob_check_tolerance", "Greatest difference allowed, nats.", "", logprob_check.tolerance
+            yield Counter, "logprob_check_alarms", "Checks above the tolerance.", "", logprob_check.alarms
 
 
 def manager_registry(
-    service: ManagerService, decisions: FleetDecisions, canary: CanaryCheck | None = None
+    service: ManagerService, decisions: FleetDecisions, logprob_check: LogprobCheck | None = None
 ) -> CollectorRegistry:
     """A registry of its own with the manager's metrics."""
     registry = CollectorRegistry()
-    registry.register(_ManagerCollector(service, decisions, canary))
+    registry.register(_ManagerCollector(service, decisions, logprob_check))
     return registry

@@ -24,9 +24,9 @@ from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.manager.fleet.canary_check import CanaryCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.fan_out import ORIGIN
+from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
@@ -35,15 +35,15 @@ from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
-from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.process.descriptors import allow_connections
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
+from asyncrl.runtime.process_kinds import PROCESS_KINDS
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.placement import worker_grid
 from asyncrl.weights.staging.messages import INPUTS, MODEL
@@ -66,7 +66,10 @@ class GserverManager(AsyncWorker):
         self._clock = RunningClock()
         updates = config.manager
         self._decisions = FleetDecisions(
-            updates.update_mode, updates.update_timeout_s, updates.update_fraction, staged=not config.system.shared
+            updates.update_mode,
+            updates.update_timeout_s,
+            updates.update_fraction,
+            staged=not config.system.shared_filesystem,
         )
         curriculum = config.dataset.curriculum
         bound = (config.train_batch_size, config.max_head_offpolicyness)
@@ -84,13 +87,15 @@ class GserverManager(AsyncWorker):
             curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
         )
         tolerance = logprob_check_tolerance(config)
-        self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
+        self._logprob_check = LogprobCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
         self._workers: set[str] = set()
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
-        workers, servers = (KINDS[kind].count(self.config) for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER))
+        workers, servers = (
+            PROCESS_KINDS[kind].count(self.config) for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER)
+        )
         allow_connections(workers + servers, f"{workers} RolloutWorkers and {servers} generation servers")
         servers_http = JsonHttp(self.http_security)
         publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)
@@ -100,19 +105,19 @@ class GserverManager(AsyncWorker):
             servers_http,
             weight_transport(self.config.manager.weight_transport).manager_end(publisher),
             config=self.config.manager,
-            checks=() if self._canary is None else (self._canary,),
+            checks=() if self._logprob_check is None else (self._logprob_check,),
             log=self.log,
             clock=self._clock,
         )
-        self._staging = None if self.config.system.shared else self._make_staging(servers_http)
-        registry = manager_registry(self._service, self._decisions, self._canary)
+        self._staging = None if self.config.system.shared_filesystem else self._make_staging(servers_http)
+        registry = manager_registry(self._service, self._decisions, self._logprob_check)
         verbs = self._service.verbs() | {
             "/status": (Empty, self._answer_status),
         }
         http = ManagerHttp(verbs, security=self.http_security, registry=registry)
         try:
             url = await http.start(self.config.system.host)
-            self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.heartbeat_s, replace=True)
+            self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.lease_s, replace=True)
             self.ready()
             observer.gauges(self._figures)
             async with asyncio.TaskGroup() as loops:

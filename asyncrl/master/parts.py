@@ -24,16 +24,16 @@ from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.stall import LOOK_S, StallWatch
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
-from asyncrl.master.metrics.journal import Journal
+from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.connections import Evaluates, NameBoard, evaluate
 from asyncrl.master.peers.policy_versions import Publishing, VersionAnnouncer
-from asyncrl.master.peers.ranks import Ranks
+from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
-from asyncrl.master.recovery.kept_step import KeptSteps
+from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.trainer.placement import Placement, worker_grid
 from asyncrl.weights.transports.base import weight_transport
@@ -67,17 +67,17 @@ class Parts:
     peers: Peers
     stop: asyncio.Event
     clock: RunningClock
-    ranks: Ranks
+    ranks: RankClients
     executor: Executor
     buffer: SampleBuffer
     collector: Collector
     batches: Batches
-    journal: Journal
+    metrics_log: MetricsLog
     ledger: Ledger
     announcer: VersionAnnouncer
     stall: StallWatch
     checkpoints: Checkpoints
-    steps: KeptSteps
+    steps: MemoryCheckpointer
     reports: Reports
     publishing: Publishing
     version: int = 0
@@ -87,14 +87,14 @@ class Parts:
         return {
             "version": self.version,
             "buffer": self.buffer.state(),
-            "journal": self.journal.state(),
+            "metrics_log": self.metrics_log.state(),
             "dropped": dict(self.reports.told.books.dropped),
             "curriculum": self.reports.curriculum.state(),
             "buffer_order": self.batches.order.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the journal takes its part when it is opened."""
+        """Continue from `state`; the metrics_log takes its part when it is opened."""
         self.version = state["version"]
         self.buffer.restore(state["buffer"])
         self.batches.order.restore(state.get("buffer_order"))
@@ -142,19 +142,19 @@ def assemble(
     peers: Peers,
     stop: asyncio.Event,
     clock: RunningClock | None = None,
-    last_step: LastStep | None = None,
+    memory_checkpoint: MemoryCheckpoint | None = None,
     incarnation: int = 0,
 ) -> Parts:
     """Make the parts of a run's loop.
 
     Args:
-        last_step: where the state of each step is kept, and looked for at the beginning; None: nowhere.
+        memory_checkpoint: where the state of each step is kept, and looked for at the beginning; None: nowhere.
         incarnation: how many MasterWorkers before this one died.
     """
     clock = clock or RunningClock()
     limit_s = config.system.stall_timeout_s
     load_s = max(limit_s, LONGEST_STARTS * config.system.start_timeout_s)
-    ranks = Ranks(peers.workers, worker_grid(config).publisher, limit_s, incarnation, load_s)
+    ranks = RankClients(peers.workers, worker_grid(config).publisher, limit_s, incarnation, load_s)
     routes, grids = peers.placement.routing_table(), peers.placement.grids
     moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
     heads = [peers.workers[worker] for worker in routes.data_workers]
@@ -162,9 +162,9 @@ def assemble(
 
     buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
     collector = Collector(heads, buffer)
-    journal = Journal(config, collector, buffer)
+    metrics_log = MetricsLog(config, collector, buffer)
     ledger = Ledger.of_run(run_dir, config)
-    steps = KeptSteps(last_step, ranks)
+    steps = MemoryCheckpointer(memory_checkpoint, ranks)
 
     async def evaluate_version(name: str, version: int) -> EvaluationResult:
         while peers.board.producers_start():  # noqa: ASYNC110 - the resolver's thread has no event of this loop
@@ -172,7 +172,7 @@ def assemble(
         return await evaluate(peers.rollouts, name, version, config.eval.timeout_s)
 
     announce = peers.board.announce_version
-    announcer = VersionAnnouncer(announce, evaluate_version, journal.evaluations_due, journal.evaluated, clock)
+    announcer = VersionAnnouncer(announce, evaluate_version, metrics_log.evaluations_due, metrics_log.evaluated, clock)
     starting = peers.board.producers_start
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
     curriculum = make_curriculum(config.dataset.curriculum)
@@ -188,11 +188,11 @@ def assemble(
         buffer=buffer,
         collector=collector,
         batches=Batches(config, buffer, collector, peers.manager, stall, reports.report),
-        journal=journal,
+        metrics_log=metrics_log,
         ledger=ledger,
         announcer=announcer,
         stall=stall,
-        checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, journal, check=collector.check),
+        checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, metrics_log, check=collector.check),
         steps=steps,
         reports=reports,
         publishing=Publishing(ranks, actors, announcer),

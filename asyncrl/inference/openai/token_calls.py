@@ -12,9 +12,9 @@ import msgspec
 from asyncrl.api.chat import Message, ToolSchema
 from asyncrl.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.inference.openai import chat_completions
-from asyncrl.inference.openai.calls import MAX_ANSWERS, Call, Json, sampling_of
+from asyncrl.inference.openai.calls import MAX_ANSWERS, ApiCall, Json, sampling_of
 from asyncrl.inference.openai.errors import invalid
-from asyncrl.inference.openai.surface import Surface
+from asyncrl.inference.openai.supported_parameters import SupportedParameters
 
 
 class PromptIds(Protocol):
@@ -59,7 +59,7 @@ class ChatTokens(chat_completions.Body):
     tokens: list[int] = msgspec.field(default_factory=list)
 
 
-_TOKENIZE: Final = Surface(
+_TOKENIZE: Final = SupportedParameters(
     Tokenize,
     ignored=frozenset({"model", "return_token_strs", "add_special_tokens"}),
     neutral={"continue_final_message": (False,), "chat_template_kwargs": ({},)},
@@ -68,12 +68,12 @@ _TOKENIZE: Final = Surface(
         "chat_template_kwargs": chat_completions.SURFACE.hints["chat_template_kwargs"],
     },
 )
-_GENERATE: Final = Surface(
+_GENERATE: Final = SupportedParameters(
     Generate,
     ignored=frozenset({"model", "request_id", "stream_options", "cache_salt", "priority"}),
     neutral={"stream": (False,), "features": ({},)},
 )
-_SAMPLING: Final = Surface(
+_SAMPLING: Final = SupportedParameters(
     Sampling,
     ignored=frozenset(
         [
@@ -101,7 +101,7 @@ _SAMPLING: Final = Surface(
         ]
     },
 )
-_CHAT: Final = Surface(
+_CHAT: Final = SupportedParameters(
     ChatTokens,
     chat_completions.SURFACE.ignored,
     chat_completions.SURFACE.neutral,
@@ -119,7 +119,7 @@ class ChatFromTokens(chat_completions.ChatCompletions):
     def __init__(self, prompt_ids: PromptIds) -> None:
         self._prompt_ids = prompt_ids
 
-    def read(self, body: bytes) -> Call:
+    def read(self, body: bytes) -> ApiCall:
         asked = _CHAT.read(body)
         call = chat_completions.call_of(asked)
         ids = self._prompt_ids(call.messages, tools=call.tools)
@@ -164,7 +164,7 @@ def read_generate(body: bytes, session: SamplingParams) -> GenerationRequest:
         stop=own.stop,
         stop_token_ids=None if own.stop_token_ids is None else tuple(own.stop_token_ids),
     )
-    call = Call("", (), sampling=sampling)
+    call = ApiCall("", (), sampling=sampling)
     return GenerationRequest(uuid.uuid4().hex, tuple(asked.token_ids), own.n, call.sampled_by(session))
 
 

@@ -28,7 +28,7 @@ from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.connections import introduce_each
-from asyncrl.master.recovery.kept_step import KeptSteps
+from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.runtime.process.waiting import cancel, or_stop
@@ -99,7 +99,7 @@ class Reports:
         buffer: SampleBuffer,
         ledger: Ledger,
         curriculum: Curriculum,
-        steps: KeptSteps,
+        steps: MemoryCheckpointer,
         stop: asyncio.Event,
         limit_s: float,
     ) -> None:

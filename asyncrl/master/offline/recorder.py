@@ -69,7 +69,7 @@ class Recorder(AsyncWorker):
 
         puller = TrajectoryPuller(self.config.system.host, self.security, on_message=arrived)
         try:
-            lease_s = self.config.system.heartbeat_s
+            lease_s = self.config.system.lease_s
             self.resolver.add(names.puller_key(0), puller.endpoint, lease_s=lease_s, replace=True)
             board = NameBoard(self.resolver)
             await asyncio.to_thread(board.manager_process)  # the first look reads, the others do not

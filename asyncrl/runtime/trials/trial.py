@@ -31,10 +31,10 @@ from asyncrl.config.run_dir import (
     run_dir_of,
     write_run_config,
 )
-from asyncrl.runtime.kinds import KINDS
-from asyncrl.runtime.last_step import LastStep, keeps_last_step, trains_elsewhere
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, trains_elsewhere, uses_memory_checkpoint
 from asyncrl.runtime.process.process_tree import end_launch
 from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import TrialClaim, is_here
 from asyncrl.runtime.trials.resume import CheckFolder, TrialError, continuation
@@ -61,7 +61,7 @@ class Trial:
         self.config, self._note = config, note
         self.run_dir = run_dir_of(config)
         self._claim: TrialClaim | None = None
-        self._last_step = LastStep(self.run_dir)
+        self._memory_checkpoint = MemoryCheckpoint(self.run_dir)
 
     def prepare(self) -> None:
         """Make the trial's folder ready for this launch.
@@ -87,7 +87,7 @@ class Trial:
     def release(self) -> None:
         """Give the trial back; nothing where it is not held."""
         if self._claim is not None:
-            self._last_step.remove()
+            self._memory_checkpoint.remove()
             self._remove_meetings()
             self._claim.release()
             self._claim = None
@@ -126,15 +126,15 @@ class Trial:
         for ending in (SUMMARY_FILE, BOOKS_FILE, EXIT_FILE, REMARKS_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
         try:
-            self._last_step.begin()
+            self._memory_checkpoint.begin()
         except OSError as error:
-            raise TrialError(f"checkpoint.keep_last_step=true: {error}") from error
+            raise TrialError(f"checkpoint.in_memory=true: {error}") from error
         try:
             with open_resolver(self.config, self.run_dir, patience_s=HURRY_S) as resolver:  # somebody waits for this
                 given_up = resolver.get_subtree(INCARNATIONS) if again else {}
                 for key, incarnation in given_up.items():
                     kind, index = key.split("/")[-2:]
-                    if int(index) >= KINDS[kind].count(self.config):  # who joined is no child of the launcher
+                    if int(index) >= PROCESS_KINDS[kind].count(self.config):  # who joined is no child of the launcher
                         resolver.add(key, str(int(incarnation) + 1), replace=True)
                 if self._claim is not None:
                     self._claim.announce(resolver)
@@ -160,12 +160,12 @@ class Trial:
         """True if another launch has taken the trial.
 
         Raises:
-            NameResolveError: it cannot be told now.
+            NameResolveError: name resolution does not answer.
         """
         return self._claim is not None and self._claim.is_lost()
 
-    def last_step_is_there(self) -> bool:
-        """True if the trainer's side can continue from its last step."""
+    def memory_checkpoint_is_there(self) -> bool:
+        """True if the trainer can resume from its in-memory checkpoint."""
         try:
             with open_resolver(self.config, self.run_dir) as resolver:
                 announced = names.PublishedVersion.decode(resolver.get(names.model_version_key(names.ACTOR))).version
@@ -174,17 +174,19 @@ class Trial:
         except NameResolveError as error:
             self._note(f"name resolution does not report the servers' version: {error}")
             return False
-        if not keeps_last_step(self.config):
+        if not uses_memory_checkpoint(self.config):
             return False
         if trains_elsewhere(self.config):  # the ranks tell the MasterWorker
-            return not self._last_step.torn
-        return self._last_step.can_go_on(announced)
+            return not self._memory_checkpoint.invalid
+        return self._memory_checkpoint.can_go_on(announced)
 
-    def give_up(
-        self, workers: Mapping[tuple[str, int], int], killed: Collection[tuple[str, int]] = frozenset()
-    ) -> None:
-        """From now on the names of these workers, by kind and index, are for the incarnations to come; those before,
-        if any still run on a host that was cut off, do not put theirs back. Tell which were `killed` from outside.
+    def fence(self, workers: Mapping[tuple[str, int], int], killed: Collection[tuple[str, int]] = frozenset()) -> None:
+        """Fence these workers, given as incarnation by kind and index: their names now belong to later incarnations.
+
+        A fenced process that still runs on a host that was cut off cannot register again.
+
+        Args:
+            killed: workers, among these, that were killed from outside.
         """
         with open_resolver(self.config, self.run_dir) as resolver:
             for (kind, index), incarnation in workers.items():
@@ -193,7 +195,7 @@ class Trial:
                 resolver.add(names.incarnation_key(kind, index), str(incarnation), replace=True)
 
     def forget_trainer(self) -> None:
-        """Take the addresses of the trainer's side out of name resolution: their successors would wait for the dead."""
+        """Remove the trainer's addresses from name resolution: its successors would wait for dead processes."""
         self._remove_meetings()
         with open_resolver(self.config, self.run_dir) as resolver:
             trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS)

@@ -25,7 +25,7 @@ from aiohttp import web
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import PIECE_BYTES, JsonHttp
-from asyncrl.comm.http.server import Handler, HttpServer, Refused, Route, json_response
+from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.run_dir import STAGED_DIR
 from asyncrl.config.same_code import KnownSources
@@ -52,7 +52,7 @@ class StagingServer(AsyncWorker):
         # its own by number: "hosts" of one machine, or with one disk in spite of all, do not remove each other's
         folder = self.run_dir / STAGED_DIR / str(self.index)
         service = StagingService(folder, self.http_security, self._has)
-        lease_s = self.config.system.heartbeat_s
+        lease_s = self.config.system.lease_s
         try:
             url = await service.http.start(self.config.system.host)
             self.resolver.add(names.staging_server_key(self.index), url, lease_s=lease_s, replace=True)
@@ -63,7 +63,7 @@ class StagingServer(AsyncWorker):
 
     def _has(self, name: str, path: Path) -> None:
         """Let those of this host begin that wait for a folder of the launch."""
-        key, lease_s = names.staged_key(name, self.config.system.host), self.config.system.heartbeat_s
+        key, lease_s = names.staged_key(name, self.config.system.host), self.config.system.lease_s
         self.resolver.add(key, str(path), lease_s=lease_s, replace=True)
         self.log.info("%s is at %s", name, path)
 
@@ -84,10 +84,10 @@ class StagingService:
         self._sources = KnownSources()
         self.store = Store(root, self._peers, on_launch_folder)
         routes = {
-            "/stage": Route(self._stage, "POST"),
-            "/manifest": Route(_of_copy(self._manifest, self.store), "GET"),
-            "/file": Route(_of_copy(self._file, self.store), "GET"),
-            "/same_code": Route(self._same_code, "POST", _MAX_SUMS_BYTES),
+            "/stage": HttpRoute(self._stage, "POST"),
+            "/manifest": HttpRoute(_of_copy(self._manifest, self.store), "GET"),
+            "/file": HttpRoute(_of_copy(self._file, self.store), "GET"),
+            "/same_code": HttpRoute(self._same_code, "POST", _MAX_SUMS_BYTES),
         }
         self.http = HttpServer(routes, token=token, tls=tls)
 

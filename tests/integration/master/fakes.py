@@ -23,8 +23,9 @@ from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.train_loop import TrainLoop
 from asyncrl.observe.metrics import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
+    AttachMaster,
     BeginStep,
     CallStats,
     CommitCheckpoint,
@@ -35,17 +36,16 @@ from asyncrl.trainer.messages import (
     IsStepRunning,
     LoadCheckpoint,
     LoadedCheckpoint,
-    LoadLastStep,
+    LoadMemoryCheckpoint,
     PollBuffer,
     PolledBuffer,
     Publish,
     PublishedWeights,
+    RankState,
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
-    Standing,
     StepRunning,
-    TakeUp,
     WrittenShare,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
@@ -54,7 +54,7 @@ from asyncrl.weights.versions.manifest import FileEntry
 
 _Q = TypeVar("_Q", bound=Request[Any])
 TRAIN_STATS = {
-    "ppo/clip_fraction": 0.1, "ppo/behave_weight_mean": 1.0, "ppo/behave_kl": 0.0, "entropy": 0.5, "grad_norm": 1.0,
+    "ppo/clip_fraction": 0.1, "ppo/behave_imp_weight_mean": 1.0, "ppo/behave_kl": 0.0, "entropy": 0.5, "grad_norm": 1.0,
     "lr": 1e-4, "ppo/loss_per_minibatch": [0.1, 0.2],
 }  # fmt: skip
 
@@ -88,7 +88,7 @@ class FakeWorkers:
     placed: Placement | None = None
     stored: dict[str, Any] | None = None
     kept: dict[str, Any] | None = None
-    last_step: LastStep | None = None
+    memory_checkpoint: MemoryCheckpoint | None = None
     log: list[tuple[int, Request[Any]]] = field(default_factory=list)
     received: dict[int, list[RolloutRecord]] = field(default_factory=dict)
     discarded: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class FakeWorkers:
     train_gate: asyncio.Event | None = None
     write_gate: asyncio.Event | None = None
     on_train: Callable[[], None] | None = None
-    standing: dict[int, Standing] = field(default_factory=dict)
+    standing: dict[int, RankState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.placed = self.placed or Placement(dict.fromkeys(("actor", "ref"), WorkerGrid(data=self.count)))
@@ -130,13 +130,13 @@ class FakeWorkers:
                     await self.write_gate.wait()
                 return WrittenShare({f"shard-{worker}": FileEntry(1, "0")})
             case CommitCheckpoint():
-                assert worker == 0 or request.of_last_step, "the publisher"
+                assert worker == 0 or request.in_memory, "the publisher"
                 assert len(request.files) == self.count
-                begun = self.begun(request.of_last_step)
+                begun = self.begun(request.in_memory)
                 assert begun.path == request.path
-                if request.of_last_step:
-                    assert self.last_step is not None
-                    commit(request, self.last_step.state_root / request.path)
+                if request.in_memory:
+                    assert self.memory_checkpoint is not None
+                    commit(request, self.memory_checkpoint.state_root / request.path)
                 else:
                     commit(request, Path(request.path))
                     self.stored = json.loads(json.dumps(begun.master_state))
@@ -144,17 +144,17 @@ class FakeWorkers:
                 return EndedStep(memory_bytes=1000 + worker)
             case IsStepRunning():
                 return StepRunning(self.stands(worker).in_step)
-            case TakeUp():
+            case AttachMaster():
                 self.received = {head: self._held(records) for head, records in self.received.items()}
                 return self.stands(worker)
             case BeginStep():
-                self.standing[worker] = Standing(in_step=True, master_state=None)
-            case SaveCheckpoint(of_last_step=True):
+                self.standing[worker] = RankState(in_step=True, master_state=None)
+            case SaveCheckpoint(in_memory=True):
                 state = json.loads(json.dumps(request.master_state))
-                self.standing[worker] = Standing(in_step=False, master_state=state)
+                self.standing[worker] = RankState(in_step=False, master_state=state)
             case LoadCheckpoint():
                 return LoadedCheckpoint(self.stored)
-            case LoadLastStep():
+            case LoadMemoryCheckpoint():
                 return LoadedCheckpoint(self.kept)
             case Publish():
                 return PublishedWeights(f"weights/actor/v{request.version}")
@@ -182,16 +182,16 @@ class FakeWorkers:
         begun = {rollout for _, request in self.log if isinstance(request, BeginStep) for rollout in request.leaving}
         return [record for record in records if record.rollout_id not in begun.union(self.discarded)]
 
-    def stands(self, worker: int) -> Standing:
-        return self.standing.get(worker, Standing(in_step=False, master_state=None))
+    def stands(self, worker: int) -> RankState:
+        return self.standing.get(worker, RankState(in_step=False, master_state=None))
 
     def requests(self, kind: type[_Q]) -> list[_Q]:
         """Return the requests of this kind that worker 0 received."""
         return [request for worker, request in self.log if worker == 0 and isinstance(request, kind)]
 
-    def begun(self, of_last_step: bool) -> SaveCheckpoint:
+    def begun(self, in_memory: bool) -> SaveCheckpoint:
         """The checkpoint, or state of a step, that was begun last."""
-        return next(each for each in reversed(self.requests(SaveCheckpoint)) if each.of_last_step == of_last_step)
+        return next(each for each in reversed(self.requests(SaveCheckpoint)) if each.in_memory == in_memory)
 
     def saved(self) -> list[int]:
         return [int(Path(request.path).name[1:]) for request in self.requests(CommitCheckpoint)]
@@ -349,7 +349,7 @@ class Run:
         config: ExperimentConfig,
         workers: FakeWorkers | None = None,
         clock: RunningClock | None = None,
-        last_step: LastStep | None = None,
+        memory_checkpoint: MemoryCheckpoint | None = None,
         follows: Run | None = None,
     ) -> None:
         self.run_dir, self.config = run_dir, config
@@ -361,8 +361,10 @@ class Run:
         graph = grpo(config)
         assert self.workers.placed is not None
         peers = Peers(list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board)
-        self.last_step = self.workers.last_step = last_step or (None if follows is None else follows.last_step)
-        parts = assemble(config, run_dir, graph, peers, self.stop, clock, self.last_step)
+        self.memory_checkpoint = self.workers.memory_checkpoint = memory_checkpoint or (
+            None if follows is None else follows.memory_checkpoint
+        )
+        parts = assemble(config, run_dir, graph, peers, self.stop, clock, self.memory_checkpoint)
         self.loop = TrainLoop(parts, ready=self._begin)
         self.begun = 0
 

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.master.books.run_files import BooksError
-from asyncrl.master.peers.ranks import Stalled
+from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from tests.integration.master.fakes import (
     FakeWorkers,

@@ -2,12 +2,12 @@
 
 Gate, prompt queue, manager, its rebuilding, sample buffer and ledger are the real ones. Processes, messages and what
 outlives them (the last step, the inboxes, checkpoints) are played as `manager/client.py`, `rollout/loop.py`,
-`trainer/trajectories/intake.py`, `master/train_loop.py` and `master/books/reports.py` have them.
+`trainer/trajectories/receiver.py`, `master/train_loop.py` and `master/books/reports.py` have them.
 
     messages   a call's reply is lost or late, a call arrives late, again, or after those that were made later; a
                trajectory reaches the trainer late, never, twice, or without its acknowledgement
     joining    a RolloutWorker comes while the run goes on, goes for good, and another takes its name
-    deaths     of a RolloutWorker, the manager, the trainer's side (which goes on from its last step), or of the run
+    deaths     of a RolloutWorker, the manager, the trainer (which resumes from its last step), or of the run
                (from its newest checkpoint); and a worker's lease that lapses though it lives
 
 Every schedule ends fairly: what was ever handed out comes to its end, the gate has no place less, the books balance,
@@ -501,7 +501,7 @@ class Schedule(RuleBasedStateMachine):
         self.all_heard = False
         self.service.worker_died(worker.name)
 
-    # The trainer's side.
+    # The trainer.
 
     @move()
     def collect(self) -> None:
@@ -749,7 +749,7 @@ class Schedule(RuleBasedStateMachine):
 
 
 def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> None:
-    """The trainer's side dies after a checkpoint and goes on from the step before it; then the run dies."""
+    """The trainer dies after a checkpoint and goes on from the step before it; then the run dies."""
     schedule = Schedule()
     schedule.begin(batch=1, eta=1, on_stale=OnStale.drop, stops_early=False)
     schedule.fair_turn(0)

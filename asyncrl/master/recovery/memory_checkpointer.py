@@ -1,0 +1,152 @@
+"""The state after each step, kept in the memory of the ranks' hosts (`asyncrl.runtime.memory_checkpoint`).
+
+The ranks copy what they need, and the next step may change it. Each writes its files by itself while weights are
+published. Once all have written, the state becomes visible at once. Only then may others see the step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.comm.request_reply.client import RemoteError
+from asyncrl.manager.messages import ReceivedRollout
+from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.metrics.metric_rows import Row
+from asyncrl.master.peers.rank_clients import RankClients
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.process.worker import RestartTrainer
+from asyncrl.trainer.messages import (
+    MEMORY_CHECKPOINT_LOST,
+    CommitCheckpoint,
+    FinishShare,
+    LoadMemoryCheckpoint,
+    SaveCheckpoint,
+    WrittenShare,
+)
+from asyncrl.weights.versions.manifest import FileEntry
+
+_log = logging.getLogger(__name__)
+
+
+class StepState(msgspec.Struct, frozen=True):
+    """The part of a kept state that a checkpoint lacks: what is reported and written about the step next.
+
+    Attributes:
+        trained: rollouts that are not reported to the manager yet.
+        measured_seq: number of the last measured success rate that is in this state.
+        ledger_line: lines that the ledger had when the step was complete.
+    """
+
+    batch: TrainBatch
+    measured: Row
+    trained: list[ReceivedRollout]
+    measured_seq: int
+    ledger_line: int
+
+
+class MemoryCheckpointer:
+    """Keeps the state of each step, and says what others may see.
+
+    Args:
+        memory_checkpoint: None if none is kept.
+    """
+
+    def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: RankClients) -> None:
+        self._memory_checkpoint, self._ranks = memory_checkpoint, ranks
+        self._begun = self._whole = 0
+        self._begun_with = self._measured = 0
+
+    @property
+    def on(self) -> bool:
+        """True if steps are kept. Once one could not be, none is any more."""
+        return self._memory_checkpoint is not None
+
+    def may_tell_of(self, version: int) -> bool:
+        """True if a process that replaces this one would know of the step that made `version`."""
+        return not self.on or self._whole == version
+
+    def kept_of(self, measured_seq: int) -> int:
+        """Return how many of these measured success rates the manager may forget, as a successor of this process knows
+        them too.
+        """
+        return self._measured if self.on else measured_seq
+
+    def found(self, version: int, measured_seq: int) -> None:
+        """The run continues at `version`, of which everything is there."""
+        self._whole, self._measured = version, measured_seq
+
+    async def begin(self, version: int, state: dict[str, Any], step: StepState) -> None:
+        """Have the ranks copy the state of the step that made `version`, and begin to write it."""
+        if self._memory_checkpoint is None:
+            return
+        self._begun, self._begun_with = version, step.measured_seq
+        whole = state | {"step": msgspec.to_builtins(step, str_keys=True)}
+        try:
+            request = SaveCheckpoint(f"v{version}", version, whole, in_memory=True, master=self._ranks.master)
+            await self._ranks.all(request)
+        except RemoteError as error:
+            self._keep_no_more(error)
+
+    async def finish(self) -> None:
+        """Wait until the state that was begun is whole, so that others may see the step."""
+        if await self._complete(self._begun):
+            self._whole, self._measured = self._begun, self._begun_with
+
+    async def take_up(self, version: int) -> None:
+        """Complete the state of `version` that a master before this one had begun."""
+        await self._complete(version)
+
+    async def load(self, announced: int) -> dict[str, Any] | None:
+        """Have the ranks restore the kept state; return the master's part, None if there is none.
+
+        Args:
+            announced: the version that others know.
+
+        Raises:
+            RestartTrainer: the state of a step that others have seen is gone, so only a checkpoint is left.
+        """
+        if self._memory_checkpoint is None:
+            return None
+        try:
+            state = (await self._ranks.load(LoadMemoryCheckpoint()))[0].master_state
+            version = 0 if state is None else state["version"]
+            if version >= announced:
+                return state
+            lost = f"version {announced} was announced, version {version} is what is kept"
+        except RemoteError as error:
+            if error.kind != MEMORY_CHECKPOINT_LOST:
+                raise
+            lost = error.message
+        self._memory_checkpoint.invalidate()
+        raise RestartTrainer(f"the last step is lost, only a checkpoint is left to continue from: {lost}")
+
+    async def _complete(self, version: int) -> bool:
+        if self._memory_checkpoint is None:
+            return False
+        path = f"v{version}"
+        try:
+            shares = await self._ranks.all(FinishShare(path, in_memory=True))
+            await self._ranks.all(CommitCheckpoint(path, files_of(shares), keep=1, in_memory=True))
+        except RemoteError as error:
+            self._keep_no_more(error)
+        return self.on
+
+    def _keep_no_more(self, error: RemoteError) -> None:
+        """Stop in-memory checkpoints. The existing one is older than what others will see, so nothing resumes from
+        it.
+        """
+        _log.warning(
+            "in-memory checkpoints are now off: a crash of the trainer would cost all steps since the newest "
+            "checkpoint on disk: %s",
+            error,
+        )
+        self._memory_checkpoint = None
+
+
+def files_of(shares: Sequence[WrittenShare]) -> dict[str, FileEntry]:
+    """Return the files that the ranks have written together, by name."""
+    return {name: entry for share in shares for name, entry in share.files.items()}

@@ -1,0 +1,111 @@
+"""Messages over the pipes between a RolloutWorker and its pool's processes: a length, then MessagePack.
+
+    4 bytes, little endian: length of what follows
+    MessagePack of a `ChildCall` or an `PolicyAnswer` (to the process) or a `ChildReply` (from it)
+
+A function travels as its import path, its arguments as plain data. What a call asks of the worker meanwhile, an
+environment its reward, is a `ChildReply` that `asks`, which an `PolicyAnswer` follows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+LENGTH = struct.Struct("<I")
+MAX_BYTES = 16 << 20
+"""Largest size of a call or a reply in bytes; a reward has no use for more."""
+
+
+class CodeTarget(msgspec.Struct, frozen=True):
+    """A user's function or class at import path `path`, with its keyword arguments (of the constructor for a class)."""
+
+    path: str
+    args: dict[str, Any]
+
+
+MAKE, USE = "make", "use"
+"""Kinds of a `ChildCall`. `make` builds the process's object, an instance of `target` (an agent with `arguments`, else
+an environment). `use` calls a method of it: `arguments` are the method's name, its arguments and its keyword arguments.
+"""
+
+
+class ChildCall(msgspec.Struct, frozen=True):
+    """Call `target` with `arguments`, in which an `Episode` is written as a map and marked by `sees`; or see
+    `MAKE`.
+    """
+
+    target: CodeTarget
+    sees: str
+    arguments: list[Any]
+
+
+class ChildReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The value, plain data; or, where `error` is set, what was raised and the end of its traceback.
+
+    `left_behind`: processes that the call started are still there. `asks`: it is no reply yet, the call goes on once
+    the worker has answered this: the arguments of the environment's reward, or what an agent calls.
+    """
+
+    value: Any = None
+    error: str = ""
+    traceback: str = ""
+    left_behind: bool = False
+    asks: list[Any] | None = None
+
+
+class PolicyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Answer of the worker to a question of the process; if `error` is set, the reason why there is no answer."""
+
+    value: Any = None
+    error: str = ""
+
+
+_REPLY = msgspec.msgpack.Decoder(ChildReply)
+
+
+def decode_reply(data: bytes) -> ChildReply:
+    """Decode a reply of a process of the pool.
+
+    Raises:
+        ValueError: it is no reply.
+    """
+    try:
+        return _REPLY.decode(data)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def plain(value: object) -> object:
+    """Convert a value that MessagePack does not know to plain data: arrays and scalars of numpy, other mappings.
+
+    Raises:
+        NotImplementedError: it cannot travel.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    tolist = getattr(value, "tolist", None)  # numpy's arrays and scalars, without importing numpy
+    if callable(tolist):
+        return tolist()
+    raise NotImplementedError(f"a {type(value).__module__}.{type(value).__qualname__} is not plain data")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+
+
+def packed(message: ChildCall | ChildReply | PolicyAnswer) -> bytes:
+    """`message` with its length in front.
+
+    Raises:
+        ValueError: it holds something that is not plain data, or is larger than `MAX_BYTES`.
+    """
+    try:
+        body = _encoder.encode(message)
+    except (TypeError, NotImplementedError, OverflowError, UnicodeEncodeError, RecursionError) as error:
+        raise ValueError(f"cannot travel to or from another process: {error}") from error
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"has {len(body)} bytes, more than the {MAX_BYTES} that may travel to or from a process")
+    return LENGTH.pack(len(body)) + body

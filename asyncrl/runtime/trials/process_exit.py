@@ -1,0 +1,70 @@
+"""The ends of a run's processes: what one tells of its cause, and of its side; and the wait for several."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_RESTART_TRAINER
+from asyncrl.runtime.keeper import TOLD_OUT_OF_MEMORY
+from asyncrl.runtime.launchers import WorkerHandle
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, Restart
+
+
+def trains(worker: WorkerHandle) -> bool:
+    """True if the worker is part of the trainer: MasterWorker or ModelWorker."""
+    return PROCESS_KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
+
+
+def cannot_continue(worker: WorkerHandle) -> bool:
+    """True if the worker exited because it cannot continue (`Worker.start`)."""
+    return worker.exit_code == EXIT_FAILED
+
+
+def may_follow_another(worker: WorkerHandle | None) -> bool:
+    """True if the worker probably ended because another one of the trainer died."""
+    return worker is not None and trains(worker) and cannot_continue(worker)
+
+
+def leads(worker: WorkerHandle) -> bool:
+    """True if the end of the worker is the end of the run."""
+    return PROCESS_KINDS[worker.plan.kind].leads
+
+
+def was_killed(worker: WorkerHandle) -> bool:
+    """True if the worker was killed, but not for lack of memory, or its host was lost: mostly no fault of what it did.
+
+    A process that sends itself SIGKILL cannot be told from one that somebody kills.
+    """
+    return worker.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL, EXIT_LOST)
+
+
+def describe_exit(ended: WorkerHandle) -> str:
+    """Describe how a process ended."""
+    code = ended.exit_code
+    if code is not None and code < 0:
+        return f"was killed by signal {_signal_name(-code)}"
+    told = {
+        EXIT_RESTART_TRAINER: "found the ranks in a step",
+        EXIT_LOST: "was lost with the connection to its host",
+        TOLD_OUT_OF_MEMORY: "was killed while the kernel of its host killed processes to free memory",
+    }
+    return f"exited with {code}" if code is None else told.get(code, f"exited with {code}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return str(number)
+
+
+async def wait_for(workers: Sequence[WorkerHandle], limit_s: float) -> list[WorkerHandle]:
+    """Wait for the ends of `workers`, `limit_s` at most; returns those that still run."""
+    waits = [asyncio.create_task(worker.wait()) for worker in workers if worker.exit_code is None]
+    if waits:
+        await asyncio.wait(waits, timeout=limit_s)
+        for task in waits:
+            task.cancel()
+    return [worker for worker in workers if worker.exit_code is None]

@@ -1,0 +1,71 @@
+"""Computations on one host beside engines and trainer, and the delay until its manager learns of a version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from asyncrl.comm.name_resolve.base import FIRST_POLL_S, LAST_POLL_S
+from asyncrl.manager.fleet.decisions import Target
+from asyncrl.manager.process import WATCH_S
+from asyncrl.simulator.cores import FIRST, Cores, Process
+from asyncrl.simulator.setup import Host
+
+NOTHING = Host(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+"""Where no host is given: nobody takes another's time, and what is simulated besides engines and trainer takes none."""
+
+
+class Processes:
+    """The processes of a run, each of which does one thing after the other, on `host`; None: they take no time.
+
+    `probe` is a server's, while it gets no requests; `rank` comes first on the cores.
+    """
+
+    def __init__(self, host: Host | None, cores: Cores) -> None:
+        self.host = host or NOTHING
+        self._cores = cores
+        self.manager, self.master, self.probe = (Process(cores) for _ in range(3))
+        self.rank = Process(cores, FIRST)
+        self._running: set[asyncio.Task[None]] = set()
+
+    def worker(self) -> Process:
+        """Build another RolloutWorker's process."""
+        return Process(self._cores)
+
+    async def receive(self) -> None:
+        """A thread of the rank takes a trajectory in, before it is acknowledged."""
+        await self.rank.cut_in(self.host.receive_s)
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Nobody waits for it."""
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+
+class Announcements:
+    """Versions as the manager hears of them: it looks for one, as name resolution does, after longer and longer pauses,
+    and from the shortest again after `WATCH_S`, or once it has found one. Not `polled`: at once.
+    """
+
+    def __init__(self, tell: Callable[[Target], None], *, polled: bool) -> None:
+        self._tell, self._polled = tell, polled
+        self._loop = asyncio.get_running_loop()
+        self._watched_from = self._loop.time()
+
+    def announce(self, target: Target) -> None:
+        """It is published."""
+        self._loop.call_later(self._next_look_s() if self._polled else 0.0, self._heard, target)
+
+    def _heard(self, target: Target) -> None:
+        self._watched_from = self._loop.time()
+        self._tell(target)
+
+    def _next_look_s(self) -> float:
+        """Seconds until the manager looks again."""
+        since = (self._loop.time() - self._watched_from) % WATCH_S
+        look, pause = 0.0, FIRST_POLL_S
+        while look < since:
+            look, pause = look + pause, min(2 * pause, LAST_POLL_S)
+        return min(look, WATCH_S) - since

@@ -1,0 +1,145 @@
+"""Setup and outcome of a simulation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.manager.settings import UpdateMode
+from asyncrl.master.settings import OnStale
+from asyncrl.rollout.settings import Pacing
+from asyncrl.simulator.agents import Turns
+from asyncrl.simulator.engine_model import EngineModel
+from asyncrl.simulator.faults import Faults
+from asyncrl.simulator.trainer import TrainerModel
+
+LONG = 16_384
+"""Tokens of an answer that counts as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One host on which everything runs, and what its processes compute besides the engine and the trainer.
+
+    Training comes first on its cores, as on the demo's (`cores.FIRST`). Attributes, in CPU-seconds:
+        cores: of the host.
+        call_s: of a RolloutWorker, for a call to a server; half of it before the call and half after it.
+        rollout_s, rollout_token_s: of a RolloutWorker, for a rollout and a token of it, once its answers are there.
+        receive_s: of the ranks' other threads, for a rollout, before it is acknowledged. They come first, too.
+        manager_s: of the manager, for a rollout: half as it is admitted, half as it ends; and half for each request
+            that it places anew.
+        master_s: of the master, for a step: half before the ranks' work, half after it.
+        check_s: of a server and the manager, for an update, from its new weights until it gets requests.
+    """
+
+    cores: int
+    call_s: float
+    rollout_s: float
+    rollout_token_s: float
+    receive_s: float
+    manager_s: float
+    master_s: float
+    check_s: float
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Setup of a simulation. Lengths are in tokens, times in seconds; settings are named as in an experiment.
+
+    Attributes:
+        servers, engine: generation servers and the speed of each.
+        trainer: the speed of training.
+        devices: of generation and of training; the same ones where `colocated`.
+        lengths: of answers, at most `max_new_tokens` each.
+        batch, group: rollouts per step, answers per rollout.
+        grain: tokens that one simulated token stands for.
+        turns: episodes of several turns; None: single answers.
+        user_s: of a rollout outside of generation, once its answers are there.
+        in_flight: rollouts at a time over all workers; None: as many as the gate can allow.
+        steps, warm_up: train steps, of which so many are not measured.
+        step_limit_s: a step that takes longer is a stall.
+    """
+
+    name: str
+    servers: int
+    engine: EngineModel
+    trainer: TrainerModel
+    devices: tuple[int, int]
+    lengths: Any
+    eta: int
+    batch: int
+    group: int
+    max_new_tokens: int
+    prompt_tokens: int = 512
+    grain: int = 1
+    colocated: bool = False
+    turns: Turns | None = None
+    user_s: float = 0.0
+    workers: int = 8
+    in_flight: int | None = None
+    steps: int = 12
+    warm_up: int = 4
+    seed: int = 1
+    update_mode: UpdateMode = UpdateMode.interrupt
+    update_fraction: float = 1.0
+    update_timeout_s: float = 60.0
+    routing: str = "least_requests"
+    pacing: Pacing = Pacing.eager
+    on_stale: OnStale = OnStale.drop
+    health_interval_s: float = 10.0
+    request_timeout_s: float = 600.0
+    rollout_timeout_s: float = 3600.0
+    lease_s: float = 10.0
+    faults: Faults = field(default_factory=Faults)
+    step_limit_s: float = 7200.0
+    encode: bool = False
+    host: Host | None = None
+    shares_prefixes: bool = False
+    """True if the trainer computes the common prefix of a group's samples once."""
+    in_order: bool = False
+    """True if `lengths` are `Recorded` groups in the data order, each of which keeps its place."""
+
+
+@dataclass
+class Outcome:
+    """Outcome of a simulation. Shares are of the measured time; `staleness` by version of age, in tokens."""
+
+    step_s: float
+    wait_s: float
+    generation_idle: float
+    training_idle: float
+    idle: float
+    """Idle share of all devices."""
+    running: float
+    """Sequences at a server, on average."""
+    tokens_per_s: float
+    """Generated."""
+    trained_per_s: float
+    """Tokens trained, of those that were generated: what counts. A step of short answers is soon done."""
+    staleness: Counter[int]
+    long_share: float
+    """Trained answers of `LONG` tokens and more, of all trained; it falls where long ones are selected against."""
+    interrupted: float
+    """Tokens that had to be prefilled again after weight updates, as a share of those generated."""
+    retracted: int
+    dropped: dict[str, int]
+    deaths: int
+    silences: int
+    virtual_s: float
+    real_s: float
+    calls: int
+    steps: list[float]
+    faults: list[str]
+    """Findings of the audit."""
+
+    @property
+    def staleness_mean(self) -> float:
+        """Versions, over trained tokens."""
+        total = self.staleness.total()
+        return sum(age * tokens for age, tokens in self.staleness.items()) / total if total else 0.0
+
+    @property
+    def staleness_max(self) -> int:
+        """Versions."""
+        return max(self.staleness, default=0)

@@ -1,0 +1,217 @@
+"""Effects of each fault by the run's own files: time until the run continued, and costs.
+
+Times are seconds since 1970, as in the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.comm import names
+from asyncrl.comm.drop_reasons import DropReason
+from asyncrl.comm.ledger_lines import Admitted, Begin, Dropped, Finished, Step, Trained
+from asyncrl.config.run_dir import RESTARTS_FILE
+from asyncrl.observe.tail import JsonlTail
+from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN
+from asyncrl.verify.audit.history import Entry
+from asyncrl.verify.chaos.plan import Fault, FaultKind
+
+LAUNCHER = "launcher"
+"""Name of the launcher among the processes."""
+_TRAINERS = (names.MASTER_WORKER, names.MODEL_WORKER)
+READY_SEEN_S = 0.5
+"""Longest delay, in s, between a process being ready and this being seen (`launcher.REFRESH_S`, and the time to
+look).
+"""
+_DEATHS = frozenset({DropReason.worker_died, DropReason.crashed_worker})
+
+
+@dataclass(slots=True)
+class InjectedFault:
+    """A fault that was done.
+
+    Attributes:
+        fault: what was planned.
+        at: when it was done.
+        after_step: the newest step then.
+        note: what exactly was hit.
+        over: when it was over; for a kill `at`, for a pause when the process was let go on.
+        serves: when a GenerationServer that took a killed one's place got requests.
+        overtaken_by: the number of a later kill of the same process that came before this one was made good.
+    """
+
+    fault: Fault
+    at: float
+    after_step: int
+    note: str = ""
+    over: float | None = None
+    serves: float | None = None
+    overtaken_by: int | None = None
+    ready_s: float | None = None
+    """From the kill until the replacement was ready."""
+    at_work_s: float | None = None
+    """From the kill until the replacement did what it is there for."""
+    next_step_s: float | None = None
+    """From the kill, or the end of what lasts a while, until the next train step was done."""
+    rollouts: int = 0
+    """Rollouts that were thrown away for it and played again."""
+    tokens: int = 0
+    """Their tokens, of those that were at the trainer already; those under way are counted nowhere."""
+    steps_again: int = 0
+    """Complete steps that were trained again; without the one in hand."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields, for a file."""
+        return asdict(self)
+
+    @property
+    def kind(self) -> str:
+        """The kind of process that was hit."""
+        return self.fault.target.partition("/")[0]
+
+
+def replaced_as(target: str) -> str:
+    """Return the name in `restarts.jsonl` of what restarts after the death of `target`."""
+    return TRAINER if target.partition("/")[0] in _TRAINERS else target
+
+
+def complete(
+    done: Sequence[InjectedFault], steps: Sequence[tuple[float, int]], restarts: Sequence[Mapping[str, Any]]
+) -> None:
+    """Fill in when the run went on after each fault.
+
+    `steps`: when each row of metrics was seen; `restarts`: the lines of `restarts.jsonl`.
+    """
+    kills = [each for each in done if each.fault.kind is FaultKind.kill]
+    for each in kills:
+        later = (other for other in kills if other.at > each.at and _covers(other, each))
+        next_kill = min(later, key=lambda other: other.at, default=None)
+        went_on = _went_on(each, restarts, steps)
+        if next_kill is not None and (went_on is None or next_kill.at < went_on):
+            each.overtaken_by = next_kill.fault.number
+            went_on = _went_on(next_kill, restarts, steps)
+        each.ready_s = None if went_on is None else went_on - each.at
+    for each in done:
+        over = each.over if each.over is not None else each.at
+        if each.fault.kind is FaultKind.kill and each.kind in _TRAINERS:
+            over = max(over, each.at + (each.ready_s or 0.0))
+        row = next((seen for seen, _ in steps if seen > over), None)
+        origin = each.at if each.fault.kind is FaultKind.kill else over
+        each.next_step_s = None if row is None else row - origin
+
+
+def _covers(later: InjectedFault, earlier: InjectedFault) -> bool:
+    """True if the restart after `later` includes the restart that was due after `earlier`."""
+    return later.kind == LAUNCHER or replaced_as(later.fault.target) == replaced_as(earlier.fault.target)
+
+
+def _went_on(
+    each: InjectedFault, restarts: Sequence[Mapping[str, Any]], steps: Sequence[tuple[float, int]]
+) -> float | None:
+    """When what replaced it was ready; after the death of a launcher there is no line but the next step's."""
+    if each.kind == LAUNCHER:
+        return next((seen for seen, _ in steps if seen > each.at), None)
+    what = (replaced_as(each.fault.target), WHOLE_RUN)
+    return next((line["time"] for line in restarts if line.get("went_on") in what and line["time"] > each.at), None)
+
+
+def find_work(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
+    """Fill in when each replacement did what it is there for, by the ledger's lines.
+
+    A RolloutWorker: it was admitted a rollout. GserverManager: it admitted one, or took one as finished. The trainer's
+    side, and a launcher: the next step was done. A GenerationServer: it got requests, which was looked at meanwhile.
+    """
+    for each in done:
+        if each.fault.kind is not FaultKind.kill or each.ready_s is None:
+            continue
+        if each.kind == names.GENERATION_SERVER:
+            each.at_work_s = None if each.serves is None else each.serves - each.at
+        elif each.kind in (*_TRAINERS, LAUNCHER):
+            each.at_work_s = each.next_step_s
+        else:
+            ready = each.at + each.ready_s - READY_SEEN_S  # what was granted before that was the dead one's
+            work = next((at for at, worker in _works(entries) if at > ready and _is_of(each, worker)), None)
+            each.at_work_s = None if work is None else work - each.at
+
+
+def _works(entries: Sequence[Entry]) -> list[tuple[float, str]]:
+    lines = (entry.line for entry in entries)
+    found = [
+        (line.at, line.worker if isinstance(line, Admitted) else "")
+        for line in lines
+        if isinstance(line, Admitted | Finished)
+    ]
+    return sorted(found)
+
+
+def _is_of(each: InjectedFault, worker: str) -> bool:
+    """True if a line about `worker` shows that the replacement of `each` works."""
+    return each.kind == names.GSERVER_MANAGER or worker == each.fault.target
+
+
+def add_costs(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
+    """Fill in what each fault cost: what the ledger says was thrown away for it.
+
+    A rollout that was dropped as its worker died is the last kill's of that worker, where there was one; what a launch
+    forgot is the last killed launcher's. Else it is the last fault's before.
+    """
+    workers = {line.rollout: line.worker for line in (entry.line for entry in entries) if isinstance(line, Admitted)}
+    drops, tokens, undone = _drops(entries)
+    for rollout, at in drops.items():
+        if rollout not in undone and (cause := _last_before(done, at, workers.get(rollout))) is not None:
+            cause.rollouts += 1
+            cause.tokens += tokens.get(rollout, 0)
+    for begin, forgotten in _forgotten(entries):
+        if (cause := _last_before(done, begin.at, LAUNCHER)) is None:
+            continue
+        lines = [entry.line for entry in forgotten]
+        rollouts = {line.rollout for line in lines if isinstance(line, Admitted | Trained | Finished)}
+        cause.rollouts += len(rollouts)
+        cause.tokens += sum(line.tokens for line in lines if isinstance(line, Finished))
+        cause.steps_again += sum(isinstance(line, Step) for line in lines)
+
+
+def _drops(entries: Sequence[Entry]) -> tuple[dict[str, float], dict[str, int], set[str]]:
+    """When rollouts were dropped for a death, tokens of rollouts, and which were trained or finished after all."""
+    drops: dict[str, float] = {}
+    tokens: dict[str, int] = {}
+    undone: set[str] = set()
+    for line in (entry.line for entry in entries):
+        if isinstance(line, Dropped) and line.reason in _DEATHS:
+            drops[line.rollout] = line.at
+        elif isinstance(line, Finished):
+            tokens[line.rollout] = line.tokens
+            undone.update({line.rollout} & drops.keys())
+        elif isinstance(line, Trained):
+            undone.add(line.rollout)
+    return drops, tokens, undone
+
+
+def _forgotten(entries: Sequence[Entry]) -> list[tuple[Begin, list[Entry]]]:
+    """Return the entries that each launch forgot of earlier launches."""
+    kept: list[Entry] = []
+    found = []
+    for entry in entries:
+        if isinstance(entry.line, Begin):
+            lost = []
+            while kept and kept[-1].number > entry.line.after:
+                lost.append(kept.pop())
+            if lost:
+                found.append((entry.line, lost))
+        kept.append(entry)
+    return found
+
+
+def _last_before(done: Sequence[InjectedFault], at: float, target: str | None) -> InjectedFault | None:
+    """The last kill of `target` before `at`, or else the last fault."""
+    before = [each for each in done if each.at <= at]
+    kills = [each for each in before if each.fault.kind is FaultKind.kill and each.fault.target == target]
+    return max(kills or before, key=lambda each: each.at, default=None)
+
+
+def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of `restarts.jsonl`."""
+    return JsonlTail(run_dir / RESTARTS_FILE).read()
