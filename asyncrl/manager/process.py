@@ -126,6 +126,7 @@ class GserverManager(AsyncWorker):
                     self._fleet_runner.run(),
                     self._watch_versions(),
                     self._watch_registrations(),
+                    self._say_begun(),
                 ]
                 if self._staging is not None:
                     works += [self._staging.run(), self._watch_hosts(self._staging)]
@@ -249,11 +250,15 @@ class GserverManager(AsyncWorker):
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     def _call_roll(self, ready: dict[str, int], replaced: dict[str, int]) -> None:
-        """Begin once the workers that are `ready` have said what they hold, but for processes that have died since."""
-        alive = {worker: number for worker, number in ready.items() if number >= replaced.get(worker, 0)}
-        self._service.await_workers(alive)
-        if self._service.begun:
-            self.log.info("the gate is open, as the run stands: %s", self._service.gate.books())
+        """Wait for the workers that are `ready` to say what they hold, but for processes that have died since."""
+        self._service.await_workers(
+            {worker: number for worker, number in ready.items() if number >= replaced.get(worker, 0)}
+        )
+
+    async def _say_begun(self) -> None:
+        while not self._service.begun:
+            await self._service.progress.wait(DISCOVERY_INTERVAL_S)
+        self.log.info("the gate is open; the books, as others know them: %s", self._service.gate.books())
 
     async def _give_up_replaced(self, replaced: dict[str, int]) -> None:
         """Give up the rollouts of workers whose death the launcher tells, and how they died.

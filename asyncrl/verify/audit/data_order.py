@@ -34,7 +34,7 @@ class DataOrder:
         self._used_before: set[int] = set()
 
     def begin(self, settings: RunSettings, lineage: int, used: Iterable[str]) -> None:
-        """A launch begins; the prompts `used` are trained, or dropped for good."""
+        """A launch begins; the prompts `used` are trained, dropped for good, or have a later place by now."""
         self._settings, self._lineage = settings, lineage
         self._newest = -1
         self._admitted, self._used_before = set(), {self._orders[prompt] for prompt in used}

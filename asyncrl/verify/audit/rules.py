@@ -74,6 +74,7 @@ class Replay:
         self._data_order = DataOrder(rows, self._report)
         self._rollouts: dict[str, _Rollout] = {}
         self._prompts: dict[str, str] = {}  # trained, or dropped for good: by prompt where that is written
+        self._put_off: set[str] = set()  # prompts whose next attempt is to come after the rest of their epoch
         self._attempts: Counter[str] = Counter()  # rollouts of a prompt
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
@@ -160,7 +161,7 @@ class Replay:
         self._counts[_TRAINED] = line.version * line.settings.train_batch_size
         self._submitted = self._counts[_TRAINED] + self._dropped.total()
         self.outcome.version = line.version
-        self._data_order.begin(line.settings, line.lineage, self._prompts)
+        self._data_order.begin(line.settings, line.lineage, [*self._prompts, *self._put_off])
         self._batch, self._totals = [], StepTotals()
 
     def _admit(self, line: Admitted) -> None:
@@ -179,6 +180,7 @@ class Replay:
         if not 0 <= line.attempt <= before_it:
             self._report(f"rollout {line.rollout} is attempt {line.attempt} at a prompt that had {before_it} before")
         self._attempts[line.prompt] += 1
+        self._put_off.discard(line.prompt)
         self._data_order.admit(line)
         self._submitted += 1
         self.outcome.admitted |= bool(self._settings and self._settings.workers)
@@ -226,6 +228,8 @@ class Replay:
                 f"tried again as attempt {line.attempt}"
             )
         self._set_fate(known, "dropped", line.reason)
+        if line.prompt is PromptGoes.returned and line.attempt:
+            self._put_off.add(known.prompt)
         if line.prompt is PromptGoes.given_up:
             self._use(known.prompt, known.order, "dropped for good")
 
