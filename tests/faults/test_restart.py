@@ -326,18 +326,3 @@ def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(
     orders = used_orders(run)
     assert bad in orders
     assert len(orders) == made * BATCH + 1
-
-
-def test_a_killed_rank_of_two_goes_on_with_the_other_from_the_last_step(
-    start_run: Any, gate: Callable[[int], Gate]
-) -> None:
-    steps, held = 10, gate(8)
-    settings = {"checkpoint__interval": 0, "eval__interval": 0, "trainer__parallel": "d2"} | held.settings
-    run = start_run(total_train_steps=steps, seed=1, **settings)
-    run.wait_for_step(3)
-    run.worker("model_worker/1").kill()
-    run.wait_for_line("the trainer went on after")
-    held.open()
-    check_the_end(run, steps, {"the trainer": 1})
-    assert len(used_orders(run)) == steps * BATCH
-    assert set(run.summary()["books"]["dropped"]) <= {"stale"}

@@ -145,6 +145,6 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             seqs,
             budget=self._budget,
             kind=self.attention,
-            prefixes=batch.prefixes if self.attention == AttentionKind.tree else None,
+            prefixes=batch.prefixes if self.attention.shares_prefixes else None,
             routing=batch.routing if self.routers is not None else None,
         )
