@@ -509,7 +509,7 @@ class Returning(Agent):
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([answered(1.0)] * 3, r"returned 3 samples for a group of group_size=2 and says of none which episode"),
+        ([answered(1.0)] * 3, r"returned 3 samples for a group of group_size=2 without their episode numbers"),
         ([answered(1.0), answered(0.0, 2)], r"a sample of episode 2; a group of 2 has episodes 0 to 1"),
         ([answered(1.0), "a text"], r"returned \[.*; return a Sample, several, or none"),
         (1.0, r"returned 1.0; return a Sample"),
