@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.commands import COMMANDS
 from asyncrl.commands.before_start.checks import validate
 from asyncrl.commands.before_start.hub import is_hub_name
 from asyncrl.config.describe import experiment_help, list_experiments
@@ -18,7 +19,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ConfigError, setting_info
-from asyncrl.launch import COMMANDS, main
+from asyncrl.launch import main
 from asyncrl.trainer.placement import worker_grid
 
 

@@ -352,6 +352,47 @@ def test_the_kl_term_s_estimator_is_that_of_its_place_unless_it_is_named(config:
     assert list(check(config)) == []
 
 
+def test_a_teacher_is_refused_in_a_form_that_teaches_nothing_or_of_another_tokenizer(
+    config: ExperimentConfig, tmp_path: Path
+) -> None:
+    algorithm = config.algorithm
+    algorithm.kl_coef, algorithm.kl_in = 1.0, KLPlace.advantage
+    assert list(check(config)) == []
+    algorithm.kl = ChoiceConfig("k3")
+    assert "algorithm.kl_in=advantage needs the log-ratio itself" in the_message(config)
+    algorithm.kl, algorithm.kl_target = ChoiceConfig("auto"), 0.1
+    assert "algorithm.kl_target=0.1" in the_message(config)
+    algorithm.kl_target, algorithm.advantage = 0.0, ChoiceConfig("zero")
+    assert list(check(config)) == []
+    algorithm.kl_coef = 0.0
+    assert "algorithm.advantage='zero'" in the_message(config)
+    algorithm.kl_coef, algorithm.kl, algorithm.kl_in = 0.1, ChoiceConfig("k3_unbiased"), KLPlace.reward
+    algorithm.advantage = ChoiceConfig("grpo")
+    assert "'k3_unbiased'" in the_message(config)
+    algorithm.kl, algorithm.kl_in = ChoiceConfig("auto"), KLPlace.loss
+    folders = []
+    for name, vocabulary in (("policy", {"a": 0, "b": 1}), ("teacher", {"a": 1, "b": 0})):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        (folders[-1] / "config.json").write_text('{"model_type": "qwen2"}')
+        (folders[-1] / "model.safetensors").touch()
+        told = {"model": {"vocab": vocabulary}, "added_tokens": [{"content": "<end>", "id": 2}]}
+        (folders[-1] / "tokenizer.json").write_text(json.dumps(told))
+    config.model.path, algorithm.reference.path = map(str, folders)
+    messages = [message for message in check(config) if "tokenizer" in message]
+    assert len(messages) == 1
+    assert "2 tokens differ, for example 'a'" in messages[0]
+    algorithm.reference.path = config.model.path
+    assert not [message for message in check(config) if "tokenizer" in message]
+
+
+def test_gdpo_needs_the_parts_of_the_reward(config: ExperimentConfig) -> None:
+    config.algorithm.advantage = ChoiceConfig("gdpo", {"parts": ["correct"]})
+    assert "rollout.columns=['reward/correct']" in the_message(config)
+    config.rollout.columns = ["reward/correct"]
+    assert list(check(config)) == []
+
+
 def test_a_warm_up_is_given_in_steps_or_as_a_share_of_them(config: ExperimentConfig) -> None:
     assert config.optimizer.warmup(200) == 0
     config.optimizer.warmup_ratio = 0.05
