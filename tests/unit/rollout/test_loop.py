@@ -39,6 +39,7 @@ from asyncrl.manager.messages import (
     FinishRequest,
     GrantedRollout,
     Route,
+    RunReport,
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets import Dataset
@@ -253,7 +254,7 @@ class ServiceGate:
         )
         self.service.router.update(0, "http://server", 0, True)
         self.service.routes_changed(0)
-        self.service.begin(0)
+        self.service.begin(RunReport())
         self.ended: list[FinishedRollout] = []
         self.seen: list[str] = []
 
@@ -765,7 +766,7 @@ async def test_two_workers_play_the_data_order_between_them() -> None:
     service = ManagerService(
         batch_size=8, max_staleness=1, routing="least_requests", lease_s=60.0, order=DataOrder(10, 0)
     )
-    service.begin(0)
+    service.begin(RunReport())
     gates = [SharedGate(service, f"rollout_worker/{index}") for index in range(2)]
     config = RolloutConfig(max_concurrent=2, filters=[ChoiceConfig("zero_variance")])
     client = cast(RolloutClient, SimpleNamespace(generate=answer))
