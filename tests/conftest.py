@@ -26,7 +26,7 @@ from asyncrl.config.run_dir import CHECKPOINTS_DIR, OBSERVED_DIR, versions_in
 from asyncrl.observe.glossary import NO_FIGURES, find, find_figure
 from asyncrl.observe.history.processes import ProcessHistory
 from asyncrl.observe.metrics import read_rows
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from .warm import Template, WarmProcess
 
@@ -80,7 +80,7 @@ REQUIRED_METRICS = {
     "throughput/gen_tokens_per_s",
     "throughput/train_tokens_per_s",
     "ppo/clip_fraction",
-    "ppo/behave_weight_mean",
+    "ppo/behave_imp_weight_mean",
     "ppo/behave_kl",
     "entropy",
     "grad_norm",
@@ -498,7 +498,7 @@ def left_in_memory(run_dir: Path, before: set[Path]) -> list[str]:
             with contextlib.suppress(OSError):  # the process has ended
                 used |= {Path(line.split()[-1]) for line in maps.read_text().splitlines() if str(SHARED_MEMORY) in line}
         unused = set(SHARED_MEMORY.iterdir()) - before - used
-        return {path for path in unused if not path.is_dir() or path == LastStep(run_dir).folder}
+        return {path for path in unused if not path.is_dir() or path == MemoryCheckpoint(run_dir).folder}
 
     left = now()
 

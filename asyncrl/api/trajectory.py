@@ -21,6 +21,8 @@ from asyncrl.api.picture import Picture, PlacedPicture, check_spans
 MAX_EPISODE = (1 << 31) - 1
 FINISHED_AT = "rollout/finished_at"
 """Metric of a trajectory on its way to the trainer: when its rollout finished, in seconds since 1970."""
+MAX_GROUPS, MAX_GROUP_LENGTH = 255, 64
+"""Bounds of comparison groups: names in one trajectory, characters of a name."""
 MAX_REWARD = 1e30
 """Advantages are in float32, where the difference of two larger rewards could become infinite."""
 
@@ -33,8 +35,9 @@ class Sample:
 
     Raises:
         ValueError: an array's length differs from that of `tokens`, the sample is empty, `episode` is no number from 0
-            on, a reward is placed at a token that was not generated, a picture at one that was, or a reward, a metric
-            or a log-probability is no finite number (it would turn the gradient of a whole minibatch into NaN).
+            on, `group` is no name, a reward is placed at a token that was not generated, a picture at one that was, or
+            a reward, a metric or a log-probability is no finite number (it would turn the gradient of a whole minibatch
+            into NaN).
     """
 
     tokens: NDArray[np.int32]
@@ -64,6 +67,9 @@ class Sample:
     `rollout.columns` declares them."""
     pictures: tuple[PlacedPicture, ...] = ()
     """The pictures that the policy saw, in order of position."""
+    group: str = ""
+    """Comparison group: samples of a rollout are compared with those of the same name only. What comes before a `/` is
+    the role (`role_of`): metrics and the baselines of `rae` are kept for each role. See `compared_episodes` too."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -86,6 +92,7 @@ class Sample:
             )
         if not 0 <= self.episode <= MAX_EPISODE:
             raise ValueError(f"Sample.episode is {self.episode}: the members of a group are numbered from 0 on")
+        check_group(self.group)
         if self.token_rewards is not None:
             self._check_token_rewards(self.token_rewards)
         if self.routing is not None and (self.routing.ndim != 3 or len(self.routing) != length):
@@ -156,6 +163,40 @@ class Sample:
         return int(self.loss_mask.sum())
 
 
+def check_group(name: str) -> None:
+    """Raises ValueError unless `name` can be a comparison group: "" or printable text of at most 64 characters."""
+    if len(name) > MAX_GROUP_LENGTH or not name.isprintable():
+        raise ValueError(
+            f"comparison group {name!r:.100}: use printable text of at most {MAX_GROUP_LENGTH} characters, such as "
+            "'judge' or 'solver/3'"
+        )
+
+
+def role_of(group: str) -> str:
+    """Return the role that a comparison group belongs to: its name up to the first `/`."""
+    return group.partition("/")[0]
+
+
+def compared_episodes(episodes: Sequence[int], groups: Sequence[str]) -> list[int]:
+    """The episode that each sample of a rollout counts as in its comparison group.
+
+    It is the sample's own. If all samples of a named group are of one episode, such as the solutions of the problem
+    that was posed in it, each counts as an episode, for they can only be compared with each other.
+
+    Args:
+        groups: names of the samples' comparison groups; empty if none is named.
+    """
+    members: dict[str, list[int]] = {}
+    for position, name in enumerate(groups):
+        members.setdefault(name, []).append(position)
+    counted = list(episodes)
+    for name, positions in members.items():
+        if name and len({episodes[at] for at in positions}) == 1:
+            for number, at in enumerate(positions):
+                counted[at] = number
+    return counted
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleColumns(Sequence[Sample]):
     """S samples with their T tokens end to end, as they travel and as training wants them.
@@ -187,6 +228,8 @@ class SampleColumns(Sequence[Sample]):
     """`[T]` for each name, 0 where a sample does not have it."""
     pictures: tuple[tuple[PlacedPicture, ...], ...] = ()
     """`[S]`: those of each sample, at positions within it; empty where no sample has any."""
+    groups: tuple[str, ...] = ()
+    """`[S]`: comparison group of each sample; empty if no sample names one."""
 
     @classmethod
     def join(cls, samples: Sequence[Sample]) -> SampleColumns:
@@ -210,6 +253,7 @@ class SampleColumns(Sequence[Sample]):
             join_routing([sample.routing for sample in samples]),
             join_token_columns(samples),
             join_pictures(samples),
+            join_groups(samples),
         )
 
     @property
@@ -238,9 +282,10 @@ class SampleColumns(Sequence[Sample]):
             _by_sample(self.reward_parts, len(self)),
             _by_sample(self.metrics, len(self)),
             self.pictures or [()] * len(self),
+            self.groups or [""] * len(self),
             strict=False,
         )
-        for start, end, reward, truncated, episode, reward_parts, metrics, pictures in by_sample:
+        for start, end, reward, truncated, episode, reward_parts, metrics, pictures, group in by_sample:
             yield Sample(
                 self.tokens[start:end],
                 self.loss_mask[start:end],
@@ -255,6 +300,7 @@ class SampleColumns(Sequence[Sample]):
                 None if self.routing is None else self.routing[start:end],
                 {name: column[start:end] for name, column in self.token_columns.items()},
                 pictures,
+                group,
             )
 
     @overload
@@ -299,6 +345,12 @@ def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:
             for sample in samples
         ]
     )
+
+
+def join_groups(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """`[S]`: the comparison groups of `samples`; empty if none is named."""
+    groups = tuple(sample.group for sample in samples)
+    return groups if any(groups) else ()
 
 
 def join_token_columns(samples: Sequence[Sample]) -> dict[str, NDArray[np.float32]]:
@@ -408,6 +460,7 @@ class SharedPrompt(Sequence[Sample]):
             None if rest.routing is None or self.routing is None else repeat(self.routing, rest.routing),
             {name: repeat(no_rewards, column) for name, column in rest.token_columns.items()},
             pictures,
+            rest.groups,
         )
 
     def __len__(self) -> int:

@@ -24,6 +24,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -102,6 +103,10 @@ class Pictures:
         if not takes_pictures(model):
             return None
         return cls(model, PictureProcessor.of(folder))
+
+    def tower_parameters(self) -> list[nn.Parameter]:
+        """See `tower_parameters`."""
+        return tower_parameters(self._model)
 
     def around(self, model: PreTrainedModel) -> Pictures:
         """The pictures of another model that reads them in alike."""
@@ -237,6 +242,9 @@ class Pictures:
             found = self._rope.get(key)
         if found is not None:
             return found
+        for (at, before), (after, _) in pairwise(within):
+            if at + before.rows == after:  # transformers would take them for one
+                raise ValueError(f"the picture at {after} follows another without a token between them")
         last, seen = within[-1]
         types = torch.zeros(1, last + seen.rows, dtype=torch.long)
         for at, each in within:
@@ -266,6 +274,16 @@ class Pictures:
             **inputs,
             **(self._joined(within) if within else {}),
         }
+
+
+def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The parameters of `model` that only make rows of pictures: of its vision tower and its projector."""
+    text = text_part(model)
+    if text is model:
+        return []
+    parts = (text, model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    others = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in others]
 
 
 def takes_pictures(model: PreTrainedModel) -> bool:

@@ -1,7 +1,7 @@
 """Everything that asyncrl uses of transformers beyond its documented interface, in one place.
 
 These names and habits may change with any release; `tests/unit/models/test_transformers_internals.py` says which
-one did. What depends on them here is proven at load all the same (`proof`), so that a change that the test does not
+one did. What depends on them here is proven at load all the same (`parity`), so that a change that the test does not
 know ends in a refusal, not in wrong numbers.
 """
 

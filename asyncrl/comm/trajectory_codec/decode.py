@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.api.picture import Picture, PlacedPicture, check_spans
-from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, check_group
 from asyncrl.comm.codec import (
     DEFAULT_MAX_BYTES,
     Array,
@@ -77,11 +77,13 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     routing = np.split(_array(arrays, "routing", sum(routing_sizes)), [*accumulate(routing_sizes)][:-1])
     column_sizes = _counts(arrays, "column_sizes", len(header.meta), least=0)
     token_columns = np.split(_array(arrays, "token_columns", sum(column_sizes)), [*accumulate(column_sizes)][:-1])
-    contents = _contents(arrays, len(header.meta))
+    contents, groups = _contents(arrays, len(header.meta)), _groups(arrays, sizes)
     decoded: list[Trajectory | CodecError] = []
     end = last = prompt_end = 0
-    trajectories = zip(header.meta, sizes, prompt_lengths, token_rewards, routing, token_columns, contents, strict=True)
-    for raw, size, prompt_length, own_rewards, own_routing, own_columns, content in trajectories:
+    of_each = (header.meta, sizes, prompt_lengths, token_rewards, routing, token_columns, contents, groups)
+    for raw, size, prompt_length, own_rewards, own_routing, own_columns, content, own_groups in zip(
+        *of_each, strict=True
+    ):
         start, end = end, end + size
         first, last = last, token_ends[end - 1]
         prompt_start, prompt_end = prompt_end, prompt_end + prompt_length
@@ -104,6 +106,8 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
             if entry.pictures is not None or len(content):
                 of_prompt_pictures, pictures = _pictures(content, entry.pictures, prompt, rest)
                 rest = replace(rest, pictures=pictures)
+            if entry.groups or own_groups:
+                rest = replace(rest, groups=_names(own_groups, entry.groups))
         except CodecError as error:
             decoded.append(error)
             continue
@@ -113,14 +117,44 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     return decoded
 
 
+def _flags(arrays: dict[str, Array], name: str, length: int) -> list[int]:
+    """Such an array of flags as a list."""
+    flags = _array(arrays, name, length)
+    if (high := np.maximum.reduce(flags, initial=0)) > 1:
+        raise CodecError(f"trajectory.{name} has {high}: use 0 or 1")
+    as_list: list[int] = flags.tolist()
+    return as_list
+
+
+def _groups(arrays: dict[str, Array], sizes: Sequence[int]) -> list[list[int]]:
+    """For each trajectory the numbers of its samples' comparison groups; empty if it names none."""
+    own_sizes = [size if flag else 0 for size, flag in zip(sizes, _flags(arrays, "grouped", len(sizes)), strict=True)]
+    numbers = _array(arrays, "groups", sum(own_sizes)).tolist()
+    ends = [*accumulate(own_sizes)]
+    return [numbers[end - size : end] for size, end in zip(own_sizes, ends, strict=True)]
+
+
+def _names(numbers: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
+    """The comparison group of each sample.
+
+    Raises:
+        CodecError: a number names none of `names`, two of those are equal, or one cannot be a name.
+    """
+    if len({*names}) != len(names) or not numbers or max(numbers) >= len(names):
+        raise CodecError(f"trajectory.groups has the numbers {numbers!r:.80} of the names {names!r:.80}")
+    try:
+        for name in names:
+            check_group(name)
+    except ValueError as error:
+        raise CodecError(f"trajectory.groups: {error}") from error
+    return tuple(names[number] for number in numbers)
+
+
 def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: Sequence[int]) -> list[Array | None]:
     """Each trajectory's part of the column, None where it has none; `token_ends` are those of the samples."""
-    rewarded = _array(arrays, "rewarded", len(sizes))
-    if (high := np.maximum.reduce(rewarded, initial=0)) > 1:
-        raise CodecError(f"trajectory.rewarded has {high}: use 0 or 1")
+    flags = _flags(arrays, "rewarded", len(sizes))
     ends = [token_ends[end - 1] for end in accumulate(sizes)]
     lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    flags = rewarded.tolist()
     column = _array(arrays, "token_rewards", sum(length for length, flag in zip(lengths, flags, strict=True) if flag))
     parts: list[Array | None] = []
     end = 0

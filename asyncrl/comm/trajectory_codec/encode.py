@@ -15,9 +15,11 @@ import numpy as np
 
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.api.trajectory import (
+    MAX_GROUPS,
     SampleColumns,
     SharedPrompt,
     Trajectory,
+    join_groups,
     join_pictures,
     join_token_columns,
     join_token_rewards,
@@ -72,6 +74,8 @@ class Prepared:
     """Expert choices of the prompt, then of the rest of each sample; empty if there are none."""
     pictures: list[bytes]
     """The content of each picture, once."""
+    groups: list[int]
+    """Position of each sample's comparison group among the names of the entry; empty if none is named."""
     nbytes: int
 
 
@@ -94,7 +98,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
         parts = [*_token_arrays(samples)]
         lengths, rewards, truncated = samples.lengths.tolist(), samples.rewards.tolist(), samples.truncated.tolist()
         episodes, token_rewards = samples.episodes.tolist(), samples.token_rewards
-        own_columns, pictures = dict(samples.token_columns), samples.pictures
+        own_columns, pictures, groups = dict(samples.token_columns), samples.pictures, samples.groups
         routing = [] if samples.routing is None else [samples.routing]
         named = samples.reward_parts, samples.metrics
     else:
@@ -106,7 +110,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
             truncated.append(bool(sample.truncated))
             episodes.append(sample.episode)
         token_rewards, own_columns = join_token_rewards(samples), join_token_columns(samples)
-        pictures = join_pictures(samples)
+        pictures, groups = join_pictures(samples), join_groups(samples)
         routing = [sample.routing for sample in samples if sample.routing is not None]
         if len(routing) != len(samples):
             routing = []
@@ -117,6 +121,11 @@ def prepare(trajectory: Trajectory) -> Prepared:
     if isinstance(trajectory.samples, SharedPrompt) and prompt_routing is None:
         routing = []
     header = _routing_header(routing)
+    names = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+    if len(names) > MAX_GROUPS:
+        raise CodecError(
+            f"trajectory {trajectory.rollout_id!r} has {len(names)} comparison groups, of {MAX_GROUPS} at most"
+        )
     if [part.dtype for part in parts] != _TOKEN_DTYPES * (len(parts) // len(_TOKEN_DTYPES)):
         parts = [_convert(name, part) for name, part in zip(cycle(BY_TOKEN), parts, strict=False)]
     if not isinstance(samples, SampleColumns) and (
@@ -138,7 +147,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
     if not all(map(math.isfinite, rewards)):
         raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use finite numbers")
     shown, contents = _pictures(prompt_pictures, pictures)
-    entry = _encode_entry(trajectory, *named, header, list(own_columns), shown)
+    entry = _encode_entry(trajectory, *named, header, list(own_columns), shown, list(names))
     if header is not None and prompt_routing is not None:
         routing = [prompt_routing, *routing]
     routing = [np.ascontiguousarray(own).reshape(-1).view(np.uint8) for own in routing]
@@ -146,18 +155,19 @@ def prepare(trajectory: Trajectory) -> Prepared:
     token_columns = [*own_columns.values()]
     nbytes += sum(own.nbytes for own in (*routing, *token_columns)) + sum(map(len, contents))
     return Prepared(
-        entry,
-        prompt,
-        parts,
-        lengths,
-        rewards,
-        truncated,
-        episodes,
-        token_rewards,
-        token_columns,
-        routing,
-        contents,
-        nbytes,
+        entry=entry,
+        prompt=prompt,
+        parts=parts,
+        lengths=lengths,
+        rewards=rewards,
+        truncated=truncated,
+        episodes=episodes,
+        token_rewards=token_rewards,
+        token_columns=token_columns,
+        routing=routing,
+        pictures=contents,
+        groups=[names[name] for name in groups],
+        nbytes=nbytes + len(groups),
     )
 
 
@@ -268,6 +278,7 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
     routing = [*chain.from_iterable([each.routing for each in prepared])]
     routing_sizes = [sum(map(len, each.routing)) for each in prepared]
     pictures = [*chain.from_iterable([each.pictures for each in prepared])]
+    groups = [*chain.from_iterable([each.groups for each in prepared])]
     sizes, prompt_lengths = [len(each.lengths) for each in prepared], [*map(len, prompts)]
     columns: list[tuple[str, int, Sequence[Any]]] = [
         ("prompts", sum(prompt_lengths), prompts),
@@ -280,6 +291,8 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
         ("rewarded", len(sizes), [bytes(rewarded)]),
         ("token_columns", sum(map(len, token_columns)), token_columns),
         ("column_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *column_sizes)]),
+        ("grouped", len(sizes), [bytes(bool(each.groups) for each in prepared)]),
+        ("groups", len(groups), [bytes(groups)]),
         ("routing", sum(map(len, routing)), routing),
         ("routing_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *routing_sizes)]),
         ("sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *sizes)]),
@@ -309,6 +322,7 @@ def _encode_entry(
     routing: RoutingHeader | None,
     token_columns: list[str],
     pictures: PicturesHeader | None,
+    groups: list[str],
 ) -> msgspec.Raw:
     metrics = {name: float(value) for name, value in trajectory.metrics.items()}
     parts, own = (
@@ -325,6 +339,7 @@ def _encode_entry(
         routing,
         token_columns,
         pictures,
+        groups,
     )
     try:
         return msgspec.Raw(_encode(entry))

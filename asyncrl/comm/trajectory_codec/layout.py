@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from asyncrl.api.trajectory import MAX_GROUP_LENGTH, MAX_GROUPS
+
 KIND = "trajectories"
 MAX_ID_LENGTH = 256
 DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(np.int32) for name in ("prompts", "tokens", "versions", "episodes")},
     **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths", "routing_sizes", "column_sizes")},
-    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated", "rewarded", "routing")},
+    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated", "rewarded", "routing", "grouped", "groups")},
     **{name: np.dtype(np.float32) for name in ("behave_logprobs", "token_rewards", "token_columns")},
     "rewards": np.dtype(np.float64),
 }
@@ -23,6 +25,7 @@ MAX_ROUTED_LAYERS, MAX_ROUTED_EXPERTS = 1024, 64
 """Bounds of what a header says of a routing: layers, and experts of a token; no model comes near."""
 ROUTING_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2")}
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+_Group: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_GROUP_LENGTH)]
 _Named: TypeAlias = dict[str, list[float | None]]
 
 
@@ -69,3 +72,5 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     token_columns: list[str] = []
     """Names of the token columns, which follow one after the other."""
     pictures: PicturesHeader | None = None
+    groups: Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)] = []
+    """Names of the comparison groups; a sample says its own by its position here."""

@@ -15,9 +15,9 @@ from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.host import load_model
 from asyncrl.inference.embedded.serving.server import serve
+from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.picture_processor import PictureModelError
 from asyncrl.models.pictures import Pictures
-from asyncrl.models.proof import UnsupportedModelError
 from asyncrl.plugins.datasets.tokenizers import HuggingFaceTokenizer
 
 

@@ -29,10 +29,10 @@ from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import RequestLimits
-from asyncrl.inference.embedded.meter import WorkMeter
+from asyncrl.inference.embedded.model.engine_parity import check_parity, refuse_unserved
 from asyncrl.inference.embedded.model.model_io import ModelRunner
-from asyncrl.inference.embedded.model.proof import prove, refuse_unserved
 from asyncrl.inference.embedded.serving.commands import Command, Mailbox
+from asyncrl.inference.embedded.throughput import WorkMeter
 from asyncrl.inference.embedded.types import (
     EngineStats,
     EngineStoppedError,
@@ -119,9 +119,9 @@ class GenerationEngine:
         self._weights = load_targets(model)
         self._replaced: frozenset[str] | None = frozenset()  # names of weights that are not the base's; None: all
         runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing, pictures=pictures)
-        prove(runner, longest)
+        check_parity(runner, longest)
         if pictures is not None:
-            pictures.encoded = 0  # those of the proof are nobody's
+            pictures.encoded = 0  # those of the check are nobody's
         self._limits = RequestLimits(
             runner.vocab_size,
             self.max_model_len,
@@ -203,11 +203,12 @@ class GenerationEngine:
             return ShownPrompt(request.input_ids)
         try:
             ids, held = self._pictures.ids.shown(request.input_ids, request.pictures)
+            delta = self._pictures.delta(ids)
         except (ValueError, IndexError) as error:
             raise RequestError(f"pictures of prompt {number}: {error}") from error
         if ids[-1] >= self._pictures.ids.first:
             raise RequestError(f"prompt {number} ends with a picture; let at least one token follow it")
-        return ShownPrompt(tuple(ids), self._pictures.delta(ids), tuple(held))
+        return ShownPrompt(tuple(ids), delta, tuple(held))
 
     def submit(self, job: Job) -> Future[list[GenerationOutput]]:
         """Queue a job's samples; the future yields their outputs in order.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,9 @@ from asyncrl.algorithms.kl import ema_update_
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.models.proof import Tokens, in_rms, plain_hidden, plain_logprobs
+from asyncrl.models.parity import Tokens, UnsupportedModelError, in_rms, plain_hidden, plain_logprobs
+from asyncrl.models.picture_processor import PictureModelError
+from asyncrl.models.pictures import Pictures, tower_parameters
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import trunk_of
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
@@ -37,6 +40,7 @@ from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
+from asyncrl.trainer.model.layout_parity import refuse_longer_than_independent, select_attention
 from asyncrl.trainer.model.loading import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
 from asyncrl.trainer.model.lora import (
     Merged,
@@ -48,10 +52,9 @@ from asyncrl.trainer.model.lora import (
     plain_name,
 )
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.model.proof import refuse_longer_than_independent, select_attention
 from asyncrl.trainer.model.scoring import EntropyMode, logits_function, token_logprobs
-from asyncrl.trainer.parallel.place import Place
-from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
+from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.settings import LoraConfig, OptimizerConfig, VisionMode
 from asyncrl.weights.versions.published import Published, TensorSpec, WholeModel
 
 
@@ -69,11 +72,11 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         trunk: nn.Module,
         *,
         optimizer: FlatAdamW | None = None,
-        place: Place | None = None,
+        place: RankPosition | None = None,
         gradient_checkpointing: bool = False,
         **role: Any,
     ) -> None:
-        super().__init__(optimizer=optimizer, place=place or Place(), **role)
+        super().__init__(optimizer=optimizer, place=place or RankPosition(), **role)
         self.module = module
         self._trunk = trunk
         if optimizer is None:
@@ -85,7 +88,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
     def root(self) -> nn.Module:
         return self.module
 
-    def _scratch(self) -> Iterable[Tensor]:
+    def _transient_tensors(self) -> Iterable[Tensor]:
         return () if self._optimizer is None else (self._optimizer.grad,)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -93,14 +96,24 @@ class FlatEngine(RoleEngine[FlatAdamW]):
 
     def step(self) -> StepOutcome:
         self._place.data.all_reduce_sum(self.optimizer.grad)
-        return self.optimizer.step()
+        outcome = self.optimizer.step()
+        self._weights_changed()
+        return outcome
+
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        super().load_state(meta)
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        if self.pictures is not None:
+            self.pictures.weights_changed()
 
     def _proof_engine(self) -> dict[str, Any]:
         return {"attention": self.attention, "tokens_per_micro_batch": self._budget}
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """The trunk's output at every input token, shape [rows * width, H]."""
-        with self.replaying(micro_batch):
+        with self.replaying(micro_batch), self.seeing(micro_batch):
             output: Tensor = self._trunk(use_cache=False, **micro_batch.model_inputs).last_hidden_state
         return output.flatten(0, 1)
 
@@ -202,13 +215,14 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         return _weights_of(self._model)
 
     def around(self, network: PreTrainedModel) -> FlatPolicyEngine:
-        return FlatPolicyEngine(network, temperature=self._temperature, **self._proof_engine())
+        pictures = None if self.pictures is None else self.pictures.around(network)
+        return FlatPolicyEngine(network, temperature=self._temperature, pictures=pictures, **self._proof_engine())
 
     def plain(self, tokens: Tokens) -> Tensor:
-        return plain_logprobs(self._model, tokens)
+        return plain_logprobs(self._model, tokens, self.pictures)
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
-        packed = one_micro_batch(sequences, self.attention, self._model.device, wanted=True)
+        packed = one_micro_batch(sequences, self.attention, self._model.device, wanted=True, pictures=self.pictures)
         hidden_NH = self._hidden(packed).index_select(0, packed.predictors_N)
         logprobs_N, _ = token_logprobs(hidden_NH, packed.tokens_N, self._logits_of)
         in_order = logprobs_N.index_select(0, packed.targets_N.argsort())
@@ -223,6 +237,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
         assert isinstance(source, FlatPolicyEngine), type(source)
         ema_update_(self._model.parameters(), source.optimizer.masters(), decay)
+        self._weights_changed()
 
     def published_specs(self) -> list[TensorSpec]:
         return self._whole.published_specs()
@@ -290,11 +305,11 @@ Engine = TypeVar("Engine", FlatPolicyEngine, FlatValueEngine)
 class FlatLoader(EngineLoader):
     """Loads whole models onto `device`, as `config` sets them, for the rank at `place`.
 
-    Each model is proven before it is returned (`trainer.model.proof`); a model that cannot be trained right raises
-    `UnsupportedModelError`, a ValueError.
+    Each model is proven before it is returned (`trainer.model.layout_parity`); a model that cannot be trained right
+    raises `UnsupportedModelError`, a ValueError.
     """
 
-    def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
+    def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None:
         self._config, self._place, self._device = config, place, device
         self._attention = config.model.attn_implementation
         self._dtype = config.model.dtype.on(device.type)
@@ -309,6 +324,7 @@ class FlatLoader(EngineLoader):
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
         def load() -> FlatPolicyEngine:
             model = load_causal_lm(path, dtype.on(self._device.type), self._attention, self._device)
+            pictures = self._pictures(model, path)
             lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
             if lora is not None:
                 model.requires_grad_(False)
@@ -327,10 +343,24 @@ class FlatLoader(EngineLoader):
                 lora=lora,
                 merge=not publishes_adapters(self._config),
                 routers=routers,
+                pictures=pictures,
                 **self._engine,
             )
 
         return self._together(load, path)
+
+    def _pictures(self, model: PreTrainedModel, path: str) -> Pictures | None:
+        """The pictures of `model`, whose vision tower is frozen where `model.vision` says so."""
+        mode = self._config.model.vision
+        if mode != VisionMode.train:
+            for parameter in tower_parameters(model):
+                parameter.requires_grad_(False)
+        if mode == VisionMode.none:
+            return None
+        try:
+            return Pictures.of(model, Path(path))
+        except PictureModelError as error:
+            raise UnsupportedModelError(f"{error}. Use model.vision=none for text alone, or another model") from error
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
         def load() -> FlatValueEngine:
@@ -349,12 +379,12 @@ class FlatLoader(EngineLoader):
     def _together(self, load: Callable[[], Engine], path: str) -> Engine:
         def proven() -> Engine:
             engine = load()
-            self._prove(engine)
+            self._check_parity(engine)
             return engine
 
         return self._place.everyone.together(proven, f"loading {path}")
 
-    def _prove(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
+    def _check_parity(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
         network = engine.network
         longest = context_length(self._config, network.config.to_dict())
         refuse_longer_than_independent(network, longest)

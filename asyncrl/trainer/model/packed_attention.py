@@ -11,7 +11,7 @@ is written out on the same blocks.
 Rows that share a prefix look at it, and ask with what is their own (`prefix_tree`).
 
 The blocks reach it as the keyword `attention_blocks`, which most transformers models hand down to their attention
-function. Whether a model keeps its sequences apart by it is proven at load (`asyncrl.trainer.model.proof`).
+function. Whether a model keeps its sequences apart by it is proven at load (`asyncrl.trainer.model.layout_parity`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy as np
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
 from asyncrl.trainer.batches.prefix_tree import distinct_tokens
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
-from asyncrl.trainer.trajectories.kept_inbox import InboxStore
+from asyncrl.trainer.trajectories.inbox_store import InboxStore
 
 
 class InboxFull(RuntimeError):
@@ -142,7 +142,7 @@ class Inbox:
         """The trajectories of those `rollout_ids` that are held.
 
         Raises:
-            OSError, KeptTrajectoryDamaged: one that was spilled cannot be read again.
+            OSError, StoredTrajectoryDamaged: one that was spilled cannot be read again.
         """
         with self._room:
             found = {key: self._held[key] for key in rollout_ids if key in self._held}
@@ -197,4 +197,5 @@ def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = Fals
         metrics=trajectory.metrics,
         distinct=distinct_tokens(trajectory.samples) if shares_prefixes else 0,
         received_at=time.time(),
+        groups=columns.groups,
     )

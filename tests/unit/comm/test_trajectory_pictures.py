@@ -19,7 +19,7 @@ from asyncrl.comm.trajectory_codec import decode_each, decode_trajectories, enco
 from asyncrl.trainer.batches.prefix_tree import distinct_tokens
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.trajectories.inbox import bytes_of
-from asyncrl.trainer.trajectories.kept_inbox import InboxStore
+from asyncrl.trainer.trajectories.inbox_store import InboxStore
 
 PICTURES = [
     Picture.from_array(np.random.default_rng(seed).integers(0, 256, (20, 30, 3), np.uint8)) for seed in range(3)

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
 from asyncrl.inference.messages import PauseMode
+from asyncrl.models.parity import UnsupportedModelError, plain_logprobs
 from asyncrl.models.pictures import Pictures
-from asyncrl.models.proof import UnsupportedModelError, plain_logprobs
 from asyncrl.models.transformers_internals import attention
 from tests.tiny_vlm import make_folder, picture, render
 
@@ -55,16 +56,21 @@ def _run(engine: GenerationEngine, *inputs: GenerationInput) -> list[GenerationO
 
 
 def _expected(model: PreTrainedModel, pictures: Pictures, request: GenerationInput, answer: list[int]) -> list[float]:
-    """Log-probabilities of an answer by a plain forward, which takes placeholders in it for ordinary tokens."""
+    """Log-probabilities of an answer by a plain forward."""
+    logits = _logits(model, pictures, request, answer)
+    chosen: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+    return chosen
+
+
+def _logits(model: PreTrainedModel, pictures: Pictures, request: GenerationInput, answer: list[int]) -> Tensor:
+    """Logits before each token of an answer by a plain forward, which takes placeholders in it for ordinary tokens: so
+    transformers' own cannot be asked, which `tests/unit/models/test_pictures.py` compares with this one."""
     shown, _held = pictures.ids.shown([*request.input_ids, *answer], request.pictures)
     ids, places = torch.tensor([shown]), torch.from_numpy(pictures.positions(shown).copy())
     with torch.no_grad(), attention(model, "eager"), pictures.holding(ids, keep=True):
         positions = places[:, None] if pictures.three_positions else places[:1]
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[
-            0, len(request.input_ids) - 1 : -1
-        ]
-    chosen: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
-    return chosen
+        logits: Tensor = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+    return logits[len(request.input_ids) - 1 : -1]
 
 
 @pytest.mark.parametrize("kind", CAUSAL)
@@ -79,7 +85,7 @@ def test_groups_over_pictures_are_what_transformers_computes_through_an_update(
         *(_ask(f"a{n}", folder, "<u>how ", first, "?<end><a>", greedy=n == 0) for n in range(4)),
         *(_ask(f"b{n}", folder, "<u>how ", second, "?<end><a>", greedy=n == 0) for n in range(3)),
         *(_ask(f"c{n}", folder, "<u>how ", first, "?<end><a>3<end><u>", third, "red<end><a>") for n in range(2)),
-        _ask("d0", folder, "<u>", first, first, second, "red<end><a>"),
+        _ask("d0", folder, "<u>", first, "a", first, "b", second, "red<end><a>"),
         _ask("e0", folder, "<u>how many red?<end><a>"),
     ]
     outputs = _run(engine, *requests)
@@ -87,11 +93,8 @@ def test_groups_over_pictures_are_what_transformers_computes_through_an_update(
         assert output.logprobs == pytest.approx(_expected(plain, pictures, request, output.output_ids), abs=2e-4)
     assert engine.stats().encoded_pictures == 3, "each picture once for all its requests"
     assert outputs[0].logprobs[0] != pytest.approx(outputs[4].logprobs[0], abs=1e-3), "ids alike, pictures not"
-    ids, _held = pictures.ids.shown(requests[0].input_ids, requests[0].pictures)
-    plain.generation_config.eos_token_id = None
-    greedy = plain.generate(**pictures.plain_inputs(ids), max_new_tokens=TOKENS, do_sample=False)[0, len(ids) :]
-    size = len(outputs[0].output_ids)
-    assert greedy[:size].tolist() == outputs[0].output_ids
+    answer = outputs[0].output_ids
+    assert _logits(plain, pictures, requests[0], answer).argmax(-1).tolist() == answer
 
     # interrupted in the midst of answers; other weights go on with them
     held = [replace(each, rid=f"{each.rid}/again") for each in requests]
