@@ -10,17 +10,18 @@ import msgspec
 
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolSchema
 from asyncrl.inference.openai.calls import (
-    Call,
+    ApiCall,
     Json,
     forced_call,
     function_tool,
     one_call_at_a_time,
     sampling_of,
 )
-from asyncrl.inference.openai.chat_completions import assistant_call, text_of
+from asyncrl.inference.openai.chat_completions import assistant_call, seen_of, text_of
 from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import frame, pieces
 from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
+from asyncrl.plugins.datasets.templates.parts import joined
 
 _TEXT: Final = ("text",)
 _STOP: Final = {ChatFinish.stop: "end_turn", ChatFinish.length: "max_tokens", ChatFinish.tool_calls: "tool_use"}
@@ -73,6 +74,7 @@ class _Block(msgspec.Struct):
     input: Json = msgspec.field(default_factory=dict)
     tool_use_id: str = ""
     content: str | list[Json] = ""
+    source: Json | None = None
 
 
 class _Tool(msgspec.Struct):
@@ -98,7 +100,7 @@ COUNT: Final = SupportedParameters(
 class Messages:
     """Reader and writer of Anthropic's messages API."""
 
-    def read(self, body: bytes) -> Call:
+    def read(self, body: bytes) -> ApiCall:
         asked = SURFACE.read(body)
         if asked.max_tokens is None:
             raise invalid("max_tokens", "missing; give the longest answer in tokens")
@@ -115,9 +117,9 @@ class Messages:
             stop=asked.stop_sequences,
         )
         messages, choice = messages_of(asked.system, asked.messages), str(asked.tool_choice["type"])
-        return Call(asked.model, messages, tools, choice, sampling, stream=asked.stream, body=asked)
+        return ApiCall(asked.model, messages, tools, choice, sampling, stream=asked.stream, body=asked)
 
-    def answer(self, call: Call, replies: Sequence[ChatReply]) -> Json:
+    def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
         (reply,) = replies
         stopped = reply.stop is not None and reply.finish_reason is ChatFinish.stop
         return {
@@ -131,7 +133,7 @@ class Messages:
             "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.completion.token_ids)},
         }
 
-    def events(self, call: Call, replies: Sequence[ChatReply]) -> Iterator[bytes]:
+    def events(self, call: ApiCall, replies: Sequence[ChatReply]) -> Iterator[bytes]:
         def event(kind: str, **fields: Any) -> bytes:
             return frame({"type": kind, **fields}, kind)
 
@@ -191,18 +193,22 @@ def messages_of(system: str | Sequence[Json], given: Sequence[Json]) -> list[Mes
 
 
 def _of_user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
-    """A message for each tool's result, then one for the text."""
-    texts = []
+    """A message for each tool's result, then one for the text and the pictures."""
+    parts: list[Json] = []
     for number, block in enumerate(blocks):
         if block.type == "tool_result":
-            content = text_of(block.content, f"{where}.content[{number}].content", _TEXT)
+            content = seen_of(block.content, f"{where}.content[{number}].content", _TEXT)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         elif block.type == "text":
-            texts.append(block.text)
+            parts.append({"type": "text", "text": block.text})
+        elif block.type == "image":
+            picture = seen_of([{"type": "image", "source": block.source}], f"{where}.content[{number}]", _TEXT)
+            parts += picture if isinstance(picture, list) else ()
         else:
-            raise refused(f"{where}.content[{number}].type", block.type, "the policy reads text and tools' results")
-    if texts:
-        yield {"role": "user", "content": "".join(texts)}
+            wanted = "the policy reads text, pictures and tools' results"
+            raise refused(f"{where}.content[{number}].type", block.type, wanted)
+    if parts:
+        yield {"role": "user", "content": joined(parts)}
 
 
 def _of_assistant(blocks: Sequence[_Block], where: str) -> Message:

@@ -10,9 +10,10 @@ from typing import Any, Final, Literal
 import msgspec
 
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolCall, ToolSchema
+from asyncrl.api.picture import PictureError
 from asyncrl.inference.openai.calls import (
     MAX_ANSWERS,
-    Call,
+    ApiCall,
     Json,
     forced_call,
     function_tool,
@@ -23,6 +24,7 @@ from asyncrl.inference.openai.calls import (
 from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import DONE, frame, pieces
 from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
+from asyncrl.plugins.datasets.templates.parts import PICTURE_TYPES, Content, content_of
 
 
 class StreamOptions(msgspec.Struct):
@@ -144,10 +146,10 @@ class _Message(msgspec.Struct):
 class ChatCompletions:
     """Reader and writer of OpenAI's chat completions API."""
 
-    def read(self, body: bytes) -> Call:
+    def read(self, body: bytes) -> ApiCall:
         return call_of(SURFACE.read(body))
 
-    def answer(self, call: Call, replies: Sequence[ChatReply]) -> Json:
+    def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
         body: Body = call.body
         choices = [
             {
@@ -163,7 +165,7 @@ class ChatCompletions:
             "usage": _usage(replies)
         }
 
-    def events(self, call: Call, replies: Sequence[ChatReply]) -> Iterator[bytes]:
+    def events(self, call: ApiCall, replies: Sequence[ChatReply]) -> Iterator[bytes]:
         body: Body = call.body
         head = _head(call, "chat.completion.chunk")
 
@@ -199,7 +201,7 @@ class ChatCompletions:
         return frame(error.openai())
 
 
-def call_of(body: Body) -> Call:
+def call_of(body: Body) -> ApiCall:
     """The call that `body` asks for.
 
     Raises:
@@ -223,7 +225,7 @@ def call_of(body: Body) -> Call:
         stop=body.stop,
         stop_token_ids=None if body.stop_token_ids is None else tuple(body.stop_token_ids),
     )
-    return Call(
+    return ApiCall(
         body.model, messages_of(body.messages), tools, str(body.tool_choice), sampling, body.n, body.stream, body
     )
 
@@ -272,7 +274,8 @@ def _message(given: Json, where: str) -> Message:
     for name in ("function_call", "audio"):
         if value := getattr(found, name):
             raise refused(f"{where}.{name}", value, "not supported; functions are called by tool_calls")
-    message: Json = {"role": role, "content": text_of(found.content, f"{where}.content", ("text",))}
+    read = seen_of if role in ("user", "tool") else text_of
+    message: Json = {"role": role, "content": read(found.content, f"{where}.content", ("text",))}
     if found.name is not None:
         message["name"] = found.name
     if role == "tool":
@@ -310,6 +313,29 @@ def text_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[st
     return "".join(part["text"] for part in content)
 
 
+def seen_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[str]) -> Content:
+    """A message's content with its pictures: text, or text of one of `kinds` and pictures in turn.
+
+    Raises:
+        ApiError: a part of another kind, or a picture that cannot be used; nothing is fetched from URLs.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Json] = []
+    for number, part in enumerate(content):
+        if part.get("type") in PICTURE_TYPES:
+            try:
+                found = content_of([part])
+            except PictureError as error:
+                raise invalid(f"{where}[{number}]", str(error)) from None
+            parts += found if isinstance(found, list) else ()
+        elif part.get("type") in kinds and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise refused(f"{where}[{number}].type", part.get("type"), "the policy reads text and pictures")
+    return content_of(parts)
+
+
 def told(reply: ChatReply) -> Json:
     """The reply as a message of this API."""
     message: Json = {"role": "assistant", "content": None if reply.tool_calls and not reply.content else reply.content}
@@ -333,7 +359,7 @@ def finished_at_length(reply: ChatReply) -> bool:
     return reply.finish_reason == ChatFinish.length
 
 
-def _head(call: Call, kind: str) -> Json:
+def _head(call: ApiCall, kind: str) -> Json:
     return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": call.model}
 
 

@@ -12,6 +12,8 @@ from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.models.picture_rules import PictureRules, picture_rules
 from asyncrl.plugins.datasets import Dataset, load_dataset
 from asyncrl.plugins.datasets.mixture import Mixture
 from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, make_prompt
@@ -91,14 +93,38 @@ class Prompts:
         )
 
 
-def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
+def load_prompt_format(config: ExperimentConfig, *, training: bool) -> PromptFormat:
     """Build the prompt format from the tokenizer in `model.path` and the settings of `dataset`; without tools.
+
+    Args:
+        training: samples are trained; else they are evaluated alone.
 
     Raises:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
     """
     folder, data = Path(str(config.model.path)).expanduser(), config.dataset
-    return PromptFormat(load_tokenizer(folder), load_chat_template(folder, data), data.max_prompt_tokens, data.overlong)
+    return PromptFormat(
+        load_tokenizer(folder),
+        load_chat_template(folder, data),
+        data.max_prompt_tokens,
+        data.overlong,
+        pictures=pictures_taken(config, training=training),
+    )
+
+
+SERVERS_TAKE_PICTURES = False
+"""True if the embedded generation server computes pictures."""
+TRAINERS_TAKE_PICTURES = False
+"""True if a training engine does."""
+
+
+def pictures_taken(config: ExperimentConfig, *, training: bool) -> PictureRules | None:
+    """How prompts show pictures; None if the model, the generation servers or, in `training`, the trainer take none."""
+    folder = Path(str(config.model.path)).expanduser()
+    engines = SERVERS_TAKE_PICTURES and (TRAINERS_TAKE_PICTURES or not training)
+    if not engines or config.generation.backend != GenerationBackend.embedded or not (folder / "config.json").is_file():
+        return None
+    return picture_rules(folder)
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:

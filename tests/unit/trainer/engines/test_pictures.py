@@ -42,9 +42,8 @@ def _engine(folder: Path, vision: VisionMode = VisionMode.train, *, checkpointin
 def _sample(ids: Sequence[int], placed: Sequence[PlacedPicture], answer: Sequence[int]) -> Sample:
     tokens = np.array([*ids, *answer], np.int32)
     mask = np.array([0] * len(ids) + [1] * len(answer), np.uint8)
-    return Sample(
-        tokens, mask, np.zeros(len(tokens), np.float32) - mask, mask.astype(np.int32) - 1, pictures=tuple(placed)
-    )
+    versions = mask.astype(np.int32) - 1
+    return Sample(tokens, mask, -mask.astype(np.float32), versions, 0.0, pictures=tuple(placed))
 
 
 def _batch(folder: Path) -> StepBatch:

@@ -16,7 +16,7 @@ class Stalled(RuntimeError):
     """No train step for too long; the message says which stage waits for what, and on which counter."""
 
 
-class Ranks:
+class RankClients:
     """The ModelWorkers.
 
     Args:
