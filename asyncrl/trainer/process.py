@@ -43,7 +43,6 @@ from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories, hand_down
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.reshard_batch import move_columns
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import CallContext, find_function, run_call
@@ -293,7 +292,7 @@ class ModelWorker(Worker):
             lambda: self._server.loop,
             self._memory_checkpoint,
             self.run_dir / SPILLED_DIR / str(self.index),
-            shares_prefixes=isinstance(actor, RoleEngine) and actor.attention == AttentionKind.tree,
+            shares_prefixes=isinstance(actor, RoleEngine) and actor.attention.shares_prefixes,
         )
         self._open.callback(receiver.remove_spilled)
         if uses_memory_checkpoint(config):

@@ -28,7 +28,16 @@ from asyncrl.models.picture_ids import SeenPicture
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.transformers_internals import packing_arguments
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks, cut
-from asyncrl.trainer.batches.prefix_tree import WORTHWHILE, Branches, Prefixes, PrefixOrder, cut_tree, lay_out
+from asyncrl.trainer.batches.prefix_tree import (
+    WORTHWHILE,
+    Branches,
+    Prefixes,
+    PrefixOrder,
+    cut_tree,
+    lay_out,
+    pre_order,
+)
+from asyncrl.trainer.model.flex_attention import FlexStream
 from asyncrl.trainer.model.packed_attention import DeviceBlock
 
 
@@ -150,7 +159,9 @@ def micro_batches(
         sources_I = starts_S[members][rows_I] + offsets_I
         # The last input of a sequence may be its last token: what follows it is another sequence's first, never wanted.
         chosen = np.flatnonzero(np.append(wanted_T, False)[sources_I + 1])
-        if tree is None:
+        if kind == AttentionKind.flex:
+            layout = _in_pre_order(sources_I, offsets_I, tree or Branches.alone(members, lengths))
+        elif tree is None:
             layout = _side_by_side(sources_I, rows_I, offsets_I, lengths, kind)
         else:
             layout = _shared(sources_I, offsets_I, tree)
@@ -163,7 +174,8 @@ class _Layout:
 
     `sources` and `positions` are of each place of the input, [rows, width]: where its token is in the step's batch, and
     its position in its sequence. `places_I` is the place of every input token in the flattened result. `ends` are the
-    ends of sequences that are packed, from 0 on, the longest of which has `longest` tokens.
+    ends of sequences that are packed, from 0 on, the longest of which has `longest` tokens. `below` is of each place of
+    a stream in pre-order: where the tokens below it end.
     """
 
     sources: Ints
@@ -172,6 +184,7 @@ class _Layout:
     blocks: list[Block[Ints]] = field(default_factory=list)
     ends: Ints | None = None
     longest: int = 0
+    below: Ints | None = None
 
 
 def _on_device(
@@ -196,6 +209,8 @@ def _on_device(
     }
     if layout.ends is not None:
         arrays |= {"ends": layout.ends, "row_ids": rows_I}
+    if layout.below is not None:
+        arrays |= {"below": layout.below, "depths": layout.positions}
     for number, block in enumerate(layout.blocks):
         arrays |= {f"{number}.{name}": indices for name, indices in block.indices().items()}
     there = upload(arrays, tokens_T.device)
@@ -204,7 +219,9 @@ def _on_device(
     inputs: dict[str, Any] = {"input_ids": ids_T[there["sources"]], "position_ids": there["positions"]}
     if layout.ends is not None:
         inputs |= packing_arguments(there["ends"].int(), layout.longest, there["row_ids"].int())
-    if layout.blocks:
+    if layout.below is not None:
+        inputs["attention_blocks"] = FlexStream(there["below"], there["depths"][0])
+    elif layout.blocks:
         inputs["attention_blocks"] = [
             DeviceBlock(block.with_indices({name: there[f"{number}.{name}"] for name in block.indices()}))
             for number, block in enumerate(layout.blocks)
@@ -267,7 +284,7 @@ def one_micro_batch(
     inputs_S = lengths_S - 1 if wanted else lengths_S
     budget = len(sequences) * int(lengths_S.max())
     prefixes = None
-    if kind == AttentionKind.tree:
+    if kind.shares_prefixes:
         order = PrefixOrder.of(ids_T.cpu().numpy(), starts_S, lengths_S)
         prefixes = Prefixes(order, np.zeros(len(sequences), dtype=np.int64), always=True)
     everything = range(len(sequences))
@@ -305,3 +322,11 @@ def _shared(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
     sources, positions = (np.empty(stream.size, dtype=np.int64) for _ in range(2))
     sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I
     return _Layout(sources[None], positions[None], stream.places_I, stream.blocks)
+
+
+def _in_pre_order(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
+    """A stream in pre-order in which every prefix lies once; the padding at its end is the batch's first token."""
+    stream = pre_order(tree)
+    sources, positions = (np.zeros(len(stream.ends), dtype=np.int64) for _ in range(2))
+    sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I
+    return _Layout(sources[None], positions[None], stream.places_I, below=stream.ends)

@@ -152,7 +152,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             seqs,
             budget=self._budget,
             kind=self.attention,
-            prefixes=batch.prefixes if self.attention == AttentionKind.tree else None,
+            prefixes=batch.prefixes if self.attention.shares_prefixes else None,
             routing=batch.routing if self.routers is not None else None,
             shown=self._shown_tokens(batch),
         )

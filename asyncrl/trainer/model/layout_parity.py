@@ -7,6 +7,7 @@ is which no list of names would hold. So each way is tried at load (`asyncrl.mod
 
     sdpa                packed with shared prefixes, then packed, then padded rows with torch's attention, then padded
                         rows with transformers' eager one
+    flex_attention      packed with shared prefixes by FlexAttention, then as sdpa
     flash_attention_2   packed by its own kernel, then padded rows
     eager               padded rows
 
@@ -50,6 +51,7 @@ from asyncrl.models.transformers_internals import (
     set_attention,
 )
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.model.flex_attention import FLEX
 from asyncrl.trainer.model.packed_attention import PACKED
 from asyncrl.trainer.settings import AttentionImplementation
 
@@ -96,16 +98,21 @@ class SequenceLayout(NamedTuple):
         return f"{_HOW.get(self.kind, 'packed')} ({self.attention})"
 
 
-_HOW = {AttentionKind.padded: "on padded rows", AttentionKind.tree: "packed with shared prefixes"}
+_HOW = {
+    AttentionKind.padded: "on padded rows",
+    AttentionKind.tree: "packed with shared prefixes",
+    AttentionKind.flex: "packed with shared prefixes",
+}
 
-
+_SDPA = (
+    SequenceLayout(AttentionKind.tree, PACKED),
+    SequenceLayout(AttentionKind.packed, PACKED),
+    SequenceLayout(AttentionKind.padded, "sdpa"),
+    SequenceLayout(AttentionKind.padded, "eager"),
+)
 _LAYOUTS: dict[AttentionImplementation, tuple[SequenceLayout, ...]] = {
-    AttentionImplementation.sdpa: (
-        SequenceLayout(AttentionKind.tree, PACKED),
-        SequenceLayout(AttentionKind.packed, PACKED),
-        SequenceLayout(AttentionKind.padded, "sdpa"),
-        SequenceLayout(AttentionKind.padded, "eager"),
-    ),
+    AttentionImplementation.sdpa: _SDPA,
+    AttentionImplementation.flex_attention: (SequenceLayout(AttentionKind.flex, FLEX), *_SDPA),
     AttentionImplementation.flash_attention_2: (
         SequenceLayout(AttentionKind.flash, "flash_attention_2"),
         SequenceLayout(AttentionKind.padded, "flash_attention_2"),
@@ -136,7 +143,7 @@ def select_attention(
     copies: dict[int, _Subject | None] = {}  # with short lengths, by the tokens of the run's longest row
     faults: list[str] = []
     for layout in _LAYOUTS[setting]:
-        if layout.kind == AttentionKind.tree and not share_prefixes:
+        if layout.kind.shares_prefixes and not share_prefixes:
             continue
         fault = _unseen_layers(engine.network, layout) or own.fault(layout)
         if fault is None:
@@ -196,7 +203,7 @@ def _unseen_layers(network: PreTrainedModel, layout: SequenceLayout) -> str | No
         return None
     if unseen:
         return f"its layers {sorted(unseen)} look at other keys than packed attention gives them"
-    if layout.kind == AttentionKind.tree and (recurrent := kinds & RECURRENT_LAYERS):
+    if layout.kind.shares_prefixes and (recurrent := kinds & RECURRENT_LAYERS):
         return f"its layers {sorted(recurrent)} go from token to token, and cannot branch"
     return None
 

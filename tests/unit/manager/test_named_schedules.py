@@ -23,6 +23,7 @@ from tests.unit.manager.test_any_schedule import Schedule, Worker
 def begun(eta: int = 2) -> Schedule:
     schedule = Schedule()
     schedule.begin(batch=1, eta=eta, on_stale=OnStale.drop, stops_early=False)
+    schedule.all_speak()
     return schedule
 
 
@@ -42,7 +43,7 @@ def drop_for_good(schedule: Schedule, prompt: str) -> None:
     """The worker that plays the prompt drops it, and says so."""
     worker, rollout = running(schedule, prompt)
     worker.running.pop(rollout)
-    worker.ended.append(m.FinishedRollout(rollout, False, "rejected"))
+    worker.end(m.FinishedRollout(rollout, False, "rejected"))
     schedule.report(schedule.workers.index(worker), "answered")
 
 
@@ -124,7 +125,7 @@ def test_a_master_that_goes_on_hears_what_is_dropped_for_good_before_it_trains(c
     drop_for_good(schedule, prompt)
     schedule.report_step(dies=True)
     schedule.collect()
-    assert schedule.trainer.unreported, "it tells of the last step again before it trains"
+    assert schedule.trainer.due.trained, "it tells of the last step again before it trains"
     schedule.report_step()
     schedule.train(dies=False)
     assert (len(schedule.trainer.trained), schedule.given_up) == (1, {prompt})
@@ -175,7 +176,7 @@ class Manager:
             clock=lambda: 0.0,
             order=DataOrder(1, 0),
         )
-        self.service.begin(0)
+        self.service.begin(m.RunReport())
 
     def admit(self, rollout: str) -> list[str]:
         """The prompts that are played."""
