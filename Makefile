@@ -7,6 +7,9 @@ OVERRIDES ?=
 TEST_WORKERS ?= 3
 RUN_WORKERS ?= 4
 
+# tests/gpu have the GPU to themselves; without one they are some tests more
+GPU := $(shell if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; then echo yes; fi)
+
 .PHONY: run demo-tools test check docs setup clean
 
 run: setup
@@ -16,8 +19,8 @@ demo-tools: setup
 	$(PYTHON_IN) -m asyncrl.launch tool_calculator $(OVERRIDES)
 
 test: setup
-	$(PYTHON_IN) -m pytest tests/unit tests/integration -x -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
-	$(PYTHON_IN) -m pytest tests/gpu -q
+	$(PYTHON_IN) -m pytest tests/unit tests/integration $(if $(GPU),,tests/gpu) -x -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	$(if $(GPU),$(PYTHON_IN) -m pytest tests/gpu -q)
 	$(PYTHON_IN) -m pytest tests/faults tests/e2e -q -n $(RUN_WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: setup

@@ -537,8 +537,8 @@ def cases() -> Iterator[Case]:
 
         yield Case(f"calls, {name}", parse, calls)
     child = [
-        msgspec.msgpack.encode(user_code.Reply(value={"reward": 1.0})),
-        msgspec.msgpack.encode(user_code.Reply(error="x")),
+        msgspec.msgpack.encode(user_code.ChildReply(value={"reward": 1.0})),
+        msgspec.msgpack.encode(user_code.ChildReply(error="x")),
     ]
     yield Case("reply of a user's process", user_code.decode_reply, child, (ValueError,))
 
