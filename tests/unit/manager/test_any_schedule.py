@@ -386,6 +386,9 @@ class Schedule(RuleBasedStateMachine):
             assert prompt_id not in self.given_up | self.proposed()
             others = [each.prompt_id for worker in self.workers for each in worker.running.values()]
             assert prompt_id not in others, "a prompt is played twice at a time"
+            ended = self.ledger.recorded.ended
+            there = [each for each in [*self.trainer.buffer.live(), *self.inbox] if each.rollout_id not in ended]
+            assert prompt_id not in {record.prompt_id for record in there}, "the trainer has it already"
 
     def check_bound(self, new: list[m.GrantedRollout]) -> None:
         """So many rollouts exist at most; with a worker that is not heard the gate does not know of some."""
@@ -660,7 +663,12 @@ class Schedule(RuleBasedStateMachine):
     def books_balance_and_nothing_is_trained_twice(self) -> None:
         if not hasattr(self, "service"):
             return
-        assert self.service.gate.books().balanced
+        gate = self.service.gate
+        assert gate.books().balanced
+        for worker in self.workers if self.service.begun and self.all_heard else ():
+            if worker.manager == self.service.number:
+                counted = all(map(gate.is_live, worker.running.keys() - worker.arrived))
+                assert counted, "a rollout runs that the gate does not count"
         trained = [prompt for step in self.trainer.trained for prompt in step]
         assert len(trained) == len(set(trained)), "a prompt was trained twice"
 
