@@ -54,6 +54,8 @@ class StubEngine:
         job.future.set_result(outputs)
         return job.future
 
+    def prepare(self, job: Job) -> None: ...
+
     def stats(self) -> EngineStats:
         return EngineStats(max_total_tokens=1)
 
