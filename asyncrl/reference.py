@@ -11,7 +11,8 @@ same seeds must report the same losses. A train step, from policy version v to v
    draws from a random stream of its own, derived from (run seed, order, i), so that nothing depends on batching.
 2. *Score.* A reward for each answer.
 3. *Advantage.* How much better than its group an answer was: GRPO, (reward - mean) / std. A group whose rewards are
-   all equal teaches nothing; its tokens carry no loss and are not counted in any mean.
+   all equal teaches nothing; its tokens carry no loss and are not counted in any mean. Where an agent names comparison
+   groups, samples of one name are compared.
 4. *Train.* The proximal log-probabilities are computed once, with the weights at the step's start. Then one optimizer
    step per minibatch on the decoupled PPO objective: ratio to the *proximal* policy, clipped; each token weighted by
    proximal / *behaviour*, the policy that generated it, that weight capped. If both are the same this is plain PPO.
@@ -38,12 +39,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl.algorithms.advantages.grpo import grpo
 from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats, values
 from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs
 from asyncrl.algorithms.objective import Objective
-from asyncrl.algorithms.spec import ObjectiveSpec
+from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.api import (
+    Agent,
     Completion,
     GenerationClient,
     GenerationRequest,
@@ -54,7 +55,7 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.columns import TOKEN, column, with_columns
-from asyncrl.api.trajectory import SampleColumns
+from asyncrl.api.trajectory import SampleColumns, compared_episodes, role_of
 from asyncrl.config.catalog import resolve
 from asyncrl.config.load import load_supervised
 from asyncrl.inference.embedded.engine import GenerationEngine
@@ -92,6 +93,7 @@ class ReferenceConfig:
     """Generate with the weights of so many versions ago (of the first, in the first steps)."""
     sampling: SamplingParams = SamplingParams(max_new_tokens=112)
     objective: ObjectiveSpec = field(default_factory=ObjectiveSpec)
+    advantage: Choice = Choice("grpo")
     columns: tuple[str, ...] = ()
     """Numbers of the rows, rewards and agents that the loss reads; see `asyncrl.api.columns`."""
 
@@ -128,10 +130,13 @@ class ReferenceTrainer:
         tokenizer: ChatTokenizer,
         dataset: Dataset,
         reward: RewardFunction,
+        agent: Agent | None = None,
     ) -> None:
         self.config, self.model, self.tokenizer, self.dataset, self.reward = config, model, tokenizer, dataset, reward
-        self.agent = SingleTurnAgent(tokenizer=tokenizer)
+        self.agent = agent or SingleTurnAgent(tokenizer=tokenizer)
         self.version = 0
+        self.baselines: dict[str, float] = {}
+        """Of the advantage estimator, by role, where it has any."""
         self.order = DataOrder(len(dataset), config.seed)
         self.objective = Objective(config.objective, resolve)
         self.optimizer = torch.optim.AdamW(
@@ -151,7 +156,7 @@ class ReferenceTrainer:
         """From version v to v + 1."""
         groups = self.generate()
         samples = [sample for group in groups for sample in group]
-        advantages = [advantages_T for group in groups for advantages_T in group_advantages(group)]
+        advantages = self.advantages(groups)
         with torch.no_grad():
             prox_logprobs_T, _ = packed_logprobs(self.model, samples, self.config.sampling.temperature)
         parts = zip(samples, advantages, split_by_sample(prox_logprobs_T, samples), strict=True)
@@ -162,6 +167,30 @@ class ReferenceTrainer:
         self.version += 1
         reward_mean = float(np.mean([sample.reward for sample in samples]))
         return StepReport(self.version, reward_mean, losses, grad_norms, values(merge_stats(stats)))
+
+    def advantages(self, groups: Sequence[Sequence[Sample]]) -> list[Tensor]:
+        """Advantages of all samples, `[T]` each; all zero where the rewards of a comparison group are equal."""
+        samples = [sample for group in groups for sample in group]
+        compared = [(number, sample.group) for number, group in enumerate(groups) for sample in group]
+        number_of = {name: number for number, name in enumerate(dict.fromkeys(compared))}
+        roles = sorted({role_of(sample.group) for sample in samples})
+        mask_T, seq_ids_T = mask_and_ids(samples)
+        estimate = resolve("advantage", self.config.advantage.name, self.config.advantage.params)
+        output = estimate(
+            AdvantageInputs(
+                rewards_S=torch.tensor([sample.total_reward for sample in samples]),
+                group_ids_S=torch.tensor([number_of[name] for name in compared]),
+                mask_T=mask_T,
+                seq_ids_T=seq_ids_T,
+                num_seqs=len(samples),
+                episodes_S=torch.tensor([episode for group in groups for episode in episodes_of(group)]),
+                roles_S=torch.tensor([roles.index(role_of(sample.group)) for sample in samples]),
+                roles=roles,
+                baselines=self.baselines,
+            )
+        )
+        self.baselines = dict(output.baselines or {})
+        return split_by_sample(output.advantages_T, samples)
 
     def generate(self) -> list[Sequence[Sample]]:
         """The scored groups of this version's batch, in the data order."""
@@ -213,7 +242,7 @@ class ReferenceTrainer:
         for epoch in range(self.config.ppo_epochs):
             key = [self.config.seed, self.version, epoch] if epoch else [self.config.seed, self.version]
             permuted = np.random.default_rng(key).permutation(len(groups))
-            alike = {g: len({item.sample.total_reward for item in groups[g]}) == 1 for g in permuted.tolist()}
+            alike = {g: not has_signal([item.sample for item in groups[g]]) for g in permuted.tolist()}
             order_G = sorted(alike, key=lambda g: alike[g])
             for number in range(self.config.ppo_minibatches):
                 yield [item for g in order_G[number :: self.config.ppo_minibatches] for item in groups[g]]
@@ -283,14 +312,14 @@ def completion_of(output: GenerationOutput, version: int) -> Completion:
     return Completion(output.output_ids, output.logprobs, [version] * len(output.output_ids), output.finish.reason)
 
 
-def group_advantages(group: Sequence[Sample]) -> list[Tensor]:
-    """GRPO advantages of one group's samples, `[T]` each; all zero where the rewards are equal."""
-    mask_T, seq_ids_T = mask_and_ids(group)
-    rewards_S = torch.tensor([sample.total_reward for sample in group])
-    group_ids_S = torch.zeros(len(group), dtype=torch.long)
-    episodes_S = torch.tensor([sample.episode for sample in group])
-    output = grpo(AdvantageInputs(rewards_S, group_ids_S, mask_T, seq_ids_T, len(group), episodes_S=episodes_S))
-    return split_by_sample(output.advantages_T, group)
+def episodes_of(group: Sequence[Sample]) -> list[int]:
+    """The episode that each sample counts as where it is compared."""
+    return compared_episodes([sample.episode for sample in group], [sample.group for sample in group])
+
+
+def has_signal(group: Sequence[Sample]) -> bool:
+    """True if samples that are compared have different rewards."""
+    return len({(sample.group, sample.total_reward) for sample in group}) > len({sample.group for sample in group})
 
 
 def policy_loss_inputs(

@@ -28,7 +28,7 @@ TARGET_MS = 10.0
 
 def plain_assign(records: Sequence[RolloutRecord], ranks: int, dealing: Dealing, version: int) -> list[Assignment]:
     """The plan by its rules: longest group first, to the open share with the fewest tokens; then shares to ranks."""
-    minibatch = minibatches_of_groups([record.rewards for record in records], dealing, version)[:, 0].tolist()
+    minibatch = minibatches_of_groups([record.has_signal for record in records], dealing, version)[:, 0].tolist()
     destination = [0] * len(records)
     for part in range(dealing.minibatches):
         members = [index for index in range(len(records)) if minibatch[index] == part]

@@ -51,11 +51,11 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
-from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.flat import FlatLoader
-from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.weights.model_files.folder import FolderFormatError
 
@@ -263,7 +263,7 @@ def trained(folder: str, plain: PreTrainedModel, *, share_prefixes: bool = True)
     config.trainer.parallel, config.trainer.tokens_per_micro_batch = "d1", 400
     config.trainer.share_prefixes = share_prefixes
     config.rollout.sampling.temperature, config.generation.context_length = 1.0, CONTEXT
-    engine = FlatLoader(config, Place(), torch.device("cpu")).policy(folder, Dtype.float32, OptimizerConfig())
+    engine = FlatLoader(config, RankPosition(), torch.device("cpu")).policy(folder, Dtype.float32, OptimizerConfig())
     batch = branching_batch()
     weights_T = batch["tokens"] / VOCABULARY - 0.5
     got = engine.logprobs(batch, batch["loss_mask"])

@@ -78,7 +78,7 @@ def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str], *, ba
     settings += ["experiment_name=overlap", f"trial_name={trial}", f"fileroot={root}", *SETTINGS, *overrides]
     environment = dict(os.environ)
     if bare:
-        settings.append("checkpoint.keep_last_step=false")
+        settings.append("checkpoint.in_memory=false")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BARE), environment.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings]
     process = subprocess.Popen(command, stdout=sys.stderr, env=environment)

@@ -43,7 +43,7 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
     from asyncrl.trainer.batches.step_batch import build_step_batch
     from asyncrl.trainer.calls import CallContext, find_function, run_call
     from asyncrl.trainer.messages import SaveCheckpoint
-    from asyncrl.trainer.parallel.place import World
+    from asyncrl.trainer.parallel.rank_position import World
     from asyncrl.trainer.parallel.world import training_world
     from asyncrl.trainer.placement import placement
     from asyncrl.trainer.roles import TrainingRank, build_rank
@@ -85,8 +85,8 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
 
     def keep(rank: TrainingRank, version: int) -> None:
         path = root / f"v{version}"
-        rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}, of_last_step=True))
-        share = rank.last_step.share(path).result()
+        rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}, in_memory=True))
+        share = rank.memory_checkpoint.share(path).result()
         from msgspec import json as encoding
 
         from asyncrl.weights.versions.manifest import FileEntry
@@ -95,14 +95,14 @@ def rank_main(worker: int, folder: Path, generation: int, ranks: int, engine: st
         for written in rank.world.everyone.all_gather_bytes(encoding.encode(share)):
             files |= encoding.decode(written, type=dict[str, FileEntry])
         if rank.copies.leads:
-            rank.last_step.commit(path, files, keep=1, protected=())
+            rank.memory_checkpoint.commit(path, files, keep=1, protected=())
         rank.world.everyone.together(lambda: None, "keeping")
 
     def live(world: World) -> None:
         tell("met")
         rank = build_rank(config, graph, world, torch.device("cpu"))
         tell("built")
-        state: Any = rank.load_last_step(root, torn=False)
+        state: Any = rank.load_memory_checkpoint(root, invalid=False)
         version = 0 if state is None else state["version"]
         tell("loaded")
         while True:

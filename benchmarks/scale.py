@@ -305,7 +305,7 @@ def step_of_rank(quick: bool) -> float:
     """Milliseconds of one rank to read what it is told, and to see what it sends and gets of both grids."""
     from asyncrl.comm.request_reply.messages import DEFAULT_MAX_BYTES, decode, encode
     from asyncrl.runtime.ranks import Ranks
-    from asyncrl.trainer.batches import redistribute
+    from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories
     from asyncrl.trainer.messages import BeginStep
 
     cuts, placed = _step()
@@ -317,21 +317,15 @@ def step_of_rank(quick: bool) -> float:
     for _ in range(5 if quick else 20):
         began = time.process_time()
         step: Any = decode(encoded, BeginStep, DEFAULT_MAX_BYTES)
-        if hasattr(redistribute, "deals"):
-            arrived = [
-                redistribute.redistribute(dealt, held, Ranks(rank))
-                for dealt in redistribute.deals(step, placed).values()
-            ]
-        else:
-            arrived = [
-                redistribute.redistribute(
-                    dict(zip(step.leaving, targets, strict=True)),
-                    dict(zip(share.rollout_ids, share.sources, strict=True)),
-                    held,
-                    Ranks(rank),
-                )
-                for targets, share in zip(step.targets, step.shares, strict=True)
-            ]
+        arrived = [
+            exchange_trajectories(
+                dict(zip(step.leaving, targets, strict=True)),
+                dict(zip(share.rollout_ids, share.sources, strict=True)),
+                held,
+                Ranks(rank),
+            )
+            for targets, share in zip(step.targets, step.shares, strict=True)
+        ]
         took.append(time.process_time() - began)
         assert [len(came) for came in arrived] == [MOVED // RANKS] * 2
     return 1e3 * min(took)
@@ -399,7 +393,7 @@ def inbox(quick: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
         bounded: dict[str, Any] = {}
         with contextlib.suppress(ImportError):  # a checkout with a bound in rollouts alone
-            from asyncrl.trainer.trajectories.kept_inbox import InboxStore
+            from asyncrl.trainer.trajectories.inbox_store import InboxStore
 
             if "memory_bytes" in inspect.signature(Inbox).parameters:
                 bounded = {"memory_bytes": limit, "spilled": InboxStore(Path(folder) / "spilled")}
@@ -419,14 +413,14 @@ def inbox(quick: bool) -> float:
             ]
             return Trajectory(f"r{number}", f"p{number}", number, samples, {})
 
-        def resident() -> int:
+        def on_device() -> int:
             return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
         held.put(trajectory(0), 1.0)
-        before = resident()
+        before = on_device()
         for number in range(1, rollouts):
             held.put(trajectory(number), 1.0)
-        taken = resident() - before
+        taken = on_device() - before
         assert len(held.poll(0).rollouts) == rollouts
         assert len(held.get([f"r{number}" for number in range(rollouts)])) == rollouts
     return taken / 1e6

@@ -48,7 +48,7 @@ from asyncrl.config.run_dir import (
     RESTARTS_FILE,
     SAMPLES_DIR,
 )
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
 SETTINGS = [
@@ -107,7 +107,7 @@ def sample(launcher: psutil.Process, run_dir: Path, at: float, series: Series) -
             for quantity, value in zip(("memory", "descriptors", "threads"), values, strict=True):
                 series[quantity, name].append((at, value))
     series["names", "run"].append((at, len(list((run_dir / NAMES_DIR).rglob("*.json")))))
-    series["shm", "run"].append((at, bytes_below(LastStep(run_dir).folder)))
+    series["shm", "run"].append((at, bytes_below(MemoryCheckpoint(run_dir).folder)))
     series["folder", "run"].append((at, bytes_below(run_dir, BY_DESIGN)))
 
 

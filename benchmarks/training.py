@@ -38,8 +38,8 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
-from asyncrl.trainer.engines.residence import local
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.engines.host_offload import local
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import build_rank

@@ -26,7 +26,7 @@ from asyncrl.config.run_dir import CHECKPOINTS_DIR, OBSERVED_DIR, versions_in
 from asyncrl.observe.glossary import NO_FIGURES, find, find_figure
 from asyncrl.observe.history.processes import ProcessHistory
 from asyncrl.observe.metrics import read_rows
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from .warm import Template, WarmProcess
 
@@ -80,7 +80,7 @@ REQUIRED_METRICS = {
     "throughput/gen_tokens_per_s",
     "throughput/train_tokens_per_s",
     "ppo/clip_fraction",
-    "ppo/behave_weight_mean",
+    "ppo/behave_imp_weight_mean",
     "ppo/behave_kl",
     "entropy",
     "grad_norm",
@@ -222,6 +222,21 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
     tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def vlm_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Hugging Face folders of random vision-language models, by family (`tests.tiny_vlm.KINDS`), each made once."""
+    root, made = tmp_path_factory.mktemp("vlm"), dict[str, Path]()
+
+    def folder(kind: str) -> Path:
+        from tests.tiny_vlm import make_folder
+
+        if kind not in made:
+            made[kind] = make_folder(kind, root / kind)
+        return made[kind]
+
     return folder
 
 
@@ -483,7 +498,7 @@ def left_in_memory(run_dir: Path, before: set[Path]) -> list[str]:
             with contextlib.suppress(OSError):  # the process has ended
                 used |= {Path(line.split()[-1]) for line in maps.read_text().splitlines() if str(SHARED_MEMORY) in line}
         unused = set(SHARED_MEMORY.iterdir()) - before - used
-        return {path for path in unused if not path.is_dir() or path == LastStep(run_dir).folder}
+        return {path for path in unused if not path.is_dir() or path == MemoryCheckpoint(run_dir).folder}
 
     left = now()
 

@@ -1,10 +1,10 @@
-"""Group filters: `(GroupView, *, params) -> Verdict`. numpy only: RolloutWorkers run them."""
+"""Group filters: `(GroupView, *, params) -> FilterDecision`. numpy only: RolloutWorkers run them."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from asyncrl.algorithms.group_view import GroupView, Verdict
+from asyncrl.algorithms.group_view import FilterDecision, GroupView
 from asyncrl.algorithms.registry import filter_
 
 
@@ -17,7 +17,7 @@ def success_rate(
     threshold: float = 0.5,
     return_prompt: bool = False,
     on: str | None = None,
-) -> Verdict:
+) -> FilterDecision:
     """Keeps a group whose share of rewards >= `threshold` lies in [low, high].
 
     `on` names a part of the reward or another number in place of the sum, `reward/correct` for one.
@@ -31,10 +31,10 @@ def success_rate(
         raise ValueError(f"success_rate bounds are [{low}, {high}]; set 0 <= low <= high <= 1")
     rate = float(np.mean(group.values_S(on) >= threshold))
     if rate < low:
-        return Verdict(False, "too_hard", return_prompt)
+        return FilterDecision(False, "too_hard", return_prompt)
     if rate > high:
-        return Verdict(False, "too_easy")
-    return Verdict(True)
+        return FilterDecision(False, "too_easy")
+    return FilterDecision(True)
 
 
 @filter_("zero_variance")
@@ -45,7 +45,7 @@ def zero_variance(
     return_prompt: bool = False,
     turns: bool = False,
     on: str | None = None,
-) -> Verdict:
+) -> FilterDecision:
     """Drops a group whose samples' rewards differ by at most `tolerance`: its group-relative advantages are all 0.
 
     DAPO's dynamic sampling (arXiv:2503.14476) eq. 11. A group of one episode is dropped too. Episodes of equal means
@@ -57,11 +57,11 @@ def zero_variance(
         ValueError: `turns` is set and the group has no rewards of turns, or an episode lacks what `on` names.
     """
     if turns and _turns_differ(group, tolerance) and len(group.rewards_S) > 1:
-        return Verdict(True)
+        return FilterDecision(True)
     rewards_U = group.values_S(on) if on is not None or group.sample_rewards_U is None else group.sample_rewards_U
     if len(group.rewards_S) == 1 or float(np.ptp(rewards_U)) <= tolerance:
-        return Verdict(False, "zero_variance", return_prompt)
-    return Verdict(True)
+        return FilterDecision(False, "zero_variance", return_prompt)
+    return FilterDecision(True)
 
 
 def _turns_differ(group: GroupView, tolerance: float) -> bool:

@@ -101,7 +101,7 @@ def rewards_of_turns(reward: float, token_rewards_T: ArrayLike | None, loss_mask
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FilterDecision:
     """Decision on a group: train it or not; if not, the counted reason, and if its prompt returns to the dataset."""
 
     keep: bool

@@ -7,7 +7,7 @@ sequence is never split over two micro-batches, a group never over two ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -115,7 +115,9 @@ class AdvantageInputs:
     the sequence's reward token by token (rewards of turns, a KL penalty); one at a token without loss, say because that
     is too old, is credited to the policy token before it. `group_ids_S` are any integers; members need not be adjacent
     and may stem from different policy versions. `episodes_S` says which of its group's episodes a sequence is of;
-    without it each sequence is one. `all_reduce` sums over ranks; None on one rank.
+    without it each sequence is one. `roles_S` says the role that each sequence has in its episode, by its position in
+    `roles`, which are those of all ranks; `baselines` are what the estimator returned in the step before, by role.
+    `all_reduce` sums over ranks; None on one rank.
     """
 
     rewards_S: Tensor
@@ -132,15 +134,23 @@ class AdvantageInputs:
     all_reduce: AllReduce | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """The user's columns (`rollout.columns`): `token/...` [T], others [S]."""
+    roles_S: Tensor | None = None
+    roles: Sequence[str] = ("",)
+    baselines: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class AdvantageOutput:
-    """Advantages (0 outside the mask); for a critic its regression targets and the tokens on which it is trained."""
+    """Advantages (0 outside the mask); for a critic its regression targets and the tokens on which it is trained.
+
+    `baselines` are numbers by role that the estimator needs in the next step, equal on all ranks; they are part of
+    checkpoints. None: they stay as they are.
+    """
 
     advantages_T: Tensor
     returns_T: Tensor | None = None
     value_mask_T: Tensor | None = None
+    baselines: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, eq=False)

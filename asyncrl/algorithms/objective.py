@@ -165,14 +165,14 @@ def _policy_stats(inputs: PolicyLossInputs, correction: CorrectionOutput) -> Sta
     current_T = mask_T & (inputs.versions_T == inputs.current_version)
     stats = {
         "ppo/clip_fraction": mean_stat(torch.zeros_like(move_T), mask_T),
-        "ppo/behave_weight_mean": mean_stat(correction.weight_T, correction.keep_T),
-        "ppo/behave_weight_max": max_stat(correction.weight_T, correction.keep_T),
+        "ppo/behave_imp_weight_mean": mean_stat(correction.weight_T, correction.keep_T),
+        "ppo/behave_imp_weight_max": max_stat(correction.weight_T, correction.keep_T),
         "ppo/behave_kl": mean_stat(torch.expm1(drift_T) - drift_T, mask_T),
         "ppo/engine_gap": mean_stat(drift_T.abs(), current_T),
         "ppo/engine_gap_max": max_stat(drift_T.abs(), current_T),
         "ppo/approx_kl": mean_stat(torch.expm1(move_T) - move_T, mask_T),
-        "ppo/importance_mean": mean_stat(importance_T, mask_T),
-        "ppo/importance_square_mean": mean_stat(importance_T.square(), mask_T),
+        "ppo/behave_ratio_mean": mean_stat(importance_T, mask_T),
+        "ppo/behave_ratio_square_mean": mean_stat(importance_T.square(), mask_T),
         "entropy": mean_stat(as_float(entropy_T), mask_T),
         "tokens/loss": count_stat(mask_T.sum()),
     }
@@ -223,7 +223,7 @@ def should_stop(stats: Mapping[str, float], *, max_kl: float = 0.0, max_weight_v
     kl = stats["ppo/approx_kl"]
     if max_kl and not kl <= max_kl:
         return f"ppo/approx_kl {kl:.4g} is above {max_kl:.4g}"
-    variance = weight_variance(stats["ppo/importance_mean"], stats["ppo/importance_square_mean"])
+    variance = weight_variance(stats["ppo/behave_ratio_mean"], stats["ppo/behave_ratio_square_mean"])
     if max_weight_variance and not variance <= max_weight_variance:
         return f"variance of the importance weights {variance:.4g} is above {max_weight_variance:.4g}"
     return None

@@ -55,6 +55,6 @@ value_loss = _marker("value_loss")
 aggregation = _marker("aggregation")
 """`@aggregation("name")` on `(mask_T, seq_ids_T, num_seqs, *, params) -> Aggregation`."""
 filter_ = _marker("filter")
-"""`@filter_("name")` on `(GroupView, *, params) -> Verdict`."""
+"""`@filter_("name")` on `(GroupView, *, params) -> FilterDecision`."""
 shaping = _marker("shaping")
 """`@shaping("name")` on `(GroupView, *, params) -> rewards_S`."""

@@ -22,15 +22,15 @@ _T = TypeVar("_T")
 Outcome: TypeAlias = "Sample | Sequence[Sample] | float | None"
 """Result of an episode: its samples, or a reward for everything that its client recorded; None rejects the episode."""
 
-FORMS = ("roll_out", "run_group", "run", "collect_trajectory")
+AGENT_METHODS = ("roll_out", "run_group", "run", "collect_trajectory")
 """Methods that make a class an agent. If a class has several, the first one listed is called: `roll_out` is for agents
 around agents, and a class with `run_group` may have `run` for its subclasses.
 """
 
 
 def ambiguous(forms: Sequence[str]) -> bool:
-    """True if a class that implements these `FORMS` does not say which one is meant."""
-    return "collect_trajectory" in forms and len(forms) > 1 and FORMS[0] not in forms
+    """True if a class that implements these `AGENT_METHODS` does not say which one is meant."""
+    return "collect_trajectory" in forms and len(forms) > 1 and AGENT_METHODS[0] not in forms
 
 
 class EpisodeError(RuntimeError):
@@ -59,7 +59,7 @@ class GroupClient(GenerationClient, Protocol):
         ...
 
 
-async def tried(
+async def play_with_retries(
     prompt: Prompt,
     play: Callable[[Prompt], Awaitable[Sequence[_T]]],
     client: GroupClient,
@@ -68,11 +68,16 @@ async def tried(
 ) -> Sequence[_T]:
     """Play one episode, and retry it alone if it fails. Other episodes of the group are not affected.
 
-    Failed has what raises (SystemExit too), what is cancelled from within, and what still plays when the rollout's time
-    is over, unless it is not `limited`.
+    An attempt fails if it raises (SystemExit included), if it is cancelled from within, or if it is still running when
+    the rollout's time is over.
+
+    Args:
+        play: runs one attempt with the prompt that it receives.
+        client: decides whether a failed episode gets another attempt.
+        limited: apply the rollout's time limit.
 
     Returns:
-        The outcome of the first try that did not fail; nothing where `client` gave the episode up.
+        Result of the first successful attempt; an empty sequence if the episode is lost.
     """
     own: Prompt | None = prompt
     while own is not None:
@@ -128,7 +133,7 @@ class Agent:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         forms = cls._forms()
         if not forms:
-            raise TypeError(f"agent {cls.__name__} implements none of {', '.join(FORMS[1:])}: implement `run`")
+            raise TypeError(f"agent {cls.__name__} implements none of {', '.join(AGENT_METHODS[1:])}: implement `run`")
         if ambiguous(forms):
             both = " and ".join(f"`{form}`" for form in forms)
             raise TypeError(f"agent {cls.__name__} implements {both}, of which only one would be called: keep one")
@@ -136,14 +141,14 @@ class Agent:
 
     @classmethod
     def form(cls) -> str:
-        """Return the one of `FORMS` that is called: that of the class or of its nearest base that has one."""
+        """Return the one of `AGENT_METHODS` that is called: that of the class or of its nearest base that has one."""
         return cls._forms()[0]
 
     @classmethod
     def _forms(cls) -> list[str]:
-        """Those of `FORMS` that the class implements, or else its nearest base that implements any."""
+        """Those of `AGENT_METHODS` that the class implements, or else its nearest base that implements any."""
         derived = [vars(base) for base in cls.__mro__[: cls.__mro__.index(Agent)]]
-        return next((forms for own in derived if (forms := [form for form in FORMS if form in own])), [])
+        return next((forms for own in derived if (forms := [form for form in AGENT_METHODS if form in own])), [])
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
         """Roll out one episode, number `prompt.member` of the prompt's group.
@@ -188,9 +193,10 @@ class Agent:
     async def roll_out(
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
     ) -> Sequence[Sample]:
-        """The prompt's group by the form that the agent implements; what the RolloutWorker calls.
+        """Play the prompt's group by the method that the agent implements. The RolloutWorker calls this.
 
-        An episode by `run` that fails is tried again alone (`tried`); the other forms play the group as one.
+        An episode of `run` that fails is played again alone (`play_with_retries`). The other methods play the group as
+        one.
 
         Returns:
             Any number of samples, each with its episode; none where every episode was rejected or given up.
@@ -205,7 +211,7 @@ class Agent:
 
             async with asyncio.TaskGroup() as tasks:
                 members = [
-                    tasks.create_task(tried(prompt.of_member(member), play, client))
+                    tasks.create_task(play_with_retries(prompt.of_member(member), play, client))
                     for member in range(prompt.group_size)
                 ]
             return [sample for member in members for sample in member.result()]

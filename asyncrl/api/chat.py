@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from asyncrl.api.generation import Completion, GenerationClient, SamplingParams
 from asyncrl.api.prompt import Prompt
@@ -103,10 +103,22 @@ class ChatClient(GenerationClient, Protocol):
         """
         ...
 
+    def conversation(self, group: str) -> Self:
+        """The policy in another role of this episode: a client whose samples are in the comparison group `group`.
+
+        It has records of its own, so no branch of one client extends one of another. Asked for the same name again, it
+        is the same client.
+
+        Raises:
+            ValueError: `group` cannot be a name (`asyncrl.api.trajectory.check_group`).
+        """
+        ...
+
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """Every recorded branch that ends in sampled tokens, in the order of their beginning, each with `reward`.
 
-        A sampled token carries loss (mask 1) in the first branch that holds it, and in no other.
+        A sampled token carries loss (mask 1) in the first branch that holds it, and in no other. The episode's client
+        also returns those of its `conversation`s, after its own; such a client returns its own alone.
         """
         ...
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from asyncrl.api.picture import PlacedPicture
+
 
 class FinishReason(StrEnum):
     """Why a continuation ended. Members are strings: `finish_reason == "length"` holds too."""
@@ -38,12 +40,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Asks for `n` continuations of `input_ids`; the result carries the same `request_id`."""
+    """Asks for `n` continuations of `input_ids`; the result carries the same `request_id`.
+
+    `pictures` stand at spans of `input_ids`, in order; their placeholders are in `input_ids`, one for each row of
+    vectors that the model makes of the picture. A chat template puts them there (`ChatClient.chat`).
+    """
 
     request_id: str
     input_ids: tuple[int, ...]
     n: int
     sampling: SamplingParams
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

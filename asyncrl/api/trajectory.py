@@ -16,9 +16,13 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.api.picture import Picture, PlacedPicture, check_spans
+
 MAX_EPISODE = (1 << 31) - 1
 FINISHED_AT = "rollout/finished_at"
 """Metric of a trajectory on its way to the trainer: when its rollout finished, in seconds since 1970."""
+MAX_GROUPS, MAX_GROUP_LENGTH = 255, 64
+"""Bounds of comparison groups: names in one trajectory, characters of a name."""
 MAX_REWARD = 1e30
 """Advantages are in float32, where the difference of two larger rewards could become infinite."""
 
@@ -31,8 +35,9 @@ class Sample:
 
     Raises:
         ValueError: an array's length differs from that of `tokens`, the sample is empty, `episode` is no number from 0
-            on, a reward is placed at a token that was not generated, or a reward, a metric or a log-probability is no
-            finite number (it would turn the gradient of a whole minibatch into NaN).
+            on, `group` is no name, a reward is placed at a token that was not generated, a picture at one that was, or
+            a reward, a metric or a log-probability is no finite number (it would turn the gradient of a whole minibatch
+            into NaN).
     """
 
     tokens: NDArray[np.int32]
@@ -60,6 +65,11 @@ class Sample:
     token_columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """The agent's own numbers of generated tokens by name, 0 at all others; read as `token/<name>` where
     `rollout.columns` declares them."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """The pictures that the policy saw, in order of position."""
+    group: str = ""
+    """Comparison group: samples of a rollout are compared with those of the same name only. What comes before a `/` is
+    the role (`role_of`): metrics and the baselines of `rae` are kept for each role. See `compared_episodes` too."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -82,6 +92,7 @@ class Sample:
             )
         if not 0 <= self.episode <= MAX_EPISODE:
             raise ValueError(f"Sample.episode is {self.episode}: the members of a group are numbered from 0 on")
+        check_group(self.group)
         if self.token_rewards is not None:
             self._check_token_rewards(self.token_rewards)
         if self.routing is not None and (self.routing.ndim != 3 or len(self.routing) != length):
@@ -90,6 +101,8 @@ class Sample:
             )
         for name, column in self.token_columns.items():
             self._check_token_column(name, column)
+        if self.pictures:
+            self._check_pictures()
         for name, numbers in (("reward_parts", self.reward_parts), ("metrics", self.metrics)):
             for key, number in numbers.items():
                 if not math.isfinite(number):
@@ -125,6 +138,18 @@ class Sample:
                 "did not generate: give finite numbers to generated tokens and 0 to the others"
             )
 
+    def _check_pictures(self) -> None:
+        try:
+            check_spans(self.pictures, len(self.tokens))
+        except ValueError as error:
+            raise ValueError(f"Sample.pictures: {error}") from None
+        for placed in self.pictures:
+            if self.loss_mask[placed.position : placed.end].any():
+                raise ValueError(
+                    f"Sample.pictures has a picture at position {placed.position}, and the policy generated a token of "
+                    "its span: a picture stands at tokens that were given"
+                )
+
     @property
     def total_reward(self) -> float:
         """`reward` and the rewards of its turns."""
@@ -136,6 +161,40 @@ class Sample:
     def generated_length(self) -> int:
         """Number of generated tokens."""
         return int(self.loss_mask.sum())
+
+
+def check_group(name: str) -> None:
+    """Raises ValueError unless `name` can be a comparison group: "" or printable text of at most 64 characters."""
+    if len(name) > MAX_GROUP_LENGTH or not name.isprintable():
+        raise ValueError(
+            f"comparison group {name!r:.100}: use printable text of at most {MAX_GROUP_LENGTH} characters, such as "
+            "'judge' or 'solver/3'"
+        )
+
+
+def role_of(group: str) -> str:
+    """Return the role that a comparison group belongs to: its name up to the first `/`."""
+    return group.partition("/")[0]
+
+
+def compared_episodes(episodes: Sequence[int], groups: Sequence[str]) -> list[int]:
+    """The episode that each sample of a rollout counts as in its comparison group.
+
+    It is the sample's own. If all samples of a named group are of one episode, such as the solutions of the problem
+    that was posed in it, each counts as an episode, for they can only be compared with each other.
+
+    Args:
+        groups: names of the samples' comparison groups; empty if none is named.
+    """
+    members: dict[str, list[int]] = {}
+    for position, name in enumerate(groups):
+        members.setdefault(name, []).append(position)
+    counted = list(episodes)
+    for name, positions in members.items():
+        if name and len({episodes[at] for at in positions}) == 1:
+            for number, at in enumerate(positions):
+                counted[at] = number
+    return counted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,6 +226,10 @@ class SampleColumns(Sequence[Sample]):
     """`[T, layers, per_token]`; None where any sample has none."""
     token_columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """`[T]` for each name, 0 where a sample does not have it."""
+    pictures: tuple[tuple[PlacedPicture, ...], ...] = ()
+    """`[S]`: those of each sample, at positions within it; empty where no sample has any."""
+    groups: tuple[str, ...] = ()
+    """`[S]`: comparison group of each sample; empty if no sample names one."""
 
     @classmethod
     def join(cls, samples: Sequence[Sample]) -> SampleColumns:
@@ -189,6 +252,8 @@ class SampleColumns(Sequence[Sample]):
             named_columns([sample.metrics for sample in samples]),
             join_routing([sample.routing for sample in samples]),
             join_token_columns(samples),
+            join_pictures(samples),
+            join_groups(samples),
         )
 
     @property
@@ -216,9 +281,11 @@ class SampleColumns(Sequence[Sample]):
             self.episodes.tolist(),
             _by_sample(self.reward_parts, len(self)),
             _by_sample(self.metrics, len(self)),
+            self.pictures or [()] * len(self),
+            self.groups or [""] * len(self),
             strict=False,
         )
-        for start, end, reward, truncated, episode, reward_parts, metrics in by_sample:
+        for start, end, reward, truncated, episode, reward_parts, metrics, pictures, group in by_sample:
             yield Sample(
                 self.tokens[start:end],
                 self.loss_mask[start:end],
@@ -232,6 +299,8 @@ class SampleColumns(Sequence[Sample]):
                 metrics,
                 None if self.routing is None else self.routing[start:end],
                 {name: column[start:end] for name, column in self.token_columns.items()},
+                pictures,
+                group,
             )
 
     @overload
@@ -278,6 +347,12 @@ def join_token_rewards(samples: Sequence[Sample]) -> NDArray[np.float32] | None:
     )
 
 
+def join_groups(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """`[S]`: the comparison groups of `samples`; empty if none is named."""
+    groups = tuple(sample.group for sample in samples)
+    return groups if any(groups) else ()
+
+
 def join_token_columns(samples: Sequence[Sample]) -> dict[str, NDArray[np.float32]]:
     """`[T]` by name: the token columns of `samples`, 0 where one does not have it."""
     names = dict.fromkeys(name for sample in samples for name in sample.token_columns)
@@ -287,6 +362,12 @@ def join_token_columns(samples: Sequence[Sample]) -> dict[str, NDArray[np.float3
         )
         for name in names
     }
+
+
+def join_pictures(samples: Sequence[Sample]) -> tuple[tuple[PlacedPicture, ...], ...]:
+    """The pictures of each of `samples`; empty where no sample has any."""
+    pictures = tuple(sample.pictures for sample in samples)
+    return pictures if any(pictures) else ()
 
 
 def unrecorded(dtype: np.dtype[Any]) -> int:
@@ -347,6 +428,8 @@ class SharedPrompt(Sequence[Sample]):
     """Tokens after the prompt of each sample. A length of 0 is possible here."""
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
     """`[P, layers, per_token]`: of the prompt, where `rest` has it too."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Those of the prompt. The positions of `rest.pictures` count from the prompt's end."""
 
     def whole(self) -> SampleColumns:
         """The columns of the samples, prompts included; copied at each call."""
@@ -357,6 +440,11 @@ class SharedPrompt(Sequence[Sample]):
             return np.concatenate([part for own in np.split(column, ends) for part in (prompt, own)])
 
         no_rewards = np.zeros(size, np.float32)
+        pictures: tuple[tuple[PlacedPicture, ...], ...] = ()
+        if self.pictures or rest.pictures:
+            pictures = tuple(
+                (*self.pictures, *(placed.shifted(size) for placed in own)) for own in rest.pictures or [()] * len(rest)
+            )
         return SampleColumns(
             repeat(self.prompt, rest.tokens),
             repeat(np.zeros(size, np.uint8), rest.loss_mask),
@@ -371,6 +459,8 @@ class SharedPrompt(Sequence[Sample]):
             rest.metrics,
             None if rest.routing is None or self.routing is None else repeat(self.routing, rest.routing),
             {name: repeat(no_rewards, column) for name, column in rest.token_columns.items()},
+            pictures,
+            rest.groups,
         )
 
     def __len__(self) -> int:
@@ -403,3 +493,14 @@ class Trajectory:
     def columns(self) -> SampleColumns:
         """The samples, at least one, in whole columns; joined at each call if they are not so already."""
         return SampleColumns.join(self.samples)
+
+    @property
+    def pictures(self) -> dict[str, Picture]:
+        """The pictures of all samples by hash, each once."""
+        samples = self.samples
+        held: Iterable[Iterable[PlacedPicture]]
+        if isinstance(samples, SharedPrompt):
+            held = (samples.pictures, *samples.rest.pictures)
+        else:
+            held = samples.pictures if isinstance(samples, SampleColumns) else [each.pictures for each in samples]
+        return {placed.picture.sha256: placed.picture for own in held for placed in own}

@@ -8,7 +8,7 @@ from enum import StrEnum, auto
 
 
 class DropReason(StrEnum):
-    """The system's own reasons; a filter that rejects a group adds its own (`Verdict.reason`)."""
+    """The system's own reasons; a filter that rejects a group adds its own (`FilterDecision.reason`)."""
 
     stale = auto()
     """Its oldest token is older than η allows; the prompt is tried again."""
@@ -16,7 +16,7 @@ class DropReason(StrEnum):
     """Another rollout of the same prompt came first."""
     failed = auto()
     """The agent, the environment, the dataset or a server raised; see `failed_in`."""
-    bad_prompt = auto()
+    invalid_prompt = auto()
     """The row makes no prompt: it is empty, or the chat template refuses it."""
     overlong_prompt = auto()
     """It is longer than `dataset.max_prompt_tokens`: left out as the settings say, and counted at the start."""
@@ -33,7 +33,7 @@ class DropReason(StrEnum):
 
 
 FAILURES: dict[str, str] = {
-    DropReason.bad_prompt: "as their rows make no prompt",
+    DropReason.invalid_prompt: "as their rows make no prompt",
     DropReason.failed: "in the agent, the environment, the dataset or a server",
     DropReason.timeout: "beyond rollout.rollout_timeout_s",
     DropReason.crashed_worker: "as their prompts end the RolloutWorker that plays them",
@@ -47,9 +47,9 @@ def failure(reason: str) -> str | None:
     return f"in {label}" if label and own == DropReason.failed else FAILURES.get(own)
 
 
-def given_up(reason: str) -> str:
+def exhausted(reason: str) -> str:
     """The reason of a group that a filter rejected for `reason`, whose prompt it would return once too often."""
-    return f"{reason}_given_up"
+    return f"{reason}_exhausted"
 
 
 _OWN = frozenset(DropReason)

@@ -36,8 +36,8 @@ from asyncrl.runtime.trials.summary import read_summary, summary_lines
 from asyncrl.trainer.placement import worker_grid
 from asyncrl.verify.audit.history import read_ledger
 from asyncrl.verify.chaos import disk
+from asyncrl.verify.chaos.fault_costs import LAUNCHER, add_costs, complete, find_work, read_restarts
 from asyncrl.verify.chaos.plan import Fault, FaultKind, make_plan
-from asyncrl.verify.chaos.record import LAUNCHER, add_costs, complete, find_work, read_restarts
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
 from asyncrl.verify.chaos.run import ChaosRun, Watched
 
@@ -157,10 +157,10 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
         del hit[LAUNCHER]
         left_out.append("kills of the launcher: with checkpoint.interval=0 it would begin at step 0 again")
     killed = hit
-    if args.kinds is None and not config.checkpoint.keep_last_step:
+    if args.kinds is None and not config.checkpoint.in_memory:
         killed = {kind: those for kind, those in hit.items() if not _goes_back(kind)}
         left_out.append(
-            "kills of the trainer's side: with checkpoint.keep_last_step=false each starts the whole run again, which "
+            "kills of the trainer's side: with checkpoint.in_memory=false each starts the whole run again, which "
             "it does once within system.restart_window_s"
         )
     servers: dict[str, list[str]] = {}

@@ -34,7 +34,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.plan import with_types
-from asyncrl.trainer.supervised.base_model import base_model_dir
+from asyncrl.trainer.supervised.base_model import existing_base_model
 
 Checked = Callable[[], Iterator[str]]
 
@@ -133,8 +133,7 @@ def _model_folder(config: ExperimentConfig, folder: Path | None) -> Path | None:
     """The folder of the model; None where it is a base model that is yet to be made."""
     if config.model.path is not None:
         return Path(config.model.path).expanduser().resolve()
-    made = base_model_dir(base_model_config(config, folder))
-    return made if made.is_dir() else None
+    return existing_base_model(base_model_config(config, folder))
 
 
 def _space(config: ExperimentConfig) -> Iterator[str]:

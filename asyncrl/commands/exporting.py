@@ -29,7 +29,7 @@ from asyncrl.weights.model_files.adapters import are_adapters, model_name, publi
 from asyncrl.weights.model_files.folder import FolderTensor, folder_tensors
 from asyncrl.weights.model_files.stored import DTYPES, MergedModel, Read, StoredModel, from_folder
 from asyncrl.weights.model_files.stored import ExportError as ExportError  # known by this name too
-from asyncrl.weights.versions.canary import CANARY_FILE
+from asyncrl.weights.versions.logprob_probe import PROBE_FILE
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, TensorEntry, verify
 from asyncrl.weights.versions.publishing import write_model
 
@@ -157,4 +157,4 @@ def _any_version(published: Path) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    return path.name in (MANIFEST_FILE, CANARY_FILE) or path.name.endswith((".safetensors", ".safetensors.index.json"))
+    return path.name in (MANIFEST_FILE, PROBE_FILE) or path.name.endswith((".safetensors", ".safetensors.index.json"))

@@ -95,12 +95,13 @@ def joinable(run_dir: Path, kind: str, host: str) -> tuple[ExperimentConfig, str
         raise JoinError(f"{run_dir} is a replay of kept samples, which plays no prompt and asks no server")
     if not config.system.encrypt and (host or config.system.host) not in LOOPBACK:
         raise JoinError(f"--host={host}: this run has system.encrypt=false, so its processes stay on 127.0.0.1")
-    if not config.system.shared:
+    if not config.system.shared_filesystem:
         (here,) = (each.address for each in config.system.hosts if not each.name)
         if host not in ("", here):
             raise JoinError(
-                f"--host={host}: with system.shared=false what processes read is brought to the hosts that the run "
-                f"began with; join on the launcher's host ({here}), or name this one in system.hosts before the start"
+                f"--host={host}: with system.shared_filesystem=false what processes read is brought to the hosts "
+                f"that the run began with; join on the launcher's host ({here}), or name this one in system.hosts "
+                "before the start"
             )
         host = here
     if not serves:
@@ -243,7 +244,7 @@ class _Joined:
         index, who = KINDS[kind].count(self._config), f"{socket.gethostname()}, pid {os.getpid()}"
         while True:
             try:
-                self._resolver.add(names.joined_key(kind, index), who, lease_s=self._config.system.heartbeat_s)
+                self._resolver.add(names.joined_key(kind, index), who, lease_s=self._config.system.lease_s)
                 return index
             except NameEntryExists:
                 index += 1

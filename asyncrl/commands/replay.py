@@ -18,7 +18,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
-from asyncrl.master.offline.replay import survey
+from asyncrl.master.offline.replay import summary_of
 
 _FOLDER = "samples="
 
@@ -54,7 +54,7 @@ def of_samples(config: ExperimentConfig, folder: Path) -> ExperimentConfig:
         ValueError: a file holds no samples.
     """
     config = replace(config, samples=replace(config.samples, replay=str(folder)))
-    kept, batch = survey(folder), config.train_batch_size
+    kept, batch = summary_of(folder), config.train_batch_size
     steps = min(config.total_train_steps, kept.rollouts // batch)
     if not steps:
         raise ConfigError(

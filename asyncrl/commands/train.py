@@ -25,7 +25,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.observe.display import make_display, wrapped
 from asyncrl.observe.doctor import examine
 from asyncrl.observe.history import History
-from asyncrl.plugins.datasets.survey import PromptStats, shown
+from asyncrl.plugins.datasets.prompt_stats import PromptStats, shown
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launcher import Launcher
@@ -83,7 +83,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         return EXIT_OK
     check_reachable(config)
     with rehearsed(config) as rehearsal_notes:
-        surveys = check_prompts(config)
+        statistics = check_prompts(config)
         notes = rehearsal_notes()
     if again is not None:
         return detach(again, run_dir)
@@ -99,7 +99,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         enough, space = space_line(config)
         for line in (*device_lines(config), *([] if enough else [f"WARNING: {space}"]), *notes):
             display.note(line)
-        _show_prompts(config, surveys, run_dir, display.note)
+        _show_prompts(config, statistics, run_dir, display.note)
         code = launcher.run()
     finally:
         display.close()
@@ -131,15 +131,15 @@ def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
 
 
 def _show_prompts(
-    config: ExperimentConfig, surveys: Mapping[str, PromptStats], run_dir: Path, note: Callable[[str], None]
+    config: ExperimentConfig, statistics: Mapping[str, PromptStats], run_dir: Path, note: Callable[[str], None]
 ) -> None:
     """Say what the prompts are, above the display and in `logs/prompts.log`."""
     lines = [
         f"{group}: {line}"
-        for group, found in surveys.items()
+        for group, found in statistics.items()
         for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong)
     ]
-    if first := surveys["dataset"].first:
+    if first := statistics["dataset"].first:
         text, length = first
         lines += [f"first prompt, {length} tokens:", shown(text)]
     lines += [f"chat template: {line}" for line in chat_notes(config)]

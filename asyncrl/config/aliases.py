@@ -276,6 +276,17 @@ ALIASES: tuple[Alias, ...] = (
 )
 
 
+RENAMED = {
+    "checkpoint.keep_last_step": "checkpoint.in_memory",
+    "manager.canary_tolerance": "manager.logprob_check_tolerance",
+    "system.heartbeat_s": "system.lease_s",
+    "system.name_resolve_patience_s": "system.name_resolve_timeout_s",
+    "system.shared": "system.shared_filesystem",
+    "system.stop_patience_s": "system.stop_timeout_s",
+}
+"""Settings of this system by the names that they had in earlier versions, and their names now."""
+
+
 def elsewhere(name: str) -> Alias | None:
     """The alias that `name` is, or ends with, at a dot; of several the one with the most parts."""
     fitting = [alias for alias in ALIASES if name == alias.theirs or name.endswith(f".{alias.theirs}")]

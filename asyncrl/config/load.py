@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # OmegaConf reads files with it
 
-from asyncrl.config.aliases import answer, elsewhere
+from asyncrl.config.aliases import RENAMED, answer, elsewhere
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.own_settings import complete_own_settings
 from asyncrl.config.setting import ConfigError, SettingInfo, not_a_choice, setting_info
@@ -253,6 +253,8 @@ def _checked_override(text: str, schema: type[Any]) -> str:
 
 
 def _unknown_setting(name: str, known: Iterable[str], where: str = "", value: str = "") -> str:
+    if (now := RENAMED.get(name)) is not None:
+        return f"unknown setting {name!r}{where}; it was renamed to {now!r}"
     if (alias := elsewhere(name)) is not None:
         return f"unknown setting {name!r}{where}; {answer(alias, value)} (docs/coming_from.md)"
     nearest = nearest_setting(name, known)

@@ -30,14 +30,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.api.generation import Completion, FinishReason, SamplingParams
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.messages import (
     AbortRequest,
     ContinueRequest,
     GenerateRequest,
+    MissingPictures,
     ModelInfo,
     PauseRequest,
+    PictureRequest,
     UpdateWeightsRequest,
 )
 from asyncrl.inference.messages import PauseMode as PauseMode  # for the users of this client
@@ -47,6 +50,8 @@ from asyncrl.models.routers import RoutingShape
 RID_DELIMITER = ";"
 CONTROL_TIMEOUT_S = 10.0
 """Limit of a control call, which waits for the server's event loop alone; `pause` takes up to a second by itself."""
+PICTURE_ATTEMPTS = 3
+"""Times that missing pictures are sent for one request: others' may push them out of a server's cache again."""
 INITIAL_LABEL = "default"
 """SGLang's label for the weights it started with: policy version 0."""
 
@@ -71,7 +76,8 @@ class UnknownToken(ValueError):
 class GenerateItem:
     """One sample of a batch: continue `input_ids` by at most `max_new_tokens`.
 
-    `seed_offset` tokens at the end of `input_ids` were drawn from the stream `seed` already.
+    `seed_offset` tokens at the end of `input_ids` were drawn from the stream `seed` already. `pictures` stand at spans
+    of `input_ids`; only the embedded engine takes any.
     """
 
     rid: str
@@ -79,6 +85,7 @@ class GenerateItem:
     max_new_tokens: int
     seed: int | None = None
     seed_offset: int = 0
+    pictures: Sequence[PlacedPicture] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +194,60 @@ def _token_versions(meta: Mapping[str, Any], length: int) -> list[int]:
     return versions
 
 
+class PictureSender:
+    """Sends pictures to servers that lack them, each once to a server at a time.
+
+    Args:
+        http: the connections.
+
+    Attributes:
+        sent: number of pictures sent, since the start.
+    """
+
+    def __init__(self, http: JsonHttp) -> None:
+        self._http = http
+        self._under_way: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self.sent = 0
+
+    async def send(self, url: str, pictures: Mapping[str, Picture], *, timeout_s: float) -> None:
+        """Return once the server at `url` has received `pictures`, by this call or another's.
+
+        Raises:
+            HttpError: one was not received.
+        """
+        await asyncio.gather(*(self._once(url, sha256, picture, timeout_s) for sha256, picture in pictures.items()))
+
+    async def _once(self, url: str, sha256: str, picture: Picture, timeout_s: float) -> None:
+        key = url, sha256
+        task = self._under_way.get(key)
+        if task is None:
+            task = self._under_way[key] = asyncio.create_task(self._post(url, picture, timeout_s))
+            task.add_done_callback(lambda done: self._done(key, done))
+        await asyncio.shield(task)  # a call that is cancelled takes nothing from the others
+
+    def _done(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        del self._under_way[key]
+        if not task.cancelled():
+            task.exception()  # those that waited have it; if all were cancelled nobody asks
+
+    async def _post(self, url: str, picture: Picture, timeout_s: float) -> None:
+        self.sent += 1
+        await self._http.call("POST", f"{url}/pictures", PictureRequest(picture.data), timeout_s=timeout_s)
+
+
 class GenerationServerClient:
     """Calls of one server. Every method may raise `HttpUnreachable`, `HttpTimeout` or `HttpRefused`.
 
     Args:
         http: the connections, shared among servers.
         url: of the server.
+        sender: sends pictures, shared among servers; None: this client's own.
     """
 
-    def __init__(self, http: JsonHttp, url: str) -> None:
+    def __init__(self, http: JsonHttp, url: str, sender: PictureSender | None = None) -> None:
         self._http = http
         self.url = url.rstrip("/")
+        self._sender = sender or PictureSender(http)
 
     async def generate(
         self,
@@ -212,7 +262,7 @@ class GenerationServerClient:
         Length and seed are each item's own; everything else is as in `sampling`. Returns when the last item is done.
         A server looks for stop strings by a rule of its own, in what it generated in this call: an answer that it ends
         at one has the finish `length`, for the caller to look itself. With `routing` each tells the experts from that
-        position on, where it generated anything.
+        position on, where it generated anything. Pictures that the server lacks are sent before.
 
         Raises:
             MalformedReply: see there.
@@ -228,6 +278,7 @@ class GenerationServerClient:
             common["stop_token_ids"] = list(sampling.stop_token_ids)
         if sampling.stop:
             common["stop"] = list(sampling.stop)
+        shown = {placed.picture.sha256: placed.picture for item in items for placed in item.pictures}
         body = GenerateRequest(
             rid=[item.rid for item in items],
             input_ids=[item.input_ids for item in items],
@@ -235,14 +286,31 @@ class GenerationServerClient:
             return_logprob=True,
             return_routed_experts=None if routing is None else True,
             routed_experts_start_len=0 if routing is None else routing.start,
+            pictures=[[placed.ref for placed in item.pictures] for item in items] if shown else None,
         )
-        replies = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
+        replies = await self._ask(body, shown, timeout_s)
         if not isinstance(replies, list) or len(replies) != len(items):
             raise MalformedReply(f"/generate answered a batch of {len(items)} with {str(replies)[:300]}")
         return [
             parse_completion(reply, sampling.stop, routing, len(item.input_ids))
             for reply, item in zip(replies, items, strict=True)
         ]
+
+    async def _ask(self, body: GenerateRequest, pictures: Mapping[str, Picture], timeout_s: float) -> Any:
+        """Reply to `body`, which shows `pictures`; those that the server lacks are sent, then it is asked again."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + timeout_s
+        for attempt in range(1 + PICTURE_ATTEMPTS):
+            left_s = max(ends - loop.time(), 0.001)
+            try:
+                return await self._http.call("POST", f"{self.url}/generate", body, timeout_s=left_s)
+            except HttpRefused as error:
+                missing = _missing_pictures(error)
+                if attempt == PICTURE_ATTEMPTS or not missing or not pictures.keys() >= set(missing):
+                    raise
+            lacking = {sha256: pictures[sha256] for sha256 in missing}
+            await self._sender.send(self.url, lacking, timeout_s=max(ends - loop.time(), 0.001))
+        raise AssertionError("the last attempt returns or raises")
 
     async def prompt_logprobs(self, token_ids: Sequence[int], start: int, *, timeout_s: float) -> list[float]:
         """Log-probabilities at temperature 1 of `token_ids` after position `start`, as this server scores them now.
@@ -383,6 +451,17 @@ def _names_damage(error: HttpRefused) -> bool:
         return msgspec.json.decode(error.body, type=_Refusal).damaged
     except (msgspec.DecodeError, UnicodeDecodeError):
         return False
+
+
+def _missing_pictures(error: HttpRefused) -> list[str]:
+    """The pictures that the server lacks to serve a request that it refused; none where it refused for another
+    reason."""
+    if error.status != 409:
+        return []
+    try:
+        return msgspec.json.decode(error.body, type=MissingPictures).missing_pictures
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
 
 
 class _Refusal(msgspec.Struct):

@@ -1,7 +1,7 @@
 """Messages of a generation server: the part of SGLang's HTTP API that a run uses, as types for both ends.
 
-Fields and defaults are SGLang's. The client sends these bodies to either engine; the embedded engine's server decodes
-and checks its requests with them.
+Fields and defaults are SGLang's, `GenerateRequest.pictures` and `/pictures` apart. The client sends these bodies to
+either engine; the embedded engine's server decodes and checks its requests with them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from enum import StrEnum, auto
 from typing import Any
 
 from msgspec import Struct
+
+from asyncrl.api.picture import PictureRef
 
 
 class PauseMode(StrEnum):
@@ -39,6 +41,8 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     return_routed_experts: bool | None = None
     routed_experts_start_len: int = 0
     """First position whose chosen experts are told, where they are asked for."""
+    pictures: list[list[PictureRef]] | None = None
+    """Of each prompt, for the embedded engine; answered by 409 and `MissingPictures` where it lacks their bytes."""
     stream: bool = False
     # fields that the embedded engine knows only to refuse them, where they ask for something
     top_logprobs_num: Any = None
@@ -47,6 +51,19 @@ class GenerateRequest(Struct, omit_defaults=True, kw_only=True):
     lora_path: Any = None
     return_hidden_states: Any = None
     return_text_in_logprobs: Any = None
+
+
+class MissingPictures(Struct):
+    """Reply of `POST /generate` with status 409: send these to `/pictures`, then ask again."""
+
+    missing_pictures: list[str]
+    """Their SHA-256."""
+
+
+class PictureRequest(Struct):
+    """`POST /pictures`: keep a picture, as PNG or JPEG bytes, for requests that name it."""
+
+    data: bytes
 
 
 class PauseRequest(Struct):

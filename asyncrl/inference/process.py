@@ -47,7 +47,7 @@ class GenerationServer(AsyncWorker):
         self._figures = EngineFigures()
         observer.gauges(self._figures)
         try:
-            if not self.config.system.shared:
+            if not self.config.system.shared_filesystem:
                 self.config.model.path = await self._model_on_this_host()
             host = self._make_host()
             try:
@@ -120,7 +120,7 @@ class GenerationServer(AsyncWorker):
         """Publish the engine's address with a lease, and tell the launcher that it serves."""
         entry = names.GenerationServerEntry(served.url, served.pid, self.config.generation.backend, int(BASE_VERSION))
         key = names.gen_server_key(self.index)
-        self.resolver.add(key, entry.encode(), lease_s=self.config.system.heartbeat_s, replace=True)
+        self.resolver.add(key, entry.encode(), lease_s=self.config.system.lease_s, replace=True)
         self.ready()
         self.log.info("%s serves at %s", self.config.generation.backend, served.url)
 

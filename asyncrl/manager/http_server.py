@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 
 from asyncrl.comm.http.server import Handler, HttpServer, Refused, Route, json_response
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.manager.fleet.canary_check import CanaryCheck
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState
+from asyncrl.manager.fleet.logprob_check import LogprobCheck
 from asyncrl.manager.messages import BadRequest, Verb
 from asyncrl.manager.service import ManagerService
 
@@ -80,10 +80,10 @@ def _with_path_first(message: str) -> str:
 class _ManagerCollector(Collector):
     """Reads the metrics from the manager's state when they are asked for."""
 
-    def __init__(self, service: ManagerService, decisions: FleetDecisions, canary: CanaryCheck | None) -> None:
+    def __init__(self, service: ManagerService, decisions: FleetDecisions, logprob_check: LogprobCheck | None) -> None:
         self._service = service
         self._decisions = decisions
-        self._canary = canary
+        self._logprob_check = logprob_check
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, as of now."""
@@ -120,18 +120,18 @@ class _ManagerCollector(Collector):
         yield Gauge, "server_sequences", "Sequences placed.", "server", sequences
         tokens = {str(view.index): view.tokens for view in servers}
         yield Gauge, "server_tokens", "Tokens outstanding at most.", "server", tokens
-        if (canary := self._canary) is not None:
-            differences = {str(server): difference for server, difference in canary.differences.items()}
+        if (logprob_check := self._logprob_check) is not None:
+            differences = {str(server): difference for server, difference in logprob_check.differences.items()}
             documentation = "Greatest difference to the trainer's log-probabilities at the last check, nats."
-            yield Gauge, "canary_difference", documentation, "server", differences
-            yield Gauge, "logprob_check_tolerance", "Greatest difference allowed, nats.", "", canary.tolerance
-            yield Counter, "canary_alarms", "Checks above the tolerance.", "", canary.alarms
+            yield Gauge, "logprob_check_difference", documentation, "server", differences
+            yield Gauge, "logprob_check_tolerance", "Greatest difference allowed, nats.", "", logprob_check.tolerance
+            yield Counter, "logprob_check_alarms", "Checks above the tolerance.", "", logprob_check.alarms
 
 
 def manager_registry(
-    service: ManagerService, decisions: FleetDecisions, canary: CanaryCheck | None = None
+    service: ManagerService, decisions: FleetDecisions, logprob_check: LogprobCheck | None = None
 ) -> CollectorRegistry:
     """A registry of its own with the manager's metrics."""
     registry = CollectorRegistry()
-    registry.register(_ManagerCollector(service, decisions, canary))
+    registry.register(_ManagerCollector(service, decisions, logprob_check))
     return registry

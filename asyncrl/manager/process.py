@@ -24,9 +24,9 @@ from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR, MANAGER_LOG_FILE
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.manager.fleet.canary_check import CanaryCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.fan_out import ORIGIN
+from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
@@ -35,10 +35,10 @@ from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.kinds import KINDS
@@ -67,7 +67,10 @@ class GserverManager(AsyncWorker):
         self._clock = RunningClock()
         updates = config.manager
         self._decisions = FleetDecisions(
-            updates.update_mode, updates.update_timeout_s, updates.update_fraction, staged=not config.system.shared
+            updates.update_mode,
+            updates.update_timeout_s,
+            updates.update_fraction,
+            staged=not config.system.shared_filesystem,
         )
         bound = (config.train_batch_size, config.max_head_offpolicyness)
         self._service = ManagerService(
@@ -83,7 +86,7 @@ class GserverManager(AsyncWorker):
             versions_in_use=self._decisions.versions_in_use,
         )
         tolerance = logprob_check_tolerance(config)
-        self._canary = CanaryCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
+        self._logprob_check = LogprobCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
         self._first_manifest: Manifest | None = None
         self._workers: set[str] = set()
 
@@ -99,12 +102,12 @@ class GserverManager(AsyncWorker):
             servers_http,
             weight_transport(self.config.manager.weight_transport).manager_end(publisher),
             config=self.config.manager,
-            checks=() if self._canary is None else (self._canary,),
+            checks=() if self._logprob_check is None else (self._logprob_check,),
             log=self.log,
             clock=self._clock,
         )
-        self._staging = None if self.config.system.shared else self._make_staging(servers_http)
-        registry = manager_registry(self._service, self._decisions, self._canary)
+        self._staging = None if self.config.system.shared_filesystem else self._make_staging(servers_http)
+        registry = manager_registry(self._service, self._decisions, self._logprob_check)
         verbs = self._service.verbs() | {
             "/status": (Empty, self._answer_status),
         }
@@ -114,7 +117,7 @@ class GserverManager(AsyncWorker):
                 self.log.info("going on where the manager before this one stood: %s", self._service.gate.books())
                 await self._begin_curriculum(names.DataState.decode(await self._told(names.DATA_STATE_KEY)))
             url = await http.start(self.config.system.host)
-            self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.heartbeat_s, replace=True)
+            self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.lease_s, replace=True)
             self.ready()
             observer.gauges(self._figures)
             async with asyncio.TaskGroup() as loops:

@@ -25,15 +25,15 @@ from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.stall import LOOK_S, StallWatch
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
-from asyncrl.master.metrics.journal import Journal
+from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.connections import Evaluates, NameBoard, evaluate
 from asyncrl.master.peers.policy_versions import Publishing, VersionAnnouncer
 from asyncrl.master.peers.ranks import Ranks
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
-from asyncrl.master.recovery.kept_step import KeptSteps
+from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.rollout.messages import EvaluationResult
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.trainer.placement import Placement, worker_grid
 from asyncrl.weights.transports.base import weight_transport
@@ -72,13 +72,13 @@ class Parts:
     buffer: SampleBuffer
     collector: Collector
     batches: Batches
-    journal: Journal
+    metrics_log: MetricsLog
     ledger: Ledger
     data_state: DataState
     announcer: VersionAnnouncer
     stall: StallWatch
     checkpoints: Checkpoints
-    steps: KeptSteps
+    steps: MemoryCheckpointer
     reports: Reports
     publishing: Publishing
     version: int = 0
@@ -88,14 +88,14 @@ class Parts:
         return {
             "version": self.version,
             "buffer": self.buffer.state(),
-            "journal": self.journal.state(),
+            "metrics_log": self.metrics_log.state(),
             "dropped": dict(self.reports.told.books.dropped),
             "curriculum": self.data_state.curriculum.state(),
             "buffer_order": self.batches.order.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the journal takes its part when it is opened."""
+        """Continue from `state`; the metrics_log takes its part when it is opened."""
         self.version = state["version"]
         self.buffer.restore(state["buffer"])
         self.data_state.restore(state.get("curriculum", ()))  # a checkpoint of an earlier version of asyncrl has none
@@ -142,13 +142,13 @@ def assemble(
     peers: Peers,
     stop: asyncio.Event,
     clock: RunningClock | None = None,
-    last_step: LastStep | None = None,
+    memory_checkpoint: MemoryCheckpoint | None = None,
     incarnation: int = 0,
 ) -> Parts:
     """Make the parts of a run's loop.
 
     Args:
-        last_step: where the state of each step is kept, and looked for at the beginning; None: nowhere.
+        memory_checkpoint: where the state of each step is kept, and looked for at the beginning; None: nowhere.
         incarnation: how many MasterWorkers before this one died.
     """
     clock = clock or RunningClock()
@@ -162,10 +162,10 @@ def assemble(
 
     buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
     collector = Collector(heads, buffer)
-    journal = Journal(config, collector, buffer)
+    metrics_log = MetricsLog(config, collector, buffer)
     ledger = Ledger.of_run(run_dir, config)
     data_state = DataState(config, run_dir, buffer)
-    steps = KeptSteps(last_step, ranks)
+    steps = MemoryCheckpointer(memory_checkpoint, ranks)
 
     async def evaluate_version(name: str, version: int) -> EvaluationResult:
         while peers.board.producers_start():  # noqa: ASYNC110 - the resolver's thread has no event of this loop
@@ -173,7 +173,7 @@ def assemble(
         return await evaluate(peers.rollouts, name, version, config.eval.timeout_s)
 
     announce = peers.board.announce_version
-    announcer = VersionAnnouncer(announce, evaluate_version, journal.evaluations_due, journal.evaluated, clock)
+    announcer = VersionAnnouncer(announce, evaluate_version, metrics_log.evaluations_due, metrics_log.evaluated, clock)
     starting = peers.board.producers_start
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
     reports = Reports(peers.manager, heads, buffer, ledger, data_state, steps, stop, limit_s)
@@ -188,12 +188,12 @@ def assemble(
         buffer=buffer,
         collector=collector,
         batches=Batches(config, buffer, collector, peers.manager, stall, reports.report),
-        journal=journal,
+        metrics_log=metrics_log,
         ledger=ledger,
         data_state=data_state,
         announcer=announcer,
         stall=stall,
-        checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, journal, check=collector.check),
+        checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, metrics_log, check=collector.check),
         steps=steps,
         reports=reports,
         publishing=Publishing(ranks, actors, announcer),

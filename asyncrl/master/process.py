@@ -1,9 +1,9 @@
 """MasterWorker: decides what is trained when, and sees no tensor.
 
-A stop waits for the current step and a checkpoint, which need all ranks. A silent rank (its host is cut off, it is
-stopped, it hangs) is waited for while the run continues, since it may come back, but not for long after a stop
-(`unless_silent`). A rank answers in its I/O thread even while it computes or waits for a peer in a collective, so the
-silent ranks are those that the others wait for.
+A stop waits for the current step and a checkpoint, which need all ranks. While the run continues, it waits for a rank
+that does not respond (its host is cut off, it hangs), since the rank may come back. After a stop it waits only briefly
+(`await_while_responsive`). A rank answers in its I/O thread even while it computes or waits in a collective, so only
+the ranks that the others wait for are unresponsive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.master.offline.replay import OfflineGate, ReplayBoard, feed
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.peers.connections import NameBoard, ReplaceableWorker, connect, router_of_peers
 from asyncrl.master.train_loop import TrainLoop
-from asyncrl.runtime.last_step import LastStep, keeps_last_step
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
 from asyncrl.trainer.messages import IsStepRunning
@@ -45,12 +45,18 @@ class MasterWorker(AsyncWorker):
                 peers = await self._connect(closing)
             except StopRequested:
                 return
-            last_step = LastStep(self.run_dir) if keeps_last_step(self.config) else None
+            memory_checkpoint = MemoryCheckpoint(self.run_dir) if uses_memory_checkpoint(self.config) else None
             incarnation = self.spec.incarnation
             parts = assemble(
-                self.config, self.run_dir, self._graph, peers, self.stop, last_step=last_step, incarnation=incarnation
+                self.config,
+                self.run_dir,
+                self._graph,
+                peers,
+                self.stop,
+                memory_checkpoint=memory_checkpoint,
+                incarnation=incarnation,
             )
-            await unless_silent(
+            await await_while_responsive(
                 TrainLoop(parts, self.ready).run(), peers.workers, self.stop, self.config.system.stop_timeout_s
             )
 
@@ -99,17 +105,17 @@ class MasterWorker(AsyncWorker):
 ASK_AGAIN_S = 1.0
 
 
-class RanksSilent(CannotContinue):
+class RanksUnresponsive(CannotContinue):
     """Ranks do not answer, so that nothing can be finished or saved; the message names them."""
 
 
-async def unless_silent(
+async def await_while_responsive(
     running: Coroutine[Any, Any, None], workers: Sequence[RequestClient], stop: asyncio.Event, limit_s: float
 ) -> None:
     """Await `running`; once `stop` is set only as long as all `workers`, the ranks by index, answer.
 
     Raises:
-        RanksSilent: one has not answered for `limit_s` seconds in which this process ran; `running` is cancelled.
+        RanksUnresponsive: one has not answered for `limit_s` seconds in which this process ran; `running` is cancelled.
         Exception: what `running` raises.
     """
     task = asyncio.create_task(running)
@@ -120,7 +126,7 @@ async def unless_silent(
             task.result()
             return
         silent = ", ".join(f"model_worker/{index}" for index in asking.result())
-        raise RanksSilent(
+        raise RanksUnresponsive(
             f"no answer from {silent} for {limit_s:g} s (system.stop_timeout_s) after the request to stop: the "
             f"current step cannot be finished and no checkpoint can be written. The same command continues from the "
             f"newest one"

@@ -157,7 +157,7 @@ class TrainLoop:
         await parts.reports.close_books(parts.version, complete=parts.complete)
         books = parts.reports.told.books
         parts.ledger.end(parts.version, books)
-        write_summary(parts.run_dir, parts.version, parts.config.total_train_steps, books, parts.journal)
+        write_summary(parts.run_dir, parts.version, parts.config.total_train_steps, books, parts.metrics_log)
         check_books(books, parts.version * parts.config.train_batch_size)
 
     async def _last_evaluation(self) -> None:
@@ -199,5 +199,5 @@ class TrainLoop:
         await parts.collector.close()
         await parts.announcer.close()
         parts.checkpoints.close()
-        parts.journal.close()
+        parts.metrics_log.close()
         parts.ledger.close()

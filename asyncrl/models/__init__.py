@@ -1,3 +1,3 @@
-"""Facts about transformers' models that both engines use, and the proof that the engines compute what transformers
-does.
+"""Facts about transformers' models that both engines use, and the parity check that the engines compute what
+transformers does.
 """

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.routers import ROUTERS
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

@@ -1,15 +1,16 @@
 """A model with the lengths of its config made short, so that short sequences show what begins beyond them.
 
-A sliding window of 4,096 tokens, a chunk of 8,192 or the 2,048 best keys of an index change nothing that the proof's
-sequences (`asyncrl.models.proof`) would show. So an engine is proven a second time, on a copy of the model whose
-config has `SHORT` in place of these lengths, with the same weights.
+A sliding window of 4,096 tokens, a chunk of 8,192 or the 2,048 best keys of an index change nothing that the parity
+check's sequences (`asyncrl.models.parity`) would show. So an engine is proven a second time, on a copy of the model
+whose config has `SHORT` in place of these lengths, with the same weights.
 
 No list of names would hold all fields that are lengths. A field is taken for one if the copy has parameters of the same
 shapes after the field is lowered, and still computes: a size changes the shapes. Factors that pass for lengths do no
 harm: the copy is a model like any other, and an engine must compute it as transformers does.
 
 Tables of positions are the other kind of length: a row of several sequences, end to end, may be longer than the table.
-Where parameters or buffers have an entry for each position, the copy has so many that the proof's sequences just fit.
+Where parameters or buffers have an entry for each position, the copy has so many that the parity check's sequences just
+fit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from asyncrl.models.transformers_internals import attention, context_limit, new_model
 
 SHORT = 8
-"""Value to which lengths are lowered: below most of the proof's sequences, and a power of two, as blocks have to be."""
+"""Value to which lengths are lowered: below most of the parity check's sequences, and a power of two, as blocks have to
+be.
+"""
 _NO_LENGTH = re.compile(r"^(num|n)_|_ids?$|_dim$|intermediate_size|^original_max_position_embeddings$")
 """Names of counts, of tokens, of widths, and of what `batch_independent_limit` finds."""
 _POSITIONS = "max_position_embeddings"

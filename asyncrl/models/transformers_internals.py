@@ -1,7 +1,7 @@
 """Everything that asyncrl uses of transformers beyond its documented interface, in one place.
 
 These names and habits may change with any release; `tests/unit/models/test_transformers_internals.py` says which
-one did. What depends on them here is proven at load all the same (`proof`), so that a change that the test does not
+one did. What depends on them here is proven at load all the same (`parity`), so that a change that the test does not
 know ends in a refusal, not in wrong numbers.
 """
 
@@ -106,6 +106,13 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
     return next(children, model)  # Llama 4 has its trunk under another name than it says
 
 
+def text_part(model: PreTrainedModel) -> PreTrainedModel:
+    """The language model in a vision-language `model`; any other model itself."""
+    if not hasattr(model.config, "vision_config"):
+        return model
+    return cast(PreTrainedModel, model.get_decoder())  # type: ignore[no-untyped-call]
+
+
 def has_more_than_head(model: PreTrainedModel) -> bool:
     """True if parameters beside the output embedding turn hidden states into logits, as in ModernBERT's decoder."""
     parts = (trunk_of(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
@@ -208,27 +215,29 @@ def layer_memories(config: PretrainedConfig) -> list[LayerMemory]:
 
 @contextmanager
 def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The attention implementation `name` in place; a model with its own attention goes on with that.
+    """The attention implementation `name` in place; a model with its own attention goes on with that, and a vision
+    tower with its.
 
     Raises:
         ValueError: the model does not support it.
     """
-    if not attention_is_replaceable(model):
+    text = text_part(model)
+    if not attention_is_replaceable(text):
         yield
         return
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    before = text.config._attn_implementation
+    text.set_attn_implementation(name)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        text.set_attn_implementation(before)
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention implementation `name` for good; a model with its own attention keeps that.
+    """Set the attention implementation `name` for good; a model with its own attention keeps that, a vision tower its.
 
     Raises:
         ValueError: the model does not support it.
     """
-    if attention_is_replaceable(model):
-        model.set_attn_implementation(name)
+    if attention_is_replaceable(text := text_part(model)):
+        text.set_attn_implementation(name)

@@ -54,6 +54,7 @@ def schema() -> Any:
             ("order", pa.int64()),
             ("sample", pa.int32()),
             ("episode", pa.int32()),
+            ("group", pa.string()),
             ("reward", pa.float64()),
             ("total_reward", pa.float64()),
             ("reward_parts", numbers),
@@ -180,6 +181,7 @@ def _sample(row: Row) -> Sample:
         reward_parts=dict(row["reward_parts"] or {}),
         metrics=dict(row["metrics"] or {}),
         token_columns={name: np.array(own, np.float32) for name, own in dict(row.get("token_columns") or {}).items()},
+        group=row.get("group") or "",
     )
 
 
@@ -200,6 +202,7 @@ def _row(
         "order": trajectory.order,
         "sample": number,
         "episode": sample.episode,
+        "group": sample.group,
         "reward": sample.reward,
         "total_reward": sample.total_reward,
         "reward_parts": dict(sample.reward_parts),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.api.columns import check_name
 from asyncrl.api.reward import RunIn
-from asyncrl.config import plugin_forms
+from asyncrl.config import agent_interfaces
 from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import least_problems
@@ -81,7 +81,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _agent(config: ExperimentConfig) -> Iterator[str]:
-    yield from plugin_forms.agent_problems("agent", config.agent.path, config.agent.args)
+    yield from agent_interfaces.agent_problems("agent", config.agent.path, config.agent.args)
     if config.agent.run_in == RunIn.loop:
         yield "agent.run_in=loop: user agents never run on the worker's own event loop; use auto"
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.algorithms.group_view import GroupView, Verdict, rewards_of_turns
+from asyncrl.algorithms.group_view import FilterDecision, GroupView, rewards_of_turns
 from asyncrl.api import (
     Agent,
     ChatClient,
@@ -27,13 +27,13 @@ from asyncrl.api import (
 from asyncrl.api.agent import cancelled_within
 from asyncrl.api.columns import numbers_of
 from asyncrl.api.seeds import seed_from
-from asyncrl.api.trajectory import named_columns
+from asyncrl.api.trajectory import compared_episodes, named_columns, role_of
 from asyncrl.comm.drop_reasons import LOST_EPISODES
-from asyncrl.rollout.offload.errors import named_failure
+from asyncrl.rollout.user_code_pool.errors import named_failure
 
 _log = logging.getLogger(__name__)
 
-Filter = Callable[[GroupView], Verdict]
+Filter = Callable[[GroupView], FilterDecision]
 Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
 
@@ -72,7 +72,7 @@ class _EpisodePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Tries:
+class RetryLimits:
     """Retries of episodes that fail.
 
     Attributes:
@@ -104,7 +104,7 @@ class Group:
     policy: GenerationClient
     make_client: MakeClient
     agent: str
-    tries: Tries
+    tries: RetryLimits
     clients: list[CountingClient] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
     """Episodes that were given up, by what failed and how."""
@@ -174,7 +174,7 @@ async def run_group(
     prompt: Prompt,
     policy: GenerationClient,
     make_client: MakeClient,
-    tries: Tries = Tries(),
+    tries: RetryLimits = RetryLimits(),
 ) -> tuple[Sequence[Sample], dict[str, float]]:
     """Run `agent` on `prompt`, its episodes at the same time, each with an environment and a client of its own.
 
@@ -234,43 +234,67 @@ def _first_cause(group: ExceptionGroup[Exception]) -> Exception:
 
 
 def metrics_of(samples: Sequence[Sample]) -> dict[str, float]:
-    """`agent/<name>` and `reward/<part>`: means over those samples that have them."""
+    """`agent/<name>` and `reward/<part>`: means over those samples that have them; and of each role the mean reward of
+    its samples, `reward/role/<role>`.
+    """
+    roles = {role_of(sample.group) for sample in samples} - {""}
+    by_role = {role: [sample.total_reward for sample in samples if role_of(sample.group) == role] for role in roles}
     named = (
         ("agent", named_columns([sample.metrics for sample in samples])),
         ("reward", named_columns([sample.reward_parts for sample in samples])),
     )
-    return {f"{kind}/{name}": float(np.nanmean(column)) for kind, columns in named for name, column in columns.items()}
+    means = {f"{kind}/{name}": float(np.nanmean(column)) for kind, columns in named for name, column in columns.items()}
+    return means | {f"reward/role/{role}": float(np.mean(rewards)) for role, rewards in by_role.items()}
+
+
+def compared(samples: Sequence[Sample]) -> list[list[int]]:
+    """The positions of the samples of each comparison group, in order of first appearance."""
+    by_name: dict[str, list[int]] = {}
+    for position, sample in enumerate(samples):
+        by_name.setdefault(sample.group, []).append(position)
+    return list(by_name.values())
 
 
 def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
-    """Build the view of a group for filters and shaping: its episodes, and for each sample the position of its
-    episode.
+    """Build the view of one comparison group for filters and shaping: its episodes, and for each sample the position
+    of its episode.
     """
     view, position = GroupView.of_samples(
         [sample.total_reward for sample in samples],
         [sample.generated_length for sample in samples],
         [sample.truncated for sample in samples],
-        [sample.episode for sample in samples],
+        compared_episodes([sample.episode for sample in samples], [sample.group for sample in samples]),
         [rewards_of_turns(sample.reward, sample.token_rewards, sample.loss_mask) for sample in samples],
         named_columns([numbers_of(sample) for sample in samples]),
     )
     return view, position.tolist()
 
 
-def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> Verdict:
+def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> FilterDecision:
+    """A keeping verdict if `filters` keep one of the comparison groups; else the first one's rejecting verdict."""
+    verdicts = [_judge_group([samples[at] for at in positions], filters) for positions in compared(samples)]
+    return next((verdict for verdict in verdicts if verdict.keep), verdicts[0])
+
+
+def _judge_group(samples: Sequence[Sample], filters: Sequence[Filter]) -> FilterDecision:
     """The first rejecting verdict of `filters`, or a keeping one."""
     view, _ = view_of(samples)
-    for accept in filters:
-        verdict = accept(view)
-        if not verdict.keep:
-            return verdict
-    return Verdict(True)
+    return next((verdict for accept in filters if not (verdict := accept(view)).keep), FilterDecision(True))
 
 
 def shape(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> tuple[Sample, ...]:
-    """The samples with their rewards put through `shapings`, in order: what an episode gains or loses, each of its
-    samples does.
+    """The samples with their rewards put through `shapings`, in order, each comparison group by itself: what an episode
+    gains or loses there, each of its samples does.
     """
+    shaped = list(samples)
+    for positions in compared(samples):
+        group = _shape_group([samples[at] for at in positions], shapings)
+        for at, sample in zip(positions, group, strict=True):
+            shaped[at] = sample
+    return tuple(shaped)
+
+
+def _shape_group(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> Sequence[Sample]:
     for reshape in shapings:
         view, positions = view_of(samples)
         rewards = reshape(view)
@@ -281,7 +305,7 @@ def shape(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> tuple[Sampl
             replace(sample, reward=_shaped(sample, float(rewards[at]), float(view.rewards_S[at]), alone=alone))
             for sample, at in zip(samples, positions, strict=True)
         ]
-    return tuple(samples)
+    return samples
 
 
 def _shaped(sample: Sample, reward: float, before: float, *, alone: bool) -> float:

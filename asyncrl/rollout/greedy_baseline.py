@@ -15,18 +15,18 @@ from typing import TypeAlias
 import numpy as np
 
 from asyncrl.api import GenerationClient, GenerationRequest, GenerationResult, Prompt, Sample, SamplingParams
-from asyncrl.rollout.episode import Tries
-from asyncrl.rollout.offload.meter import metered
+from asyncrl.rollout.episode import RetryLimits
+from asyncrl.rollout.user_code_pool.timing import metered
 
 GREEDY_REWARD = "agent/greedy_reward"
 """The metric of a trajectory that advantages read (`AdvantageInputs.greedy_rewards_S`)."""
 
 Played: TypeAlias = tuple[Sequence[Sample], dict[str, float]]
-Play: TypeAlias = Callable[[Prompt, GenerationClient, Tries], Awaitable[Played]]
+Play: TypeAlias = Callable[[Prompt, GenerationClient, RetryLimits], Awaitable[Played]]
 """Plays a prompt's group; returns its samples and what its episodes counted."""
 
 
-async def with_greedy_baseline(play: Play, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Played:
+async def with_greedy_baseline(play: Play, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
     """Play the group of `prompt` and a greedy episode at the same time.
 
     Returns:
@@ -47,7 +47,7 @@ async def with_greedy_baseline(play: Play, prompt: Prompt, policy: GenerationCli
     return ((), counted) if reward is None else (samples, counted | {GREEDY_REWARD: reward})
 
 
-async def _greedy_reward(play: Play, prompt: Prompt, policy: GenerationClient, tries: Tries) -> float | None:
+async def _greedy_reward(play: Play, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> float | None:
     """Return the mean reward of the greedy episode's samples; None where the agent rejects the prompt."""
     alone = replace(prompt, group_size=1, sampling=_greedy(prompt.sampling))
     with metered():  # its time and reward parts are not the group's

@@ -16,8 +16,8 @@ counted by name in the metrics of the next trajectory that is pushed.
 A rollout fails where too few of its episodes are left (none, or one where the advantage compares several), or where the
 agent plays its group at once and raises. It is dropped as `failed`, with the name of the user's code where it is that
 (`failed: reward my.py:score`, `failed: agent run`), and its prompt tried again, `MAX_ATTEMPTS` times in all. A row that
-makes no prompt would make none the next time either: it is dropped at once (`bad_prompt`; `overlong_prompt`, which is
-no failure). When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than
+makes no prompt would make none the next time either: it is dropped at once (`invalid_prompt`; `overlong_prompt`, which
+is no failure). When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than
 rollouts are running, raise the last error. Fewer than those running may be a few bad rows, which fail at once while the
 good ones take their time.
 """
@@ -33,21 +33,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from asyncrl.algorithms.group_view import Verdict
+from asyncrl.algorithms.group_view import FilterDecision
 from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
 from asyncrl.api.trajectory import FINISHED_AT
-from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, failed_in, given_up
+from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, exhausted, failed_in
 from asyncrl.config.catalog import resolve
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.messages import FinishedRollout, GrantedRollout, Route
-from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt
+from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.rollout.episode import Tries, judge, metrics_of, shape
+from asyncrl.rollout.episode import RetryLimits, judge, metrics_of, shape
 from asyncrl.rollout.generation.client import RolloutClient
-from asyncrl.rollout.offload.errors import group_failed_in
-from asyncrl.rollout.offload.meter import Activity, metered, timed
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.errors import group_failed_in
+from asyncrl.rollout.user_code_pool.timing import Activity, metered, timed
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class RolloutLoop:
     """See the module's docstring. `run` goes on until it is cancelled or everything fails.
 
     Args:
-        plugins: the user's agent, environment, dataset and reward.
+        components: the user's agent, environment, dataset and reward.
         gate: the GserverManager, which admits rollouts, says what they play and learns of their end.
         client: asks the policy on behalf of a rollout.
         push: hands a trajectory to a training rank; returns once it is acknowledged.
@@ -103,7 +103,7 @@ class RolloutLoop:
 
     def __init__(
         self,
-        plugins: Plugins,
+        components: UserComponents,
         gate: ManagerClient,
         client: RolloutClient,
         push: Callable[[Trajectory], Awaitable[None]],
@@ -112,10 +112,10 @@ class RolloutLoop:
         right_at: float | None = None,
         least_episodes: int = 1,
     ) -> None:
-        self._tries = Tries(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
+        self._tries = RetryLimits(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
         self._lost: Counter[str] = Counter()
         self._right_at = right_at
-        self._plugins, self._gate = plugins, gate
+        self._components, self._gate = components, gate
         self._client, self._push, self._config = client, push, config
         self._filters = [resolve("filter", choice.name, choice.params, registered_in) for choice in config.filters]
         self._shapings = [resolve("shaping", choice.name, choice.params, registered_in) for choice in config.shaping]
@@ -172,14 +172,16 @@ class RolloutLoop:
         rollout_id = granted.rollout_id
         if granted.rests:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.curriculum)
-        prompt = self._plugins.prompts.train(PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt))
+        prompt = self._components.prompts.train(
+            PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt)
+        )
         samples, metrics = await self._episodes(prompt, policy)
         if not samples:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.agent_rejected)
         success = self._success(samples)
-        verdict = judge(samples, self._filters)
-        if not verdict.keep:
-            return self._rejection(granted, verdict, success)
+        decision = judge(samples, self._filters)
+        if not decision.keep:
+            return self._rejection(granted, decision, success)
         shaped = shape(samples, self._shapings)
         await self._hand_over(Trajectory(rollout_id, granted.prompt_id, granted.order, shaped, metrics))
         tokens = sum(len(sample.tokens) for sample in samples)
@@ -187,12 +189,12 @@ class RolloutLoop:
 
     async def _episodes(self, prompt: Prompt, policy: _RolloutPolicy) -> tuple[Sequence[Sample], dict[str, float]]:
         """Play the group's episodes, each with its reward; return their samples and metrics."""
-        plugins = self._plugins
+        components = self._components
         try:
             with metered() as meter:
-                samples, counted = await plugins.play_to_train(prompt, policy, self._tries)
+                samples, counted = await components.play_to_train(prompt, policy, self._tries)
         except Exception as error:
-            policy.failed_in = group_failed_in(error, type(plugins.agent).__name__, policy.failures)
+            policy.failed_in = group_failed_in(error, type(components.agent).__name__, policy.failures)
             raise
         self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
         return samples, metrics_of(samples) | counted | meter.metrics()
@@ -214,10 +216,10 @@ class RolloutLoop:
             return None
         return sum(sample.reward >= self._right_at for sample in samples) / len(samples)
 
-    def _rejection(self, granted: GrantedRollout, verdict: Verdict, success: float | None) -> FinishedRollout:
+    def _rejection(self, granted: GrantedRollout, decision: FilterDecision, success: float | None) -> FinishedRollout:
         """A filter rejected the group; where it returns the prompt, that is tried again as often as is allowed."""
-        again = verdict.return_prompt and granted.attempt + 1 < self._config.filter_tries
-        reason = given_up(verdict.reason) if verdict.return_prompt and not again else verdict.reason
+        again = decision.return_prompt and granted.attempt + 1 < self._config.filter_tries
+        reason = exhausted(decision.reason) if decision.return_prompt and not again else decision.reason
         return FinishedRollout(
             granted.rollout_id,
             accepted=False,
@@ -236,8 +238,8 @@ class RolloutLoop:
         if self._failures_in_a_row >= max(MAX_FAILURES_IN_A_ROW, self._config.max_concurrent - self._free):
             _log.error("%d rollouts in a row failed, the last on prompt %s", self._failures_in_a_row, prompt_id)
             raise error
-        reason = DropReason.bad_prompt if isinstance(error, BadPrompt) else failed_in(policy.failed_in)
-        again = reason != DropReason.bad_prompt and granted.failures + 1 < MAX_ATTEMPTS
+        reason = DropReason.invalid_prompt if isinstance(error, InvalidPrompt) else failed_in(policy.failed_in)
+        again = reason != DropReason.invalid_prompt and granted.failures + 1 < MAX_ATTEMPTS
         fate = "to be tried again" if again else "given up"
         _log.warning("rollout of prompt %s failed, %s", prompt_id, fate, exc_info=error)
         return FinishedRollout(rollout_id, accepted=False, reason=reason, return_prompt=again)

@@ -24,14 +24,14 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
-from asyncrl.plugins.datasets.record import DataRecord
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import KeptAnswers
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.inputs.copied import Inputs, check_rows, import_named, read_from
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
@@ -65,12 +65,12 @@ class RolloutWorker(AsyncWorker):
     async def _main_until_stopped(self) -> None:
         inputs = await self._have_inputs()
         observer.stage("loads data, agent and reward")
-        self._plugins = self._load_plugins()
+        self._components = self._load_components()
         if inputs is not None:
             await self._check_same_inputs(inputs)
         self._loop_of_main = asyncio.get_running_loop()
-        if self._plugins.conversations.format is not None:
-            for line in self._plugins.conversations.format.findings.lines():
+        if self._components.conversations.format is not None:
+            for line in self._components.conversations.format.findings.lines():
                 self.log.info("chat template: %s", line)
         rollout, mode = self.config.rollout, self.config.manager.update_mode
         url, incarnation = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER), self.spec.incarnation
@@ -78,16 +78,16 @@ class RolloutWorker(AsyncWorker):
         manager = ManagerClient(url, self.name, self.http_security, incarnation=incarnation, find=find)
         try:
             async with (
-                self._plugins.offloader,
-                self._plugins.tools,
+                self._components.runner,
+                self._components.tools,
                 RolloutClient(
                     manager,
                     security=self.http_security,
                     max_concurrent=rollout.max_concurrent + self._evaluations_at_a_time,
                     request_timeout_s=rollout.request_timeout_s,
                     new_tokens_per_chunk=rollout.new_tokens_per_chunk,
-                    vocab_size=self._plugins.vocab_size,
-                    decode=self._plugins.tokenizer.decode_all,
+                    vocab_size=self._components.vocab_size,
+                    decode=self._components.tokenizer.decode_all,
                     servers_stop=finds_stop_strings(self.config.generation),
                     servers_cache=caches_prefixes(self.config.generation) and mode != UpdateMode.in_place,
                     routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
@@ -95,14 +95,14 @@ class RolloutWorker(AsyncWorker):
             ):
                 await self._run(manager, client)
         finally:
-            await self._plugins.conversations.endpoint.close()
+            await self._components.conversations.endpoint.close()
             await manager.close()
 
-    def _load_plugins(self) -> Plugins:
-        plugins = Plugins(self.config, training=self.trains)
+    def _load_components(self) -> UserComponents:
+        components = UserComponents(self.config, training=self.trains)
         if self.trains:
-            self._check_same_data(plugins)
-        return plugins
+            self._check_same_data(components)
+        return components
 
     async def _have_inputs(self) -> Inputs | None:
         """Wait until the host's staging server has this worker's input files; None if the worker reads them at their
@@ -123,18 +123,19 @@ class RolloutWorker(AsyncWorker):
         Raises:
             ConfigError: they are not.
         """
-        plugins, data = self._plugins, self.config.dataset
+        components, data = self._components, self.config.dataset
         if self.trains:
-            await asyncio.to_thread(check_rows, inputs, "dataset", data.path, plugins.prompts.train_set)
-        for each, rows in plugins.prompts.eval_sets.values():
+            await asyncio.to_thread(check_rows, inputs, "dataset", data.path, components.prompts.train_set)
+        for each, rows in components.prompts.eval_sets.values():
             await asyncio.to_thread(check_rows, inputs, each.group, each.path or data.path, rows)
         sums = loaded_sources(import_named(self.config, training=self.trains))
         if differences := await self._code_differences(sums):
             shown = list(differences.items())[:_SHOWN_MODULES]
             told = "; ".join(f"{module} {why}{how_found(module)}" for module, why in shown)
             raise ConfigError(
-                f"system.shared=false: {len(differences)} module(s) of this host ({self.config.system.host}) are not "
-                f"those of the launcher's: {told}; install the same here, or name code by its file, which is brought"
+                f"system.shared_filesystem=false: {len(differences)} module(s) of this host ({self.config.system.host})"
+                f" are not those of the launcher's: {told}; install the same here, or name code by its file, which is "
+                "brought"
             )
 
     async def _code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
@@ -163,7 +164,7 @@ class RolloutWorker(AsyncWorker):
         finally:
             await http.close()
 
-    def _check_same_data(self, plugins: Plugins) -> None:
+    def _check_same_data(self, components: UserComponents) -> None:
         """Rows are named by their number: all processes need to have read the same.
 
         Raises:
@@ -172,12 +173,14 @@ class RolloutWorker(AsyncWorker):
         if not self._data_record.is_file():
             return
         path = self.config.dataset.path
-        if (difference := DataRecord.read(self._data_record).difference(plugins.prompts.train_set, path)) is not None:
+        if (
+            difference := DataRecord.read(self._data_record).difference(components.prompts.train_set, path)
+        ) is not None:
             raise ConfigError(f"dataset.path={difference}: the data changed while the run started; start it again")
 
     def _make_evaluator(self, client: RolloutClient) -> Evaluator:
         return Evaluator(
-            self._plugins,
+            self._components,
             client,
             index=self.index,
             workers=self.config.rollout.workers,
@@ -190,8 +193,8 @@ class RolloutWorker(AsyncWorker):
         samples, workers = self.config.samples, self.config.rollout.workers
         if not samples.eval_every:
             return None
-        sets = len(self._plugins.prompts.eval_sets) or 1
-        max_bytes, decode = int(samples.max_gb * 1e9 / workers / sets), self._plugins.tokenizer.decode
+        sets = len(self._components.prompts.eval_sets) or 1
+        max_bytes, decode = int(samples.max_gb * 1e9 / workers / sets), self._components.tokenizer.decode
         folder = self.run_dir / ANSWERS_DIR
         return KeptAnswers(folder, samples.eval_every, max_bytes, decode, index=self.index, workers=workers)
 
@@ -204,11 +207,11 @@ class RolloutWorker(AsyncWorker):
         server = self._request_server()
         try:
             self._register(server.endpoint)
-            plugins, config = self._plugins, self.config
+            components, config = self._components, self.config
             curriculum = config.dataset.curriculum
             right_at = curriculum.right_at if curriculum.is_on else None
             loop = RolloutLoop(
-                *(plugins, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
+                *(components, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
                 right_at=right_at,
                 least_episodes=config.algorithm.least_episodes,
             )
@@ -243,12 +246,12 @@ class RolloutWorker(AsyncWorker):
         return self.config.rollout.max_concurrent * self.config.group_size
 
     def _register(self, endpoint: str) -> None:
-        lease_s = self.config.system.heartbeat_s
+        lease_s = self.config.system.lease_s
         address = names.WorkerAddress(endpoint, os.getpid()).encode()
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
 
     def _register_pusher(self) -> None:
-        lease_s = self.config.system.heartbeat_s
+        lease_s = self.config.system.lease_s
         self.resolver.add(names.pusher_key(self.index), self.name, lease_s=lease_s, replace=True)
 
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:

@@ -37,12 +37,12 @@ from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets.prompts import BadPrompt
+from asyncrl.plugins.datasets.prompts import InvalidPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.rollout.episode import Tries, judge, shape
-from asyncrl.rollout.offload.errors import UserCodeError, named_failure
-from asyncrl.rollout.offload.meter import metered
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.episode import RetryLimits, judge, shape
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.errors import UserCodeError, named_failure
+from asyncrl.rollout.user_code_pool.timing import metered
 
 OUTCOME_FILE = "outcome.json"
 ROWS_TRIED = 1000
@@ -99,28 +99,28 @@ class MadeUpPolicy:
 async def rehearse(config: ExperimentConfig) -> Outcome:
     """Play the first row that makes a prompt: of the training set, and of evaluation sets with code of their own."""
     try:
-        plugins = Plugins(config)
+        components = UserComponents(config)
         algorithm, rollout = config.algorithm, config.rollout
         filters, shapings = (
             [resolve(kind, choice.name, choice.params, algorithm.plugins) for choice in choices]
             for kind, choices in (("filter", rollout.filters), ("shaping", rollout.shaping))
         )
-        async with plugins.offloader, plugins.tools:
-            prompt = next(_prompts(plugins), None)
-            policy = MadeUpPolicy(plugins.tokenizer, config.seed)
-            tries = Tries(1, algorithm.least_episodes, rollout.rollout_timeout_s)
+        async with components.runner, components.tools:
+            prompt = next(_prompts(components), None)
+            policy = MadeUpPolicy(components.tokenizer, config.seed)
+            tries = RetryLimits(1, algorithm.least_episodes, rollout.rollout_timeout_s)
             samples: Sequence[Sample] = ()
             counted: Mapping[str, float] = {}
             try:
                 if prompt is not None:
                     with metered():
-                        samples, counted = await plugins.play_to_train(prompt, policy, tries)
+                        samples, counted = await components.play_to_train(prompt, policy, tries)
                     if samples:
                         judge(samples, filters)
                         shape(samples, shapings)
-                failed = await _evaluations(plugins, config, policy)
+                failed = await _evaluations(components, config, policy)
             finally:
-                await plugins.conversations.endpoint.close()
+                await components.conversations.endpoint.close()
             if failed is not None:
                 return failed
     except ConfigError as error:
@@ -131,9 +131,9 @@ async def rehearse(config: ExperimentConfig) -> Outcome:
     return Outcome(lost=lost)
 
 
-def _prompts(plugins: Plugins) -> Iterator[Prompt]:
-    rows = range(min(ROWS_TRIED, len(plugins.prompts.train_set)))
-    return _that_are(partial(plugins.prompts.train, PromptRef(f"rehearsal-{row}", row, row)) for row in rows)
+def _prompts(components: UserComponents) -> Iterator[Prompt]:
+    rows = range(min(ROWS_TRIED, len(components.prompts.train_set)))
+    return _that_are(partial(components.prompts.train, PromptRef(f"rehearsal-{row}", row, row)) for row in rows)
 
 
 def _that_are(made: Iterable[Callable[[], Prompt]]) -> Iterator[Prompt]:
@@ -141,22 +141,22 @@ def _that_are(made: Iterable[Callable[[], Prompt]]) -> Iterator[Prompt]:
     for make in made:
         try:
             yield make()
-        except BadPrompt:
+        except InvalidPrompt:
             continue
 
 
-async def _evaluations(plugins: Plugins, config: ExperimentConfig, policy: MadeUpPolicy) -> Outcome | None:
+async def _evaluations(components: UserComponents, config: ExperimentConfig, policy: MadeUpPolicy) -> Outcome | None:
     """Play the first row of each evaluation set that has code of its own; returns what failed."""
-    for name, (each, rows) in plugins.prompts.eval_sets.items():
+    for name, (each, rows) in components.prompts.eval_sets.items():
         if not each.code:
             continue
         numbers = range(min(ROWS_TRIED, each.size, len(rows)))
-        prompt = next(_that_are(partial(plugins.prompts.evaluation, name, row, 0) for row in numbers), None)
+        prompt = next(_that_are(partial(components.prompts.evaluation, name, row, 0) for row in numbers), None)
         if prompt is None:
             continue
         try:
             with metered():
-                await plugins.play_to_evaluate(name, prompt, policy)
+                await components.play_to_evaluate(name, prompt, policy)
         except Exception as error:  # whatever user code raises
             return Outcome(f"{each.group}: {_told(error, with_code_of(config, each))}", _users_lines(error))
     return None

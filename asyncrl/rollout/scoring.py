@@ -21,16 +21,16 @@ from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 from asyncrl.api import Agent, Environment, Episode, GroupClient, Prompt, RunIn, Sample, Tokenizer
-from asyncrl.api.agent import tried
+from asyncrl.api.agent import play_with_retries
 from asyncrl.api.reward import is_verdict, marked_run_in
 from asyncrl.config.import_paths import PluginError, load_plugin
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
-from asyncrl.rollout.offload.adapters import is_built_in
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.messages import Target
-from asyncrl.rollout.offload.meter import Activity, current_meter
-from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
+from asyncrl.rollout.user_code_pool.adapters import is_built_in
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
+from asyncrl.rollout.user_code_pool.timing import Activity, current_meter
 
 _NO_REWARD = "returned an invalid reward"
 SOURCE = "source"
@@ -40,7 +40,7 @@ SCORE = "score"
 _log = logging.getLogger(__name__)
 
 
-class Sees(StrEnum):
+class RewardScope(StrEnum):
     """Argument of a reward, by the name of its first parameter; any other name means an answer's row."""
 
     answer = auto()
@@ -54,7 +54,7 @@ class RewardPart:
 
     name: str
     weight: float
-    sees: Sees
+    sees: RewardScope
     code: Code
     function: Callable[..., Any]
     failure_reward: float | None
@@ -122,12 +122,14 @@ def _place(group: str, config: RewardConfig, function: Callable[..., Any], marke
     return wanted
 
 
-def _sees(function: Callable[..., Any]) -> Sees:
+def _sees(function: Callable[..., Any]) -> RewardScope:
     try:
         names = [name for name in inspect.signature(function).parameters if name != "self"]
     except (TypeError, ValueError):  # a builtin may have none
-        return Sees.answer
-    return Sees(names[0]) if names and names[0] in (Sees.episode, Sees.group) else Sees.answer
+        return RewardScope.answer
+    return (
+        RewardScope(names[0]) if names and names[0] in (RewardScope.episode, RewardScope.group) else RewardScope.answer
+    )
 
 
 Added: TypeAlias = "tuple[float, dict[str, float]]"
@@ -141,13 +143,13 @@ def _summed(given: Sequence[Added]) -> Added:
 class Rewards:
     """The parts, called where they belong."""
 
-    def __init__(self, parts: Sequence[RewardPart], offloader: Offloader) -> None:
+    def __init__(self, parts: Sequence[RewardPart], runner: UserCodeRunner) -> None:
         self._parts, self._by_source = tuple(parts), any(part.sources for part in parts)
         by_sees = {sees: tuple(group) for sees, group in groupby(sorted(parts, key=_sees_of), key=_sees_of)}
-        self._of_answers = by_sees.get(Sees.answer, ())
-        self._of_episodes = by_sees.get(Sees.episode, ())
-        self._of_groups = by_sees.get(Sees.group, ())
-        self._offloader = offloader
+        self._of_answers = by_sees.get(RewardScope.answer, ())
+        self._of_episodes = by_sees.get(RewardScope.episode, ())
+        self._of_groups = by_sees.get(RewardScope.group, ())
+        self._runner = runner
 
     @property
     def after_the_rollout(self) -> bool:
@@ -170,7 +172,7 @@ class Rewards:
         total = 0.0
         for part in self._for(self._of_answers, data):
             try:
-                value = self._offloader.call_blocking(part.code, part.function, data, completion)
+                value = self._runner.call_blocking(part.code, part.function, data, completion)
                 total += _given(part, value)[0]
             except UserCodeError as error:
                 total += _stand_in(part, error)[0]
@@ -217,13 +219,13 @@ class Rewards:
 
     async def _one(self, part: RewardPart, *args: Any) -> Added:
         try:
-            return _given(part, await self._offloader.call(part.code, part.function, *args))
+            return _given(part, await self._runner.call(part.code, part.function, *args))
         except UserCodeError as error:
             return _stand_in(part, error)
 
     async def _of_group(self, part: RewardPart, group: Sequence[Episode]) -> list[Added]:
         try:
-            values = await self._offloader.call(part.code, part.function, list(group))
+            values = await self._runner.call(part.code, part.function, list(group))
             try:
                 values = list(values)
             except TypeError:
@@ -237,7 +239,7 @@ class Rewards:
             return [_stand_in(part, error) for _ in group]
 
 
-def _sees_of(part: RewardPart) -> Sees:
+def _sees_of(part: RewardPart) -> RewardScope:
     return part.sees
 
 
@@ -355,7 +357,7 @@ class ScoredAgent(Agent):
                 added = await asyncio.gather(*(self._rewards.episode(seen[number]) for number in numbers))
                 return list(zip(numbers, added, strict=True))
 
-            return await tried(prompt.of_member(member), play, client, limited=False)
+            return await play_with_retries(prompt.of_member(member), play, client, limited=False)
 
         async with asyncio.TaskGroup() as tasks:
             scoring = [tasks.create_task(score(member)) for member in by_episode]

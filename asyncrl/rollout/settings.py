@@ -98,7 +98,7 @@ class RolloutConfig:
     filter_tries: int = setting(
         3,
         "how often a prompt is tried that a filter returns (`return_prompt`), each time with other random numbers and "
-        "after the rest of the epoch; then it is dropped for good, counted as `<the filter's reason>_given_up`",
+        "after the rest of the epoch; then it is dropped for good, counted as `<the filter's reason>_exhausted`",
         minimum=1,
     )
     shaping: list[ChoiceConfig] = setting(help="reward shaping functions, in order", factory=list)

@@ -20,11 +20,11 @@ from asyncrl.plugins.datasets.settings import AUTO
 from asyncrl.plugins.tools.mcp import McpError, McpServer, McpTool, installed
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
-from asyncrl.rollout.offload.adapters import is_built_in
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.messages import Target
-from asyncrl.rollout.offload.meter import Activity, current_meter, timed
-from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
+from asyncrl.rollout.user_code_pool.adapters import is_built_in
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
+from asyncrl.rollout.user_code_pool.timing import Activity, current_meter, timed
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 
@@ -37,12 +37,12 @@ class RunTools:
             message begins with the setting.
     """
 
-    def __init__(self, tools: Sequence[ToolConfig], mcp: Sequence[McpServerConfig], offloader: Offloader) -> None:
-        self._mcp, self._offloader = mcp, offloader
+    def __init__(self, tools: Sequence[ToolConfig], mcp: Sequence[McpServerConfig], runner: UserCodeRunner) -> None:
+        self._mcp, self._runner = mcp, runner
         self._servers: list[McpServer] = []
         self.toolbox = Toolbox(report=_report)
         for number, config in enumerate(tools):
-            hosted = _hosted(f"tools[{number}]", config, offloader)
+            hosted = _hosted(f"tools[{number}]", config, runner)
             try:
                 self.toolbox.add(hosted)
             except ValueError as error:
@@ -80,7 +80,7 @@ class RunTools:
 
     def _add(self, number: int, config: McpServerConfig, tool: McpTool) -> None:
         label = f"mcp {config.name}:{tool.name}"
-        host = _McpHost(self._offloader)
+        host = _McpHost(self._runner)
         try:
             self.toolbox.add(HostedTool(tool, label, host, config.max_result_chars))
         except ValueError as error:
@@ -144,19 +144,19 @@ class _InProcess(FunctionTool):
 
 
 class _Host:
-    """Runs a tool's methods by the offloader."""
+    """Runs a tool's methods by the runner."""
 
-    def __init__(self, offloader: Offloader, code: Code, process: Code | None = None) -> None:
-        self._offloader, self._code, self._process = offloader, code, process
+    def __init__(self, runner: UserCodeRunner, code: Code, process: Code | None = None) -> None:
+        self._runner, self._code, self._process = runner, code, process
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             if method.__name__ != "execute" and is_async(method) and is_built_in(method):  # a default: it only counts
                 return await method(*args, **kwargs)
-            value = await self._offloader.call(self._code, method, *args, **kwargs)
+            value = await self._runner.call(self._code, method, *args, **kwargs)
             if self._process is None or method.__name__ != "execute":
                 return value
-            text, reward, metrics, is_error = await self._offloader.call(self._process, ProcessTool, value)
+            text, reward, metrics, is_error = await self._runner.call(self._process, ProcessTool, value)
             return ToolResult(text, reward, metrics, is_error)
         except UserCodeError as error:
             first, *_ = str(error).removeprefix(f"{self._code.label} ").splitlines() or [""]
@@ -168,20 +168,20 @@ class _Host:
 class _McpHost:
     """Runs what is asked of an MCP server on the loop that owns its connection."""
 
-    def __init__(self, offloader: Offloader) -> None:
-        self._offloader = offloader
+    def __init__(self, runner: UserCodeRunner) -> None:
+        self._runner = runner
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             with timed(Activity.tool):
-                return await self._offloader.at_home(method(*args, **kwargs))
+                return await self._runner.at_home(method(*args, **kwargs))
         except McpError as error:
             raise ToolFailure(str(error)) from error
         except TypeError as error:  # arguments per sample, of which a server's tool takes none
             raise ToolFailure(str(error)) from error
 
 
-def _hosted(group: str, config: ToolConfig, offloader: Offloader) -> HostedTool:
+def _hosted(group: str, config: ToolConfig, runner: UserCodeRunner) -> HostedTool:
     """The tool that a setting describes, with what runs it."""
     try:
         found: Any = load_plugin(config.path)
@@ -194,7 +194,7 @@ def _hosted(group: str, config: ToolConfig, offloader: Offloader) -> HostedTool:
     if inspect.isclass(found):
         tool = _instance(group, config, found)
         place = _place(given, config.run_in, found, is_class=True)
-        return HostedTool(tool, label, _Host(offloader, _code(label, config, place)), config.max_result_chars)
+        return HostedTool(tool, label, _Host(runner, _code(label, config, place)), config.max_result_chars)
     place = _place(given, config.run_in, found, is_class=False)
     try:
         derived = as_tool(found, config.name, **config.args)
@@ -205,9 +205,9 @@ def _hosted(group: str, config: ToolConfig, offloader: Offloader) -> HostedTool:
         target = Target(f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
         process = Code(label, Activity.tool, config.timeout_s, RunIn.process, target)
         return HostedTool(
-            sent, label, _Host(offloader, _code(label, config, RunIn.loop), process), config.max_result_chars
+            sent, label, _Host(runner, _code(label, config, RunIn.loop), process), config.max_result_chars
         )
-    host = _Host(offloader, _code(label, config, place))
+    host = _Host(runner, _code(label, config, place))
     return HostedTool(_called(derived), label, host, config.max_result_chars)
 
 

@@ -42,7 +42,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield from _ray(system)
     if system.launcher == KUBERNETES:
         yield from _kubernetes(config)
-    if not system.shared:
+    if not system.shared_filesystem:
         yield from _own_disks(config)
     if system.hosts or system.launcher != LOCAL:
         yield from _hosts(config)
@@ -60,12 +60,15 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 def _own_disks(config: ExperimentConfig) -> Iterator[str]:
     """Yield each setting that needs a folder that all hosts see, if there is none."""
-    system, generation, off = config.system, config.generation, "system.shared=false"
+    system, generation, off = config.system, config.generation, "system.shared_filesystem=false"
     if not system.hosts:
-        yield f"{off}: system.hosts is empty, so that everything is on one host; leave system.shared out"
+        yield f"{off}: system.hosts is empty, so that everything is on one host; leave system.shared_filesystem out"
         return
     if system.launcher == KUBERNETES:
-        yield f"{off}: system.launcher={KUBERNETES}: the pods share their volume claims; leave system.shared out"
+        yield (
+            f"{off}: system.launcher={KUBERNETES}: the pods share their volume claims; leave "
+            "system.shared_filesystem out"
+        )
     if system.name_resolve != NameBackend.etcd3:
         yield (
             f"{off}: system.name_resolve={str(system.name_resolve)!r}: names are entries of a folder then, which the "
@@ -168,8 +171,11 @@ def _gpus(setting_name: str, host: HostConfig) -> Iterator[str]:
 def _hosts(config: ExperimentConfig) -> Iterator[str]:
     """Yield what is wrong with `system.hosts`."""
     system = config.system
-    if system.shared and (given := [host.fileroot for host in system.hosts if host.fileroot]):
-        yield f"system.hosts: fileroot={given[0]!r} is for hosts with disks of their own; set system.shared=false"
+    if system.shared_filesystem and (given := [host.fileroot for host in system.hosts if host.fileroot]):
+        yield (
+            f"system.hosts: fileroot={given[0]!r} is for hosts with disks of their own; set "
+            "system.shared_filesystem=false"
+        )
     if not system.hosts:
         yield f"system.hosts=[]: system.launcher={system.launcher} needs to know the hosts and what runs on each"
         return

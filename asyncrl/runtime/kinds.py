@@ -55,7 +55,7 @@ class Restart(StrEnum):
     alone = auto()
     """A new one can take its place at any time, and the launcher starts it (`restart_budget`)."""
     together = auto()
-    """All of the trainer's side begin again together, from the last step, which outlives them (`last_step`)."""
+    """All of the trainer's side begin again together, from the last step, which outlives them (`memory_checkpoint`)."""
     alone_or_together = auto()
     """A new one looks where the others of the trainer's side stand; it goes on with them as they are, or says that it
     takes all of them (`EXIT_RESTART_TRAINER`).

@@ -7,10 +7,10 @@ Life of a run
 3. The launcher shows the rows that the MasterWorker appends to `metrics.jsonl`, and waits for a process to end.
 4. - The leading process, the MasterWorker, ends with 0: the run is complete; the rest is asked to stop.
    - Ctrl-C: the MasterWorker is asked to stop; it writes a checkpoint first. A second Ctrl-C kills everything at once.
-   - A process dies that can be replaced (`Restart.alone`): a new one is started, its next incarnation. Of the trainer's
-     side, MasterWorker and ModelWorkers, all are (`Restart.together`): they go on from the last step, which outlives
-     them (`asyncrl.runtime.last_step`), and the other processes stay. A MasterWorker that died is followed by one
-     alone first; it asks for all where it finds the ranks in a step. Beyond its budget, or where that step is lost,
+   - A process dies that can be replaced (`Restart.alone`): a new one is started, its next incarnation. The trainer
+     (MasterWorker and all ModelWorkers) is restarted as a whole (`Restart.together`): it continues from its in-memory
+     checkpoint (`asyncrl.runtime.memory_checkpoint`), and the other processes stay. A MasterWorker that died is first
+     restarted alone; it asks for the rest if the ranks are in a step. Beyond its budget, or if that checkpoint is lost,
      everything is stopped and started again, from the newest checkpoint, and beyond that budget the run fails
      (`asyncrl.runtime.trials.restart_budget`).
    - A process ends that the run can do without: it is noted, and the run goes on.
@@ -50,8 +50,8 @@ from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.kinds import KINDS, Restart, Run
-from asyncrl.runtime.last_step import keeps_last_step
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
+from asyncrl.runtime.memory_checkpoint import uses_memory_checkpoint
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.open_files import check_files
@@ -284,7 +284,7 @@ class Launcher:
         together = kind.restart is Restart.together or not self._may_go_on_alone(ended)
         replaceable = kind.restart != Restart.nothing and not self._interrupts and not await self._has_lost_claim()
         if replaceable and ended.exit_code not in (EXIT_OK, GAVE_UP):
-            lost = together and not await asyncio.to_thread(self._trial.last_step_is_there)
+            lost = together and not await asyncio.to_thread(self._trial.memory_checkpoint_is_there)
             counted = TRAINER if ended.exit_code == EXIT_RESTART_TRAINER else name  # its own death was counted before
             after = self._policy.died(counted, time.monotonic(), lost=lost)
         replaced = after is AfterDeath.alone
@@ -317,7 +317,7 @@ class Launcher:
         them for their state, which they have only if steps are kept.
         """
         leads = KINDS[ended.plan.kind].restart is Restart.alone_or_together
-        return not leads or (keeps_last_step(self.config) and ended.exit_code != EXIT_RESTART_TRAINER)
+        return not leads or (uses_memory_checkpoint(self.config) and ended.exit_code != EXIT_RESTART_TRAINER)
 
     async def _restart(self, workers: Sequence[WorkerHandle], what: str, reason: str) -> None:
         """End `workers`, whatever still runs of them, and start each again."""

@@ -48,7 +48,9 @@ class HostConfig:
     cpus: int = setting(0, "ray, kubernetes: cores to reserve; 0: a thread's worth for each that runs there", minimum=0)
     memory: str = setting("", "kubernetes: memory of its pod, which it is ended beyond, e.g. 64Gi; empty: no limit")
     fileroot: str = setting(
-        "", "system.shared=false: the folder on its own disk for runs, a whole path; empty: the launcher's fileroot"
+        "",
+        "system.shared_filesystem=false: the folder on its own disk for runs, a whole path; empty: the launcher's "
+        "fileroot",
     )
     python: str = setting("", "the interpreter there, with asyncrl installed; empty: the same path as the launcher's")
 
@@ -99,10 +101,11 @@ class SystemConfig:
     launcher: str = setting("local", "how processes are started", choices=modules_in(_LAUNCHERS))
     hosts: list[HostConfig] = setting(
         help="all launchers but local: the hosts, each with name, address, runs, gpus, cpus and python; all of them "
-        "see the run folder, the model and the data under the same paths, unless system.shared=false; docs/hosts.md",
+        "see the run folder, the model and the data under the same paths, unless system.shared_filesystem=false; "
+        "docs/hosts.md",
         factory=list,
     )
-    shared: bool = setting(
+    shared_filesystem: bool = setting(
         True,
         "the hosts see one folder; false: each has a disk of its own. Generation servers and RolloutWorkers alone are "
         "on other hosts than the launcher's then, names are in etcd, and model, versions, data and your files of code "
@@ -147,7 +150,7 @@ class SystemConfig:
         minimum=0,
         maximum=19,
     )
-    heartbeat_s: float = setting(
+    lease_s: float = setting(
         10.0, "lease of a worker's entry; it is renewed three times per lease", unit="s", minimum=0.5
     )
     stall_timeout_s: float = setting(

@@ -92,7 +92,7 @@ class CallContext:
             hosted = ", ".join(self.engines)
             raise KeyError(f"call {self.name!r} needs role {role!r}; this rank hosts {hosted}") from None
         if not deferred:
-            self.working.enter_context(engine.resident())
+            self.working.enter_context(engine.on_device())
         return engine
 
 
@@ -142,17 +142,21 @@ class TrainState:
         self.kl = KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         norm = algorithm.critic.value_norm
         self.value_norm = None if norm == ValueNormalisation.none else ValueNorm(norm)
+        self.baselines: dict[str, float] = {}
+        """Baselines of the advantage estimator by role, where it keeps any; see `AdvantageInputs.baselines`."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a checkpoint stores; JSON-serialisable."""
         return {
             "kl": self.kl.state_dict(),
             "value_norm": None if self.value_norm is None else self.value_norm.state_dict(),
+            "baselines": self.baselines,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; a value normalisation switched on since then starts anew."""
         self.kl.load_state_dict(state["kl"])
+        self.baselines = dict(state.get("baselines", {}))  # older checkpoints have none
         if self.value_norm is not None and state["value_norm"] is not None:
             self.value_norm.load_state_dict(state["value_norm"])
 

@@ -24,7 +24,7 @@ import msgspec
 
 from asyncrl.config.run_dir import versions_in
 from asyncrl.runtime.ranks import Ranks
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoints.distributed import shard_name
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, ManifestError, checksum, whole_files
@@ -32,7 +32,7 @@ from asyncrl.weights.versions.manifest import MANIFEST_FILE, ManifestError, chec
 _log = logging.getLogger(__name__)
 
 
-class KeptStepLost(RuntimeError):
+class MemoryCheckpointLost(RuntimeError):
     """Others may have seen a step that is not whole any more; the message says what is missing."""
 
 
@@ -50,7 +50,7 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 class _Report(msgspec.Struct, frozen=True):
-    torn: bool
+    invalid: bool
     holdings: tuple[Holding, ...] = ()
 
 
@@ -87,24 +87,24 @@ class HostFolders:
     def _leaders(self) -> dict[str, int]:
         return {host: self.hosts.index(host) for host in self.hosts} | {self.hosts[self.publisher]: self.publisher}
 
-    def agree(self, root: Path, everyone: Ranks, *, torn: bool) -> Path | None:
+    def agree(self, root: Path, everyone: Ranks, *, invalid: bool) -> Path | None:
         """Find the step that all ranks continue from, and remove all others from `root`. Called by all ranks.
 
         Args:
             root: the folder of this host.
-            torn: something that belongs to the step could not be kept on this host.
+            invalid: something that belongs to the step could not be kept on this host.
 
         Returns:
             The folder of the step; None if none was kept.
 
         Raises:
-            KeptStepLost: on all ranks: others may have seen a step that is not whole any more.
+            MemoryCheckpointLost: on all ranks: others may have seen a step that is not whole any more.
         """
         holdings = everyone.together(lambda: self._holdings(root) if self.leads else (), f"looking into {root}")
-        mine = msgspec.json.encode(_Report(torn, holdings))
+        mine = msgspec.json.encode(_Report(invalid, holdings))
         reports = [msgspec.json.decode(report, type=_Report) for report in everyone.all_gather_bytes(mine)]
-        if torn_on := sorted({host for host, report in zip(self.hosts, reports, strict=True) if report.torn}):
-            raise KeptStepLost(f"not all that belongs to it could be kept on {', '.join(torn_on)}")
+        if invalid_on := sorted({host for host, report in zip(self.hosts, reports, strict=True) if report.invalid}):
+            raise MemoryCheckpointLost(f"not all that belongs to it could be kept on {', '.join(invalid_on)}")
         version = chosen({host: reports[rank].holdings for host, rank in self._leaders.items()})
         if self.leads and root.is_dir():
             atomic_dir.clear_leftovers(root)
@@ -141,7 +141,7 @@ def chosen(held: Mapping[str, Sequence[Holding]]) -> int | None:
         held: by host, the versions that it has committed.
 
     Raises:
-        KeptStepLost: see the module's docstring.
+        MemoryCheckpointLost: see the module's docstring.
     """
     committed = min((max(each.version for each in holdings) for holdings in held.values() if holdings), default=0)
     for version in sorted({holding.version for holdings in held.values() for holding in holdings}, reverse=True):
@@ -154,5 +154,5 @@ def chosen(held: Mapping[str, Sequence[Holding]]) -> int | None:
             continue  # a host that has something never committed this one
         lost = [f"all of it on {host}" for host in sorted(held.keys() - of_host.keys())]
         twice = [] if same else ["its hosts have it of different histories"]
-        raise KeptStepLost(f"version {version} is not whole any more: {'; '.join([*lacking, *lost, *twice])}")
+        raise MemoryCheckpointLost(f"version {version} is not whole any more: {'; '.join([*lacking, *lost, *twice])}")
     return None

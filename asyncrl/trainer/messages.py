@@ -21,6 +21,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rewards: with the rewards of turns.
         episodes: `[S]` the member of the group that each sample is of; see `asyncrl.api.Sample.episode`.
         metrics: the rollout's own numbers by name: times, rewards.
+        groups: `[S]` the comparison group of each sample; empty if none is named.
         distinct: tokens with every prefix that its samples share counted once; 0 where prefixes are not shared.
         received_at: when this process of the rank took it in, in seconds since 1970; 0 if that is not known.
     """
@@ -39,6 +40,14 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float] = {}  # msgspec makes a new one for each record
     distinct: int = 0
     received_at: float = 0.0
+    groups: tuple[str, ...] = ()
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the rewards of samples that are compared differ: those of one comparison group."""
+        if not self.groups:
+            return self.rewards.count(self.rewards[0]) < len(self.rewards)
+        return len({*zip(self.groups, self.rewards, strict=True)}) > len({*self.groups})
 
     @property
     def tokens(self) -> int:
@@ -237,15 +246,15 @@ class SaveCheckpoint(Request[Done], frozen=True):
 
     It is there once every rank has answered `FinishShare` and the publisher `CommitCheckpoint`.
 
-    `of_last_step`, here and there: it is the state that successors of these processes begin with, kept on the ranks'
-    hosts (`asyncrl.runtime.last_step`), beside the checkpoint that may be under way. Each rank knows where: `path` is
-    relative to that. `master`: see `BeginStep`.
+    `in_memory`, here and in the requests below: this is the in-memory checkpoint, from which restarted processes resume
+    (`asyncrl.runtime.memory_checkpoint`). A checkpoint on disk may be in progress at the same time. `path` is relative
+    to the folder that each rank knows. `master`: see `BeginStep`.
     """
 
     path: str
     version: int
     master_state: dict[str, Any]
-    of_last_step: bool = False
+    in_memory: bool = False
     master: int = 0
 
 
@@ -259,7 +268,7 @@ class FinishShare(Request[WrittenShare], frozen=True):
     """Answered once this rank's files of the checkpoint `path` are on the disk, or could not be written."""
 
     path: str
-    of_last_step: bool = False
+    in_memory: bool = False
 
 
 class CommitCheckpoint(Request[Done], frozen=True):
@@ -273,7 +282,7 @@ class CommitCheckpoint(Request[Done], frozen=True):
     files: dict[str, FileEntry]
     keep: int
     protected: tuple[int, ...] = ()
-    of_last_step: bool = False
+    in_memory: bool = False
 
 
 class LoadedCheckpoint(Reply, frozen=True):
@@ -288,9 +297,9 @@ class LoadCheckpoint(Request[LoadedCheckpoint], frozen=True):
     root: str
 
 
-KEPT_STEP_LOST = "KeptStepLost"
+MEMORY_CHECKPOINT_LOST = "MemoryCheckpointLost"
 """Kinds of errors that ranks raise, which the master tells from others."""
 
 
-class LoadLastStep(Request[LoadedCheckpoint], frozen=True):
-    """Restore the last step that is kept; it fails with KeptStepLost where others may know of one that is gone."""
+class LoadMemoryCheckpoint(Request[LoadedCheckpoint], frozen=True):
+    """Restore the in-memory checkpoint. Fails with MemoryCheckpointLost if other processes may know a later step."""

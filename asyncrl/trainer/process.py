@@ -36,19 +36,18 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.runtime.last_step import LastStep, keeps_last_step
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
-from asyncrl.trainer.batches.columns import move_columns
+from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories, hand_down
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.batches.redistribute import hand_down, redistribute
+from asyncrl.trainer.batches.reshard_batch import move_columns
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
-from asyncrl.trainer.kept_samples import KeptSamples
 from asyncrl.trainer.messages import (
     BeginStep,
     CallStats,
@@ -62,7 +61,7 @@ from asyncrl.trainer.messages import (
     IsStepRunning,
     LoadCheckpoint,
     LoadedCheckpoint,
-    LoadLastStep,
+    LoadMemoryCheckpoint,
     MoveColumns,
     PollBuffer,
     Publish,
@@ -75,15 +74,16 @@ from asyncrl.trainer.messages import (
     TakeUp,
     WrittenShare,
 )
-from asyncrl.trainer.model.proof import Layout
+from asyncrl.trainer.model.layout_parity import Layout
 from asyncrl.trainer.parallel.collectives import Collectives
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.parallel.world import all_have_started, training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.profile import StepProfile
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
-from asyncrl.trainer.trajectories.arrivals import ArrivalCheck
-from asyncrl.trainer.trajectories.intake import Intake
+from asyncrl.trainer.sample_log import SampleLog
+from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
+from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
 from asyncrl.trainer.versions import Versions
 
 WAITING = "waits for the master"
@@ -144,7 +144,7 @@ class ModelWorker(Worker):
         self._shares: dict[WorkerGrid, GridShare] = {}
         self._master = 0
         self._standing = Standing(in_step=False, master_state=None)
-        self._last_step = LastStep.of_rank(self.config, self.run_dir)
+        self._memory_checkpoint = MemoryCheckpoint.of_rank(self.config, self.run_dir)
 
     def start(self) -> int:
         with heard_at_once(self._leave):
@@ -177,7 +177,7 @@ class ModelWorker(Worker):
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         self.log.info("%s", device_line(device, getattr(torch, config.model.dtype.on(device.type)), self._attention()))
         self._open.callback(self._rank.checkpoints.close)
-        self._open.callback(self._rank.last_step.close)
+        self._open.callback(self._rank.memory_checkpoint.close)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._kept = self._keep_samples()
         self._profile = StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device)
@@ -219,7 +219,7 @@ class ModelWorker(Worker):
         """Stop the threads, leave the world. A run that is asked to stop needs what is kept of it no more."""
         self._open.close()
         if self.stop_requested.is_set():
-            self._last_step.leave()
+            self._memory_checkpoint.leave()
 
     def _attention(self) -> str:
         """Layout and kernel that the policy trains with; on ranks without one what the setting asks for."""
@@ -234,13 +234,13 @@ class ModelWorker(Worker):
         system = self.config.system
         heads = self._world.placement.actor.data_heads
         head = heads.index(self.index) if self._world.takes_trajectories else 0
-        self._intake = self._open_intake(head)
+        self._receiver = self._open_receiver(head)
         self._server = RequestServer(
             system.host,
             self.security,
             immediate={
                 IsStepRunning: self._is_step_running,
-                PollBuffer: self._intake.poll,
+                PollBuffer: self._receiver.poll,
                 Discard: self._discard,
                 SendWeights: self._send_weights,
                 FinishShare: self._finish_share,
@@ -256,7 +256,7 @@ class ModelWorker(Worker):
                 CollectWeights: self._collect_weights,
                 SaveCheckpoint: _observed("save_checkpoint", self._save_checkpoint),
                 LoadCheckpoint: _observed("load_checkpoint", self._load_checkpoint),
-                LoadLastStep: _observed("load_last_step", self._load_last_step),
+                LoadMemoryCheckpoint: _observed("load_memory_checkpoint", self._load_memory_checkpoint),
             },
         )
         self._open.callback(self._server.close)
@@ -265,36 +265,36 @@ class ModelWorker(Worker):
             self._open.callback(self._close_connections)
         remembered = ids_remembered(self.config.train_batch_size, self.config.max_head_offpolicyness)
         self._puller = TrajectoryPuller(
-            system.host, self.security, on_message=self._intake.receive, remembered=remembered
+            system.host, self.security, on_message=self._receiver.receive, remembered=remembered
         )
         self._open.callback(self._puller.close)
-        self._open.callback(self._intake.inbox.close)  # first: its thread may wait for room there
+        self._open.callback(self._receiver.inbox.close)  # first: its thread may wait for room there
         address = names.WorkerAddress(self._server.endpoint, os.getpid()).encode()
-        lease_s = system.heartbeat_s
+        lease_s = system.lease_s
         self.resolver.add(names.worker_key(self.kind, self.index), address, lease_s=lease_s, replace=True)
         if self._world.takes_trajectories:
             puller = names.puller_key(head)
             self.resolver.add(puller, self._puller.endpoint, lease_s=lease_s, replace=True)
 
-    def _open_intake(self, head: int) -> Intake:
+    def _open_receiver(self, head: int) -> TrajectoryReceiver:
         config, folder = self.config, str(self.config.model.path)
         model = json.loads((Path(folder) / "config.json").read_text())
         routing = routing_shape_of(folder) if config.moe.replay_routing else None
-        check = ArrivalCheck(model.get("vocab_size"), self._announced_version, routing).check
+        check = TrajectoryCheck(model.get("vocab_size"), self._announced_version, routing).check
         actor = self._rank.engines.get(ACTOR)
-        intake = Intake(
+        receiver = TrajectoryReceiver(
             config.trainer,
             head,
             check,
             lambda: self._server.loop,
-            self._last_step,
+            self._memory_checkpoint,
             self.run_dir / SPILLED_DIR / str(self.index),
             shares_prefixes=isinstance(actor, RoleEngine) and actor.attention == AttentionKind.tree,
         )
-        self._open.callback(intake.remove_spilled)
-        if keeps_last_step(config):
-            intake.keep(receives=self._world.takes_trajectories)
-        return intake
+        self._open.callback(receiver.remove_spilled)
+        if uses_memory_checkpoint(config):
+            receiver.keep(receives=self._world.takes_trajectories)
+        return receiver
 
     def _announced_version(self) -> int:
         """The newest version that servers may have; before the first is announced they have the initial model's, 0."""
@@ -309,7 +309,7 @@ class ModelWorker(Worker):
         return StepRunning(self._standing.in_step)
 
     async def _discard(self, request: Discard) -> Done:
-        self._intake.discard(request.rollout_ids)
+        self._receiver.discard(request.rollout_ids)
         return Done()
 
     async def _send_weights(self, request: SendWeights) -> Done:
@@ -317,19 +317,19 @@ class ModelWorker(Worker):
         return Done()
 
     async def _finish_share(self, request: FinishShare) -> WrittenShare:
-        share = self._rank.writer(request.of_last_step).share(self._path(request))
+        share = self._rank.writer(request.in_memory).share(self._path(request))
         return WrittenShare(await asyncio.shield(asyncio.wrap_future(share)))
 
     async def _commit_checkpoint(self, request: CommitCheckpoint) -> Done:
-        if request.of_last_step and not self._rank.folders.leads:
+        if request.in_memory and not self._rank.folders.leads:
             return Done()
-        writer = self._rank.writer(request.of_last_step)
+        writer = self._rank.writer(request.in_memory)
         commit = partial(writer.commit, keep=request.keep, protected=request.protected)
         await asyncio.to_thread(commit, self._path(request), request.files)
         return Done()
 
     def _path(self, request: SaveCheckpoint | FinishShare | CommitCheckpoint) -> Path:
-        return self._last_step.state_root / request.path if request.of_last_step else Path(request.path)
+        return self._memory_checkpoint.state_root / request.path if request.in_memory else Path(request.path)
 
     # The main thread.
 
@@ -342,7 +342,7 @@ class ModelWorker(Worker):
 
     def _take_up(self, request: TakeUp) -> Standing:
         self._master = request.incarnation
-        self._intake.inbox.tell_again()
+        self._receiver.inbox.tell_again()
         return self._standing
 
     def _check_master(self, request: BeginStep | Publish | SaveCheckpoint) -> None:
@@ -356,7 +356,7 @@ class ModelWorker(Worker):
         self._check_master(step)
         self._standing = Standing(in_step=True, master_state=None)
         self._profile.begin(step.version + 1)
-        held = self._intake.inbox.get(step.leaving)
+        held = self._receiver.inbox.get(step.leaving)
         self._shares = {}
         for grid, targets, share in zip(self._world.placement.distinct, step.targets, step.shares, strict=True):
             place = self._world.places.get(grid)
@@ -364,7 +364,7 @@ class ModelWorker(Worker):
             expected = {}
             if share is not None and place is not None and place.copy.leads:
                 expected = dict(zip(share.rollout_ids, share.sources, strict=True))
-            arrived = redistribute(leaving, expected, held, self._world.everyone)
+            arrived = exchange_trajectories(leaving, expected, held, self._world.everyone)
             if share is None or place is None:
                 continue
             self._shares[grid] = share
@@ -380,7 +380,7 @@ class ModelWorker(Worker):
             )
             if self._kept is not None and grid == self._world.placement.actor:
                 self._kept.begin(trajectories, self._batches[grid])
-        self._intake.left(step.leaving)
+        self._receiver.left(step.leaving)
         return Done()
 
     def _move_columns(self, request: MoveColumns) -> Done:
@@ -426,22 +426,26 @@ class ModelWorker(Worker):
     def _save_checkpoint(self, request: SaveCheckpoint) -> Done:
         self._check_master(request)
         self._rank.save_checkpoint(msgspec.structs.replace(request, path=str(self._path(request))))
-        if request.of_last_step:
+        if request.in_memory:
             self._standing = Standing(in_step=False, master_state=request.master_state)
         return Done()
 
     def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:
         return self._loaded(self._rank.load_checkpoint(Path(request.root)))
 
-    def _load_last_step(self, request: LoadLastStep) -> LoadedCheckpoint:
-        return self._loaded(self._rank.load_last_step(self._last_step.state_root, torn=self._last_step.torn))
+    def _load_memory_checkpoint(self, request: LoadMemoryCheckpoint) -> LoadedCheckpoint:
+        return self._loaded(
+            self._rank.load_memory_checkpoint(
+                self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
+            )
+        )
 
     def _loaded(self, state: Any) -> LoadedCheckpoint:
         if self._kept is not None:
             self._kept.forget_after(state["version"] if state else 0)
         return LoadedCheckpoint(state)
 
-    def _keep_samples(self) -> KeptSamples | None:
+    def _keep_samples(self) -> SampleLog | None:
         """Open the writer of this rank's samples; None if none are to be kept, or if the rank does not train the
         actor.
         """
@@ -452,6 +456,6 @@ class ModelWorker(Worker):
         decode = load_tokenizer(str(self.config.model.path)).decode
         max_bytes = int(samples.max_gb * 1e9 / ranks.world)
         writer = f"head-{ranks.rank}" if place.copy.leads else None
-        kept = KeptSamples(self.run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)
+        kept = SampleLog(self.run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)
         self._open.callback(kept.close)
         return kept

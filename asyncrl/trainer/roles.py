@@ -19,10 +19,10 @@ from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.calls import TrainState
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
-from asyncrl.trainer.engines.base_of import LoraReference
+from asyncrl.trainer.engines.lora_reference import LoraReference
 from asyncrl.trainer.host_folders import HostFolders
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import ReferenceMode
@@ -68,14 +68,14 @@ class TrainingRank:
         return HostFolders.of(self.world)
 
     @cached_property
-    def last_step(self) -> CheckpointWriter:
+    def memory_checkpoint(self) -> CheckpointWriter:
         """Writes the states of the last step, beside the checkpoint that may be under way."""
         hosts = self.folders if self.folders.spread else None
         return CheckpointWriter(self._changing(), self.changing, self.world.everyone, patient=False, hosts=hosts)
 
-    def writer(self, of_last_step: bool) -> CheckpointWriter:
+    def writer(self, in_memory: bool) -> CheckpointWriter:
         """The one of the two."""
-        return self.last_step if of_last_step else self.checkpoints
+        return self.memory_checkpoint if in_memory else self.checkpoints
 
     def save_checkpoint(self, order: SaveCheckpoint) -> None:
         """Copy what the checkpoint that `order` describes needs and begin to write it. Called by all ranks.
@@ -83,10 +83,10 @@ class TrainingRank:
         Raises:
             PeerFailed: another rank could not.
         """
-        spread = order.of_last_step and self.folders.spread
+        spread = order.in_memory and self.folders.spread
         train_state = self._train_state() if spread else self.state.state_dict()
         state = {"train_state": train_state, "master_state": order.master_state}
-        self.writer(order.of_last_step).begin(Path(order.path), version=order.version, state=state)
+        self.writer(order.in_memory).begin(Path(order.path), version=order.version, state=state)
 
     def _train_state(self) -> dict[str, Any]:
         """Return the training state beside the models, as the actor's publisher has it.
@@ -109,17 +109,17 @@ class TrainingRank:
         """
         return self._take(checkpoints.load(self._changing(), root, self.world.everyone))
 
-    def load_last_step(self, root: Path, *, torn: bool) -> Any:
+    def load_memory_checkpoint(self, root: Path, *, invalid: bool) -> Any:
         """As `load_checkpoint`, from the last step that ranks keep in `root` on their hosts.
 
         Args:
-            torn: something that belongs to it could not be kept on this host.
+            invalid: something that belongs to it could not be kept on this host.
 
         Raises:
-            KeptStepLost: something of it is not there any more.
+            MemoryCheckpointLost: something of it is not there any more.
         """
         everyone = self.world.everyone
-        path = self.folders.agree(root, everyone, torn=torn)
+        path = self.folders.agree(root, everyone, invalid=invalid)
         return None if path is None else self._take(checkpoints.restore(self._changing(), path, everyone))
 
     def _take(self, state: dict[str, Any] | None) -> Any:

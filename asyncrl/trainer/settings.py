@@ -335,10 +335,10 @@ class CheckpointConfig:
     )
     keep: int = setting(2, "newest checkpoints kept", minimum=1)
     keep_every: int = setting(0, "also keep the checkpoint of every N-th step; 0: none", unit="steps", minimum=0)
-    keep_last_step: bool = setting(
+    in_memory: bool = setting(
         True,
-        "the state of each step and the waiting trajectories are kept in the host's memory (/dev/shm), so that a death "
-        "of the MasterWorker or a ModelWorker costs that step at most; false: the steps since the last checkpoint",
+        "keep an in-memory checkpoint of every step, and the queued trajectories, in /dev/shm: a crash of the trainer "
+        "then costs at most the current step; false: the steps since the newest checkpoint",
     )
     keep_best: Optional[str] = setting(
         None, "metric of an evaluation, like eval/<set>/accuracy, whose best checkpoint is kept too; null: none"

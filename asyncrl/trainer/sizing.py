@@ -268,8 +268,8 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
         kept += (queries + keys) * norm
     if work.attention == AttentionImplementation.flash_attention_2:
         kept += (2 * queries + 2 * keys) * value + 4 * heads
-    else:  # keys and values are repeated for every query head; the output is copied back into the packed stream
-        kept += 5 * queries * value + 4 * heads
+    else:  # the output is copied back into the packed stream
+        kept += (3 * queries + 2 * keys) * value + 4 * heads
     if work.attention == AttentionImplementation.eager:
         kept += heads * work.longest * (4 + value)  # the softmax, in fp32 and in the values' type
     kept += 4 * value * (sizes.feed_forward if not sizes.experts else sizes.shared_feed_forward) // tensor

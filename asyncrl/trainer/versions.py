@@ -14,11 +14,11 @@ from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.weights.transports.base import TrainerEnd, weight_transport
 from asyncrl.weights.versions import publishing
-from asyncrl.weights.versions.canary import Canary, canary_tokens
+from asyncrl.weights.versions.logprob_probe import LogprobProbe, probe_tokens
 from asyncrl.weights.versions.shared_files import SharedFiles
 
 
@@ -53,7 +53,7 @@ class Versions:
         ranks of the role; returns its folder.
         """
         policy = self._rank.policy(request.role)
-        with policy.resident():
+        with policy.on_device():
             return self._publish_resident(request, policy)
 
     def collect(self, request: CollectWeights) -> None:
@@ -64,7 +64,7 @@ class Versions:
             self.to_servers.keep(request.keep)
 
     def _publish_resident(self, request: Publish, policy: PolicyEngine) -> Path:
-        canary = self._canary(policy)
+        probe = self._probe(policy)
         if not self._transport.needs_folders:
             owners = dict.fromkeys(
                 (spec.name for spec in policy.published_specs()), self._world.placement.actor.publisher
@@ -79,7 +79,7 @@ class Versions:
             version=request.version,
             ranks=self._world.place(request.role).everyone,
             shared=self._shared[request.role] if request.to_disk else None,
-            canary=canary,
+            probe=probe,
         )
 
     def _shared_files(self, policy: PolicyEngine) -> SharedFiles:
@@ -89,11 +89,11 @@ class Versions:
         base, specs = str(Path(str(self._config.model.path))), policy.published_specs()
         return SharedFiles(adapter_config(self._config.model.lora, base, specs, policy.model_config))
 
-    def _canary(self, policy: PolicyEngine) -> Canary | None:
-        """The canary of `policy` as it is now; None where nobody looks at it, or there is no room for one."""
+    def _probe(self, policy: PolicyEngine) -> LogprobProbe | None:
+        """The probe of `policy` as it is now; None where nobody looks at it, or there is no room for one."""
         model_config = policy.model_config
         context = context_length(self._config, model_config.to_dict())
-        tokens = canary_tokens(model_config.get_text_config().vocab_size, context)
+        tokens = probe_tokens(model_config.get_text_config().vocab_size, context)
         if not tokens or self._config.manager.logprob_check_tolerance == 0:
             return None
-        return Canary.of(tokens, policy.score_sequences(tokens))
+        return LogprobProbe.of(tokens, policy.score_sequences(tokens))

@@ -20,7 +20,7 @@ from asyncrl.inference.seeds import uniform
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.datasets.queue.order import PromptRef, prompt_seed
-from asyncrl.rollout.episode import Tries, run_group
+from asyncrl.rollout.episode import RetryLimits, run_group
 from simulator.lengths import LogNormal
 
 
@@ -101,7 +101,7 @@ class _Client:
 
 
 class SimulatedCode:
-    """The part of `Plugins` that `RolloutLoop` uses.
+    """The part of `UserComponents` that `RolloutLoop` uses.
 
     Args:
         turns: episodes of several turns; None: single answers.
@@ -126,8 +126,8 @@ class SimulatedCode:
         self._seed, self._group, self._prompt = run_seed, group_size, prompt_tokens
         self._sampling = SamplingParams(max_new_tokens=max_new_tokens)
 
-    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Any:
-        """See `Plugins`."""
+    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Any:
+        """See `UserComponents`."""
         return await run_group(self.agent, _Scored, prompt, policy, _Client, tries)
 
     def _train_prompt(self, ref: PromptRef) -> Prompt:

@@ -19,13 +19,13 @@ NOTHING = Host(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 class Processes:
     """The processes of a run, each of which does one thing after the other, on `host`; None: they take no time.
 
-    `canary` is a server's, while it gets no requests; `rank` comes first on the cores.
+    `probe` is a server's, while it gets no requests; `rank` comes first on the cores.
     """
 
     def __init__(self, host: Host | None, cores: Cores) -> None:
         self.host = host or NOTHING
         self._cores = cores
-        self.manager, self.master, self.canary = (Process(cores) for _ in range(3))
+        self.manager, self.master, self.probe = (Process(cores) for _ in range(3))
         self.rank = Process(cores, FIRST)
         self._running: set[asyncio.Task[None]] = set()
 

@@ -230,7 +230,7 @@ class Simulation:
         """Return the checks that a server passes after an update, if they take time."""
 
         async def check(*_: Any) -> None:
-            await self.on.canary.work(self.on.host.check_s)
+            await self.on.probe.work(self.on.host.check_s)
 
         return (check,) if self.on.host.check_s else ()
 

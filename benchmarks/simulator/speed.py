@@ -2,7 +2,7 @@
 
 The engine in process: CPU-seconds of each decode step, with the sequences, rows and context that it had, of prefills,
 and of an update; least squares give the `EngineModel`. Then its server in a process of its own: what both sides compute
-for a call beyond the engine's work, and for an update as the manager makes it, with its canary.
+for a call beyond the engine's work, and for an update as the manager makes it, with its probe.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from asyncrl.api.generation import SamplingParams
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode
-from asyncrl.manager.fleet.canary_check import CanaryCheck
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.manager.fleet.logprob_check import LogprobCheck
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.weights.transports.disk import DiskManagerEnd
-from asyncrl.weights.versions.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
+from asyncrl.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
 from simulator.engine_model import EngineModel
 from simulator.real import GROUP
 
@@ -53,7 +53,7 @@ class Speed:
     Attributes:
         engine: of the engine alone.
         server_call_s, client_call_s: of a call of one group, beyond the engine's work.
-        server_update_s, manager_update_s: of an update with its canary, the engine's work included.
+        server_update_s, manager_update_s: of an update with its probe, the engine's work included.
     """
 
     engine: EngineModel
@@ -182,9 +182,9 @@ async def measure_speed(model_path: Path, folder: Path) -> Speed:
     version = folder / "v1"
     shutil.copytree(model_path, version)
     vocabulary = json.loads((model_path / "config.json").read_text())["vocab_size"]
-    tokens = canary_tokens(vocabulary, ENGINE_LENGTH)
-    (version / CANARY_FILE).write_bytes(encode_canary(Canary.of(tokens, [[0.0] * len(each) for each in tokens])))
-    check = CanaryCheck(1e9, 60.0, logging.getLogger("canary"))  # the time counts, not the answer
+    tokens = probe_tokens(vocabulary, ENGINE_LENGTH)
+    (version / PROBE_FILE).write_bytes(encode_probe(LogprobProbe.of(tokens, [[0.0] * len(each) for each in tokens])))
+    check = LogprobCheck(1e9, 60.0, logging.getLogger("probe"))  # the time counts, not the answer
     async with embedded_server(model_path, ENGINE_ROWS) as url:
         http = JsonHttp(None)
         client = GenerationServerClient(http, url)

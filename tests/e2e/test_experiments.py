@@ -14,6 +14,7 @@ import pytest
 
 from asyncrl.commands.export import main as export
 from asyncrl.config.load import load_experiment
+from asyncrl.observe.samples import read_samples, sample_files
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -25,7 +26,7 @@ EXAMPLE = Path(__file__).parents[2] / "experiments" / "custom_graph_example.py"
 
 OWN_ALGORITHMS = """
 from asyncrl.algorithms.advantages.rloo import rloo
-from asyncrl.algorithms.group_view import GroupView, Verdict
+from asyncrl.algorithms.group_view import GroupView, FilterDecision
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs, PolicyLossOutput
 from asyncrl.algorithms.policy_losses.reinforce import reinforce
 from asyncrl.algorithms.registry import advantage, filter_, policy_loss
@@ -42,8 +43,8 @@ def my_advantage(inputs: AdvantageInputs) -> AdvantageOutput:
 
 
 @filter_("my_filter")
-def my_filter(group: GroupView, *, least: float = 0.0) -> Verdict:
-    return Verdict(float(group.rewards_S.mean()) >= least, "mine")
+def my_filter(group: GroupView, *, least: float = 0.0) -> FilterDecision:
+    return FilterDecision(float(group.rewards_S.mean()) >= least, "mine")
 """
 
 
@@ -380,6 +381,52 @@ def test_a_zero_sum_game_of_any_number_of_samples_per_episode_trains_with_bounde
     assert all(0.0 < row["advantage/abs_mean"] < 2.0 for row in rows), "not 1e6, as a deviation of episode means gives"
     assert all(1.0 < row["rollout/samples_per_episode"] <= 2.0 for row in rows)
     assert any(not row["rollout/samples_per_episode"].is_integer() for row in rows), "one and two in one step"
+
+
+OWN_ROLES = """
+from dataclasses import replace
+
+from asyncrl.api import GenerationRequest
+
+
+def run(prompt, env, client):
+    "A zero-sum game between two roles of the policy: the longer answer wins."
+    samples = []
+    for role in ("first", "second"):
+        player = client.conversation(role)
+        player.generate(GenerationRequest(role, prompt.input_ids, 1, prompt.sampling))
+        samples += player.samples()
+    won = 1.0 if len(samples[0].tokens) > len(samples[1].tokens) else -1.0
+    return [replace(sample, reward=reward) for sample, reward in zip(samples, (won, -won))]
+"""
+
+
+def test_roles_are_compared_with_their_own_past(start_run: Any, command: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN_ROLES)
+    run = finished(
+        start_run,
+        "async_grpo",
+        agent__path=f"{tmp_path / 'mine.py'}:run",
+        algorithm__advantage__name="rae",
+        trainer__parallel="d2",
+        trainer__ppo_minibatches=2,
+        samples__every=1,
+    )
+    rows = run.rows()
+    assert {row["reward/mean"] for row in rows} == {0.0}
+    first = [row["reward/role/first"] for row in rows]
+    assert [-row["reward/role/second"] for row in rows] == pytest.approx(first)
+    assert any(first), "second wins a draw"
+    assert all(row["rollout/samples_per_episode"] == 2.0 for row in rows)
+    assert command("audit", run.run_dir).code == 0
+    kept = read_samples(sample_files(run.run_dir / "samples"), ["group"])
+    assert {row["group"] for row in kept} == {"first", "second"}
+    expected = 0.0
+    for mean in first:
+        expected = 0.95**8 * expected + (1 - 0.95**8) * mean
+    texts = [path.read_text() for path in run.run_dir.glob("checkpoints/*/*.json")]
+    (state,) = [json.loads(text)["train_state"] for text in texts if '"baselines"' in text]
+    assert state["baselines"] == pytest.approx({"first": expected, "second": -expected})
 
 
 def test_an_agent_that_imports_only_openai_trains(start_run: Any) -> None:

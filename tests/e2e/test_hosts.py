@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl.commands.audit import audit
 from asyncrl.runtime.keeper import PLACE_VARIABLE
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from ..conftest import LIMIT_S
 from ..etcd_cluster import EtcdCluster, needs_etcd
@@ -99,7 +99,7 @@ def test_with_ranks_on_two_hosts_a_death_costs_the_step_in_hand_and_a_lost_host_
     kept = int(log.rpartition("going on after step ")[2].partition(",")[0])
     assert kept >= 4
     run.wait_for_step(kept + 2)
-    kill(run, "model_worker/1", "rollout_worker/0", memory=LastStep(run.run_dir, "127.0.0.3").folder)
+    kill(run, "model_worker/1", "rollout_worker/0", memory=MemoryCheckpoint(run.run_dir, "127.0.0.3").folder)
     run.wait_for_line("the whole run is started again")
     run.wait_for_step(kept + 8)  # some checkpoint's interval further
     ctrl_c(run)
@@ -108,7 +108,7 @@ def test_with_ranks_on_two_hosts_a_death_costs_the_step_in_hand_and_a_lost_host_
     assert "is not whole any more: all of it on 127.0.0.3" in run.logs()
     assert audit(run.run_dir).findings == ()
     assert_gone(run)
-    assert not [host for host in ("127.0.0.2", "127.0.0.3") if LastStep(run.run_dir, host).folder.exists()]
+    assert not [host for host in ("127.0.0.2", "127.0.0.3") if MemoryCheckpoint(run.run_dir, host).folder.exists()]
 
 
 def kill(run: Any, *names: str, memory: Path | None = None) -> None:
@@ -310,7 +310,7 @@ def own_disks(ssh: dict[str, Any], tmp_path: Path) -> Iterator[OwnDisks]:
         "eval__interval": 0,
         "generation__servers": 2,
         "rollout__workers": 2,
-        "system__shared": False,
+        "system__shared_filesystem": False,
         "system__hosts": hosts % tuple(disks.values()),
         "system__name_resolve": "etcd3",
         "system__name_resolve_root": etcd.address,

@@ -38,7 +38,7 @@ def test_adapters_train_are_served_exactly_go_on_and_are_exported(
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
         assert row["staleness/max"] == 0
-        assert row["ppo/behave_weight_max"] == pytest.approx(1.0, abs=1e-3)
+        assert row["ppo/behave_imp_weight_max"] == pytest.approx(1.0, abs=1e-3)
         assert row["ppo/behave_kl"] < 1e-6
     log = (second.run_dir / "logs" / "gserver_manager-0.log").read_text()
     assert {"1", "2", "3"} <= set(re.findall(r"agrees with the trainer on v(\d)", log)), log

@@ -79,7 +79,7 @@ def test_a_run_on_sglang_trains_keeps_its_bound_and_leaves_nothing(start_run: An
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["staleness/max"] for row in rows) <= 2
     assert rows[0]["ppo/behave_kl"] < 1e-8, "SGLang's log-probabilities of version 0 are not the trainer's"
-    assert rows[0]["ppo/behave_weight_max"] == pytest.approx(1.0, abs=1e-4)
+    assert rows[0]["ppo/behave_imp_weight_max"] == pytest.approx(1.0, abs=1e-4)
     books = run.summary()["books"]
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert run.survivors() == []

@@ -90,7 +90,7 @@ def test_with_eta_zero_every_token_is_of_the_version_that_trains_on_it(start_run
     assert "top_p=0.9 cuts tokens off that no importance weight brings back" in run.output
     for row in run.rows():
         assert row["staleness/max"] == 0
-        assert row["ppo/behave_weight_max"] == pytest.approx(1.0, abs=1e-4)
+        assert row["ppo/behave_imp_weight_max"] == pytest.approx(1.0, abs=1e-4)
         assert row["ppo/behave_kl"] < 1e-8
         assert row["masked/sequence_below_band"] == row["masked/sequence_above_band"] == 0
 
@@ -215,7 +215,7 @@ def test_a_mixture_of_experts_is_served_as_it_is_trained(
     assert run.wait() == 0, run.output + run.logs()
     assert [row["step"] for row in run.rows()] == [1, 2, 3]
     for row in run.rows():
-        assert row["ppo/behave_weight_max"] == pytest.approx(1.0, abs=1e-4)
+        assert row["ppo/behave_imp_weight_max"] == pytest.approx(1.0, abs=1e-4)
     names = json.loads((run.run_dir / "weights" / "actor" / "v3" / "manifest.json").read_text())["tensors"]
     assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in names
 

@@ -70,7 +70,7 @@ def over(etcd: EtcdCluster, **login: str) -> dict[str, Any]:
     """Settings of a run with its names there."""
     settings = {f"system__etcd__{name}": value for name, value in (etcd.files() | login).items()}
     settings |= {"system__name_resolve": "etcd3", "system__name_resolve_root": etcd.address}
-    return settings | {"system__heartbeat_s": LEASE_S, "total_train_steps": 100_000}
+    return settings | {"system__lease_s": LEASE_S, "total_train_steps": 100_000}
 
 
 def silence(seconds: float) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from ..conftest import LIMIT_S, Gate
 
@@ -70,7 +70,7 @@ def read_only(disk: Path) -> Iterator[Callable[[], None]]:
 
 def is_kept(run: Any, version: int) -> bool:
     """True if this step is trained: its state is in memory, and its weights are about to be written to disk."""
-    return any(f"v{version}" in folder.name for folder in LastStep(run.run_dir).state_root.iterdir())
+    return any(f"v{version}" in folder.name for folder in MemoryCheckpoint(run.run_dir).state_root.iterdir())
 
 
 @pytest.mark.parametrize("unwritable", [full, read_only])

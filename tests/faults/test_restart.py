@@ -12,7 +12,7 @@ import pytest
 from asyncrl.commands.audit import audit
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 from ..conftest import LIMIT_S, SETTINGS, Gate
 from ..e2e.clusters import await_that
@@ -182,7 +182,7 @@ def check_nothing_was_lost(run: Any, steps: int, were_out: range) -> None:
     found = audit(run.run_dir)
     assert found.findings == ()
     assert (found.outcome.version, found.outcome.trained) == (steps, steps * BATCH)
-    assert not LastStep(run.run_dir).folder.exists()
+    assert not MemoryCheckpoint(run.run_dir).folder.exists()
 
 
 def test_a_master_killed_between_two_steps_is_followed_by_one_that_goes_on_with_the_same_ranks(

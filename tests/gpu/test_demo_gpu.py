@@ -31,6 +31,6 @@ def test_a_run_trains_on_a_gpu_from_end_to_end(start_run: Any, dtype: str) -> No
     rows = run.rows()
     assert [row["policy_version"] for row in rows] == [1, 2, 3, 4]
     assert all(math.isfinite(value) for row in rows for key, value in row.items() if key.endswith("loss"))
-    ratios = [value for row in rows for key, value in row.items() if key.endswith("behave_weight_mean")]
+    ratios = [value for row in rows for key, value in row.items() if key.endswith("behave_imp_weight_mean")]
     assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-3 if dtype == "float32" else 0.05)
     assert run.survivors() == []

@@ -25,7 +25,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.batches.step_batch import build_step_batch
 from asyncrl.trainer.calls import CallContext, StatValues, find_function, run_call
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.roles import TrainingRank, build_rank

@@ -231,7 +231,7 @@ def test_one_that_was_given_up_and_whose_engine_ends_leaves_its_successors_name_
 ) -> None:
     """It starts the engine again before it looks whether its lease still is its own; then it ends without a word."""
     use_fake_sglang(config, tmp_path)
-    config.system.heartbeat_s = 10 * LIMIT_S
+    config.system.lease_s = 10 * LIMIT_S
     process = start(config)
     await_state(resolver, "ready")
     registration = names.GenerationServerEntry.decode(resolver.get(names.gen_server_key(0)))
@@ -250,7 +250,7 @@ def test_one_that_is_stopped_and_wakes_after_its_successor_came_ends_and_takes_n
     if state == "starting":
         hold.touch()
     config.generation.sglang.env = {"HOLD": str(hold)}
-    config.system.heartbeat_s = 2.0
+    config.system.lease_s = 2.0
     process = start(config)
     await_state(resolver, state)
     process.send_signal(signal.SIGSTOP)

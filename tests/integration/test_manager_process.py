@@ -37,16 +37,16 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.process import GserverManager
 from asyncrl.master.books.run_files import write_data_state
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.runtime.process.worker import WorkerSpec
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
-from asyncrl.weights.versions.canary import CANARY_FILE, Canary, canary_tokens, encode_canary
+from asyncrl.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe, probe_tokens
 from asyncrl.weights.versions.manifest import FileEntry, Manifest, TensorEntry, checksum, file_entry, write_manifest
 from asyncrl.weights.versions.published import WholeModel
 from asyncrl.weights.versions.publishing import publish
@@ -86,16 +86,16 @@ class Run:
         value = names.GenerationServerEntry(server.url, 1, "fake", 0).encode()
         self.resolver.add(names.gen_server_key(index), value, lease_s=LIMIT_S, replace=True)
 
-    def weights(self, version: int, shape: tuple[int, ...] = (2,), canary: Canary | None = None) -> Path:
+    def weights(self, version: int, shape: tuple[int, ...] = (2,), probe: LogprobProbe | None = None) -> Path:
         """A folder as the trainer publishes it."""
         folder = self.dir / "weights" / f"v{version}"
         folder.mkdir(parents=True)
         file = folder / "model.safetensors"
         file.write_bytes(b"weights" + bytes([version]))
         files = {file.name: FileEntry(file.stat().st_size, checksum(file))}
-        if canary is not None:
-            (folder / CANARY_FILE).write_bytes(encode_canary(canary))
-            files[CANARY_FILE] = file_entry(folder / CANARY_FILE)
+        if probe is not None:
+            (folder / PROBE_FILE).write_bytes(encode_probe(probe))
+            files[PROBE_FILE] = file_entry(folder / PROBE_FILE)
         tensors = {"w": TensorEntry(shape, "F32", file.name)}
         write_manifest(folder, Manifest("actor", version, files, tensors))
         return folder
@@ -129,7 +129,7 @@ def config_of(**manager: Any) -> ExperimentConfig:
     config.system.encrypt = False
     config.model.dtype = config.generation.dtype = Dtype.float32  # as the launcher settles `auto` on a CPU
     config.manager.health_interval_s = 0.1
-    config.manager.update_timeout_s = config.system.heartbeat_s = LIMIT_S
+    config.manager.update_timeout_s = config.system.lease_s = LIMIT_S
     for name, value in manager.items():
         setattr(config.manager, name, value)
     return config
@@ -433,7 +433,7 @@ async def test_running_requests_are_kept_on_their_server_across_an_update(
     await run.close()
 
 
-async def test_a_canary_that_differs_later_takes_a_server_out_though_its_requests_were_kept(
+async def test_a_probe_that_differs_later_takes_a_server_out_though_its_requests_were_kept(
     tmp_path: Path, start_fake_server: Any
 ) -> None:
     run = Run(tmp_path, config_of(update_mode="retract"))
@@ -441,10 +441,10 @@ async def test_a_canary_that_differs_later_takes_a_server_out_though_its_request
     server = await start_fake_server()
     server.logprobs = {str(version): logprobs_of(version) for version in (1, 2)}
     run.register(0, server)
-    run.publish(1, run.weights(1, canary=canary_of(1)))
+    run.publish(1, run.weights(1, probe=probe_of(1)))
     await run.until(serving(1, 0))
     server.stale = "1"
-    run.publish(2, run.weights(2, canary=canary_of(2)))
+    run.publish(2, run.weights(2, probe=probe_of(2)))
     await run.until(lambda servers: servers[0].failures > 1)  # the first time by the late check, then at once
     await server.until(lambda: server.paused)
     server.stale = None
@@ -507,8 +507,8 @@ async def test_real_engines_answer_the_same_through_any_number_of_updates(tmp_pa
 CANARY_IDS = tuple(range(6))
 
 
-def canary_of(version: int) -> Canary:
-    return Canary.of([CANARY_IDS], [logprobs_of(version)])
+def probe_of(version: int) -> LogprobProbe:
+    return LogprobProbe.of([CANARY_IDS], [logprobs_of(version)])
 
 
 def logprobs_of(version: int) -> list[float]:
@@ -523,14 +523,14 @@ async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the
     for index, server in enumerate((stale, sound)):
         server.logprobs = {str(version): logprobs_of(version) for version in (1, 2)}
         run.register(index, server)
-    run.publish(1, run.weights(1, canary=canary_of(1)))
+    run.publish(1, run.weights(1, probe=probe_of(1)))
     await run.until(serving(1, 0, 1))
-    check = run.manager._canary
+    check = run.manager._logprob_check
     assert check is not None
     assert check.differences == {0: 0.0, 1: 0.0}
     stale.stale = "1"
     with caplog.at_level(logging.ERROR):
-        run.publish(2, run.weights(2, canary=canary_of(2)))
+        run.publish(2, run.weights(2, probe=probe_of(2)))
         await run.until(serving(2, 1))
         await run.until(lambda servers: servers[0].failures > 1 and servers[0].state == "quarantined")
     assert stale.paused
@@ -539,32 +539,32 @@ async def test_a_server_with_stale_weights_is_quarantined_until_it_scores_as_the
     assert check.differences == {0: pytest.approx(0.01), 1: 0.0}
     assert "log-probability -1.31, the trainer -1.32; the difference 0.01 is above" in caplog.text
     metrics = generate_latest(manager_registry(run.manager._service, run.manager._decisions, check)).decode()
-    assert 'asyncrl_canary_difference{server="1"} 0.0' in metrics
-    assert f"asyncrl_canary_alarms_total {check.alarms:.1f}" in metrics
+    assert 'asyncrl_logprob_check_difference{server="1"} 0.0' in metrics
+    assert f"asyncrl_logprob_check_alarms_total {check.alarms:.1f}" in metrics
     stale.stale = None
     await run.until(serving(2, 0))
     assert check.differences[0] == 0.0
 
 
-async def test_a_server_that_does_not_answer_the_canary_is_quarantined(run: Run, start_fake_server: Any) -> None:
+async def test_a_server_that_does_not_answer_the_probe_is_quarantined(run: Run, start_fake_server: Any) -> None:
     server = await start_fake_server()
     server.logprobs = {"1": [0.0] * (len(CANARY_IDS) + 1)}  # for other tokens than were asked: it fails on them
     run.register(0, server)
-    run.publish(1, run.weights(1, canary=canary_of(1)))
+    run.publish(1, run.weights(1, probe=probe_of(1)))
     await run.until(lambda servers: 0 in servers and servers[0].failures > 0)
-    check = run.manager._canary
+    check = run.manager._logprob_check
     assert check is not None
     assert check.alarms == 0
     server.logprobs = {"1": logprobs_of(1)}
     await run.until(serving(1, 0))
 
 
-async def test_no_canary_is_asked_for_where_the_tolerance_is_0(tmp_path: Path, start_fake_server: Any) -> None:
+async def test_no_probe_is_asked_for_where_the_tolerance_is_0(tmp_path: Path, start_fake_server: Any) -> None:
     run = Run(tmp_path, config_of(logprob_check_tolerance=0.0))
     await run.client()
     server = await start_fake_server()
     run.register(0, server)
-    run.publish(1, run.weights(1, canary=canary_of(1)))
+    run.publish(1, run.weights(1, probe=probe_of(1)))
     await run.until(serving(1, 0))
     assert "generate" not in server.calls
     await run.close()
@@ -617,8 +617,8 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
     server = await serve(engine)
     run.register(0, server)
     trainer = FlatPolicyEngine(model, temperature=0.7, attention=AttentionKind.packed, tokens_per_micro_batch=64)
-    tokens = canary_tokens(40, context=400)
-    check = run.manager._canary
+    tokens = probe_tokens(40, context=400)
+    check = run.manager._logprob_check
     assert check is not None
     check.tolerance = bound
     torch.manual_seed(1)
@@ -626,14 +626,14 @@ async def test_a_real_engine_scores_every_version_as_the_trainer_does(run: Run, 
     for version in range(1, 11):
         for parameter in model.parameters():
             parameter.data += 0.3 * torch.randn_like(parameter)
-        canary = Canary.of(tokens, trainer.score_sequences(tokens))
-        logprobs = [value for each in canary.sequences for value in each.logprobs]
+        probe = LogprobProbe.of(tokens, trainer.score_sequences(tokens))
+        logprobs = [value for each in probe.sequences for value in each.logprobs]
         if before:
             assert max(abs(a - b) for a, b in zip(logprobs, before, strict=True)) > 5 * bound
         before = logprobs
         folder = run.dir / "weights"
         shared, source = SharedFiles(model.config), WholeModel(model)
-        published = publish(source, folder, role="actor", version=version, ranks=Ranks(), shared=shared, canary=canary)
+        published = publish(source, folder, role="actor", version=version, ranks=Ranks(), shared=shared, probe=probe)
         run.publish(version, published)
         await run.until(serving(version, 0))
         assert check.differences[0] <= bound

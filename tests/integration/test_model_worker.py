@@ -50,7 +50,7 @@ from asyncrl.trainer.messages import (
     TakeUp,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
-from asyncrl.weights.versions.canary import read_canary
+from asyncrl.weights.versions.logprob_probe import read_probe
 from asyncrl.weights.versions.manifest import verify
 
 LIMIT_S = 300.0
@@ -167,15 +167,15 @@ class Workers:
     def published(self) -> list[str]:
         return [folder.name for folder in (self.run_dir / "weights" / "actor").glob("v*")]
 
-    async def save(self, path: Path, state: dict[str, Any], *, of_last_step: bool = False) -> None:
+    async def save(self, path: Path, state: dict[str, Any], *, in_memory: bool = False) -> None:
         """As the master does, to the end."""
-        await self.all(SaveCheckpoint(str(path), state["version"], state, of_last_step, self.master))
-        await self.finish_saving(path, of_last_step=of_last_step)
+        await self.all(SaveCheckpoint(str(path), state["version"], state, in_memory, self.master))
+        await self.finish_saving(path, in_memory=in_memory)
 
-    async def finish_saving(self, path: Path, *, of_last_step: bool) -> None:
-        shares = await self.all(FinishShare(str(path), of_last_step))
+    async def finish_saving(self, path: Path, *, in_memory: bool) -> None:
+        shares = await self.all(FinishShare(str(path), in_memory))
         files = {name: entry for share in shares for name, entry in share.files.items()}
-        order = CommitCheckpoint(str(path), files, keep=1, of_last_step=of_last_step)
+        order = CommitCheckpoint(str(path), files, keep=1, in_memory=in_memory)
         await self.clients[0].call(order, timeout_s=LIMIT_S)
 
     async def close(self) -> list[int]:
@@ -249,9 +249,9 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
         published = await workers.publish(3)
         assert verify(Path(published)).version == 3
         sharded = AutoModelForCausalLM.from_pretrained(published)
-        canary = read_canary(Path(published))
-        assert canary is not None
-        for each in canary.sequences:
+        probe = read_probe(Path(published))
+        assert probe is not None
+        for each in probe.sequences:
             tokens = torch.tensor([each.token_ids])
             with torch.no_grad():
                 scored = sharded(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
@@ -338,8 +338,8 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes
         assert await workers.all(TakeUp(1)) == [Standing(in_step=True, master_state=None)]
         workers.master = 1
         path, state = workers.run_dir / "state" / "v1", {"version": 1, "of": "the master"}
-        await workers.save(path, state, of_last_step=True)
-        await workers.finish_saving(path, of_last_step=True)
+        await workers.save(path, state, in_memory=True)
+        await workers.finish_saving(path, in_memory=True)
         assert verify(path).version == 1
         await workers.push(1)
         cursor = (await workers.all(PollBuffer(0, LIMIT_S)))[0].cursor

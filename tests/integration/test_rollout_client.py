@@ -26,7 +26,7 @@ from asyncrl.models.routers import RoutingShape
 from asyncrl.models.routing import Routers
 from asyncrl.rollout.generation import client as generation_client
 from asyncrl.rollout.generation.client import STOP_CHUNK, GenerationFailed, RolloutClient
-from asyncrl.rollout.generation.drafts import Draft
+from asyncrl.rollout.generation.partial_answers import PartialAnswer
 
 LIMIT_S = 600.0
 """Time limit of a request in seconds: longer than any test, unless the test sets the clock forward."""
@@ -156,7 +156,7 @@ async def test_what_samples_have_answered_alike_is_shared_too(start_fake_server:
     server = await start_fake_server()
     async with client_of(FixedManager(server), servers_cache=True) as client:
         items = [GenerateItem(str(i), tokens, 9) for i, tokens in enumerate([(1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 3)])]
-        fork = client._fork(items, "f")
+        fork = client._prefix_request(items, "f")
     assert fork == GenerateItem("f", [1, 2, 3], 1)
 
 
@@ -538,12 +538,12 @@ class SecondRound(FixedManager):
 
 def test_a_draft_that_is_ahead_of_others_takes_of_a_round_what_it_does_not_have() -> None:
     """A round tells all samples from where the one with the least has to be told."""
-    draft = Draft(seed=1)
+    partial = PartialAnswer(seed=1)
     for told, start in (([1, 2, 3], 0), ([9, 9, 9, 4, 5], 0), ([8, 6], 4)):
-        draft.extend_routing(np.array(told, np.uint8)[:, None, None], start)
-    draft.token_ids, draft.finish = [7, 7, 7, 7], FinishReason.length
-    draft.logprobs, draft.versions = [0.0] * 4, [0] * 4
-    routing = draft.completion(prompt_tokens=3).routing
+        partial.extend_routing(np.array(told, np.uint8)[:, None, None], start)
+    partial.token_ids, partial.finish = [7, 7, 7, 7], FinishReason.length
+    partial.logprobs, partial.versions = [0.0] * 4, [0] * 4
+    routing = partial.completion(prompt_tokens=3).routing
     assert routing is not None
     assert routing[:, 0, 0].tolist() == [1, 2, 3, 4, 5, 6]
 

@@ -59,7 +59,7 @@ def test_a_host_that_can_be_used_passes_and_nothing_is_left(tmp_path: Path, ssh_
     config = settings(tmp_path / "runs", ssh_config)
     check_hosts(config)
     assert list((tmp_path / "runs").iterdir()) == []
-    config.system.shared, config.system.hosts[1].fileroot = False, str(tmp_path / "own_disk")
+    config.system.shared_filesystem, config.system.hosts[1].fileroot = False, str(tmp_path / "own_disk")
     check_hosts(config)
 
 
@@ -96,7 +96,7 @@ def test_an_address_of_another_host_is_refused_on_both_sides(tmp_path: Path, ssh
 
 def test_a_folder_that_the_host_cannot_write_to_is_refused(tmp_path: Path, ssh_config: Path) -> None:
     config = settings(tmp_path / "runs", ssh_config, fileroot="/proc/runs")
-    config.system.shared = False
+    config.system.shared_filesystem = False
     assert refusal(config).startswith("system.hosts[1].fileroot='/proc/runs': box2 cannot write to /proc/runs")
 
 
@@ -107,7 +107,9 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     own_mount = [unshare, "-m", shell, "-c", f'mount -t tmpfs none {tmp_path}/runs && exec "$@"', "sh"]
     with ssh_hosts(tmp_path / "ssh", ["box2"], inside=own_mount) as config:
         told = refusal(settings(tmp_path / "runs", config))
-    assert told.startswith(f"system.shared=true: box2 does not see the files of this host in fileroot={tmp_path}/runs")
+    assert told.startswith(
+        f"system.shared_filesystem=true: box2 does not see the files of this host in fileroot={tmp_path}/runs"
+    )
 
 
 def test_a_host_that_does_not_answer_is_a_failure_that_may_pass(tmp_path: Path, ssh_config: Path) -> None:

@@ -64,14 +64,14 @@ from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.observe.metrics import read_rows
 from asyncrl.plugins.chat.parsers import FORMATS, parser
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.readers import read as read_records
-from asyncrl.plugins.datasets.record import DataRecord
-from asyncrl.rollout.offload import messages as offload
+from asyncrl.rollout.user_code_pool import messages as user_code
 from asyncrl.runtime.trials.resume import newest_progress
 from asyncrl.trainer.messages import RolloutRecord
-from asyncrl.trainer.trajectories.kept_inbox import InboxStore, KeptTrajectoryDamaged
+from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
 from asyncrl.verify.audit.history import read_ledger, surviving
 from asyncrl.verify.audit.rules import Replay
 from asyncrl.weights.versions.manifest import FileEntry, Manifest, ManifestError, TensorEntry, read_manifest
@@ -530,7 +530,7 @@ def cases() -> Iterator[Case]:
     with tempfile.TemporaryDirectory() as inbox:
         InboxStore(Path(inbox)).write(trajectory())
         kept = (Path(inbox) / "1").read_bytes()
-    yield Case("kept trajectory", in_file("1", kept_inbox), [kept], (KeptTrajectoryDamaged,))
+    yield Case("kept trajectory", in_file("1", kept_inbox), [kept], (StoredTrajectoryDamaged,))
     rows = b'{"prompt": "2+2", "answer": "4"}\n{"messages": [{"role": "user", "content": "x"}]}\n'
     yield Case("JSON lines", in_file("d.jsonl", lambda folder: read_records(folder / "d.jsonl")), [rows], (ValueError,))
     generate = [
@@ -578,10 +578,10 @@ def cases() -> Iterator[Case]:
 
         yield Case(f"calls, {name}", parse, calls)
     child = [
-        msgspec.msgpack.encode(offload.Reply(value={"reward": 1.0})),
-        msgspec.msgpack.encode(offload.Reply(error="x")),
+        msgspec.msgpack.encode(user_code.Reply(value={"reward": 1.0})),
+        msgspec.msgpack.encode(user_code.Reply(error="x")),
     ]
-    yield Case("reply of a user's process", offload.decode_reply, child, (ValueError,))
+    yield Case("reply of a user's process", user_code.decode_reply, child, (ValueError,))
 
 
 CASES = list(cases())

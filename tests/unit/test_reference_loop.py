@@ -17,7 +17,6 @@ from asyncrl.reference import (
     ReferenceTrainer,
     StepReport,
     TrainSample,
-    group_advantages,
     packed_logprobs,
 )
 
@@ -76,7 +75,7 @@ def test_behaviour_logprobs_are_those_of_the_weights_that_generated() -> None:
 
 def test_without_staleness_the_behaviour_policy_is_the_proximal_one() -> None:
     for report in run():
-        assert report.stats["ppo/behave_weight_mean"] == pytest.approx(1.0, abs=1e-4)
+        assert report.stats["ppo/behave_imp_weight_mean"] == pytest.approx(1.0, abs=1e-4)
         assert report.stats["ppo/behave_kl"] == pytest.approx(0.0, abs=1e-5)
 
 
@@ -131,7 +130,7 @@ def test_advantages_are_the_groups_normalised_rewards_on_generated_tokens() -> N
     group = next(g for g in trainer().generate() if len({sample.reward for sample in g}) > 1)
     rewards = np.array([sample.reward for sample in group])
     expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    for sample, advantage, advantage_T in zip(group, expected, group_advantages(group), strict=True):
+    for sample, advantage, advantage_T in zip(group, expected, trainer().advantages([group]), strict=True):
         np.testing.assert_allclose(advantage_T.numpy(), advantage * sample.loss_mask, atol=1e-5)
 
 
@@ -146,7 +145,7 @@ def test_the_first_minibatch_is_the_policy_gradient_in_plain_numbers() -> None:
         advantage
         for g in order
         if signal[g]
-        for sample, advantage_T in zip(groups[g], group_advantages(groups[g]), strict=True)
+        for sample, advantage_T in zip(groups[g], loop.advantages([groups[g]]), strict=True)
         for advantage in advantage_T[torch.from_numpy(sample.loss_mask).bool()].tolist()
     ]
     assert loop.train_step().losses[0] == pytest.approx(-np.mean(tokens), abs=1e-5)

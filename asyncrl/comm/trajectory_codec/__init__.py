@@ -6,8 +6,9 @@ same reason everything is in columns, of which types and bounds are checked whol
 A trajectory's prompt, the longest run of tokens that all its samples begin with and that no policy generated (loss_mask
 0, behave_logprobs 0, versions -1), is sent once and as tokens alone: 4 bytes a token in place of 13 in every sample.
 
-Arrays; R are the trajectories of the message, S their samples, P the tokens of their prompts and T those that follow a
-prompt, W those of T in trajectories whose turns were rewarded, B bytes, all in order:
+Arrays; R are the trajectories of the message, S their samples, N those of trajectories with comparison groups, P the
+tokens of their prompts and T those that follow a prompt, W those of T in trajectories whose turns were rewarded, B and
+C bytes, all in order:
 
     prompts          int32    [P]  at least 0
     tokens           int32    [T]  at least 0
@@ -20,11 +21,20 @@ prompt, W those of T in trajectories whose turns were rewarded, B bytes, all in 
     episodes         int32    [S]  at least 0
     token_rewards    float32  [W]  finite, and 0 where loss_mask is 0
     rewarded         uint8    [R]  0 or 1: whether the trajectory has token_rewards
+    grouped          uint8    [R]  0 or 1: whether samples of the trajectory name comparison groups
+    groups           uint8    [N]  of the samples of those trajectories, position among the names of its header
     routing          uint8    [B]  of each trajectory whose header says its shape, experts by token, layer and place
                                    among the token's, little-endian: of its prompt, then of what follows
     routing_sizes    int64    [R]  bytes of each trajectory's routing, at least 0
     sizes            int64    [R]  samples of each trajectory, at least 1
     prompt_lengths   int64    [R]  tokens of each prompt, at least 0
+
+and, in a message with pictures:
+
+    pictures         uint8    [C]  of each trajectory the content of each of its pictures, once
+    picture_sizes    int64    [R]  bytes of each trajectory's pictures, at least 0
+
+Pictures that all samples begin with belong to the prompt; a prompt ends where pictures differ, and never within one.
 
 Meta: a list of R `TrajectoryHeader`s, whose numbers are finite.
 

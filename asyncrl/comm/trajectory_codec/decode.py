@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
+from asyncrl.api.picture import Picture, PlacedPicture, check_spans
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, check_group
 from asyncrl.comm.codec import (
     DEFAULT_MAX_BYTES,
     Array,
@@ -25,8 +26,11 @@ from asyncrl.comm.trajectory_codec.layout import (
     BY_TOKEN,
     DTYPES,
     KIND,
+    PICTURE_DTYPES,
     ROUTING_DTYPES,
+    PicturesHeader,
     RoutingHeader,
+    Span,
     TrajectoryHeader,
 )
 
@@ -56,7 +60,7 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     header, arrays = decode_as(_HEADER, frames, max_bytes=max_bytes)
     if header.kind != KIND:
         raise CodecError(f"message is of kind {header.kind!r:.80}, expected {KIND!r}")
-    if arrays.keys() != DTYPES.keys():
+    if arrays.keys() not in (DTYPES.keys(), DTYPES.keys() | PICTURE_DTYPES.keys()):
         raise CodecError(f"trajectories have the arrays {[*arrays]!r:.400}, expected {', '.join(DTYPES)}")
     sizes = _counts(arrays, "sizes", len(header.meta), least=1)
     prompt_lengths = _counts(arrays, "prompt_lengths", len(header.meta), least=0)
@@ -73,10 +77,13 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
     routing = np.split(_array(arrays, "routing", sum(routing_sizes)), [*accumulate(routing_sizes)][:-1])
     column_sizes = _counts(arrays, "column_sizes", len(header.meta), least=0)
     token_columns = np.split(_array(arrays, "token_columns", sum(column_sizes)), [*accumulate(column_sizes)][:-1])
+    contents, groups = _contents(arrays, len(header.meta)), _groups(arrays, sizes)
     decoded: list[Trajectory | CodecError] = []
     end = last = prompt_end = 0
-    trajectories = zip(header.meta, sizes, prompt_lengths, token_rewards, routing, token_columns, strict=True)
-    for raw, size, prompt_length, own_rewards, own_routing, own_columns in trajectories:
+    of_each = (header.meta, sizes, prompt_lengths, token_rewards, routing, token_columns, contents, groups)
+    for raw, size, prompt_length, own_rewards, own_routing, own_columns, content, own_groups in zip(
+        *of_each, strict=True
+    ):
         start, end = end, end + size
         first, last = last, token_ends[end - 1]
         prompt_start, prompt_end = prompt_end, prompt_end + prompt_length
@@ -95,23 +102,59 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
                 raise CodecError("trajectory.lengths has 0 where there is no prompt: a sample has at least one token")
             if routed is not None:
                 rest = replace(rest, routing=routed[prompt_length:])
+            of_prompt_pictures: tuple[PlacedPicture, ...] = ()
+            if entry.pictures is not None or len(content):
+                of_prompt_pictures, pictures = _pictures(content, entry.pictures, prompt, rest)
+                rest = replace(rest, pictures=pictures)
+            if entry.groups or own_groups:
+                rest = replace(rest, groups=_names(own_groups, entry.groups))
         except CodecError as error:
             decoded.append(error)
             continue
         of_prompt = None if routed is None else routed[:prompt_length]
-        samples = SharedPrompt(prompt, rest, of_prompt) if prompt_length else rest
+        samples = SharedPrompt(prompt, rest, of_prompt, of_prompt_pictures) if prompt_length else rest
         decoded.append(Trajectory(entry.rollout_id, entry.prompt_id, entry.order, samples, entry.metrics))
     return decoded
 
 
+def _flags(arrays: dict[str, Array], name: str, length: int) -> list[int]:
+    """Such an array of flags as a list."""
+    flags = _array(arrays, name, length)
+    if (high := np.maximum.reduce(flags, initial=0)) > 1:
+        raise CodecError(f"trajectory.{name} has {high}: use 0 or 1")
+    as_list: list[int] = flags.tolist()
+    return as_list
+
+
+def _groups(arrays: dict[str, Array], sizes: Sequence[int]) -> list[list[int]]:
+    """For each trajectory the numbers of its samples' comparison groups; empty if it names none."""
+    own_sizes = [size if flag else 0 for size, flag in zip(sizes, _flags(arrays, "grouped", len(sizes)), strict=True)]
+    numbers = _array(arrays, "groups", sum(own_sizes)).tolist()
+    ends = [*accumulate(own_sizes)]
+    return [numbers[end - size : end] for size, end in zip(own_sizes, ends, strict=True)]
+
+
+def _names(numbers: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
+    """The comparison group of each sample.
+
+    Raises:
+        CodecError: a number names none of `names`, two of those are equal, or one cannot be a name.
+    """
+    if len({*names}) != len(names) or not numbers or max(numbers) >= len(names):
+        raise CodecError(f"trajectory.groups has the numbers {numbers!r:.80} of the names {names!r:.80}")
+    try:
+        for name in names:
+            check_group(name)
+    except ValueError as error:
+        raise CodecError(f"trajectory.groups: {error}") from error
+    return tuple(names[number] for number in numbers)
+
+
 def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: Sequence[int]) -> list[Array | None]:
     """Each trajectory's part of the column, None where it has none; `token_ends` are those of the samples."""
-    rewarded = _array(arrays, "rewarded", len(sizes))
-    if (high := np.maximum.reduce(rewarded, initial=0)) > 1:
-        raise CodecError(f"trajectory.rewarded has {high}: use 0 or 1")
+    flags = _flags(arrays, "rewarded", len(sizes))
     ends = [token_ends[end - 1] for end in accumulate(sizes)]
     lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    flags = rewarded.tolist()
     column = _array(arrays, "token_rewards", sum(length for length, flag in zip(lengths, flags, strict=True) if flag))
     parts: list[Array | None] = []
     end = 0
@@ -119,6 +162,54 @@ def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: S
         start, end = end, end + length if flag else end
         parts.append(column[start:end] if flag else None)
     return parts
+
+
+def _contents(arrays: dict[str, Array], trajectories: int) -> list[Array]:
+    """The bytes of each trajectory's pictures."""
+    if "pictures" not in arrays:
+        return [np.empty(0, np.uint8)] * trajectories
+    sizes = _counts(arrays, "picture_sizes", trajectories, least=0)
+    return np.split(_array(arrays, "pictures", sum(sizes)), [*accumulate(sizes)][:-1])
+
+
+def _pictures(
+    content: Array, header: PicturesHeader | None, prompt: Array, rest: SampleColumns
+) -> tuple[tuple[PlacedPicture, ...], tuple[tuple[PlacedPicture, ...], ...]]:
+    """The pictures of a trajectory's prompt and of each sample after it.
+
+    Raises:
+        CodecError: the bytes are not the pictures that its header names, or a span is not of the prompt or the sample,
+            or at generated tokens.
+    """
+    contents = [] if header is None else header.contents
+    if header is None or sum(size for _, size in contents) != len(content):
+        raise CodecError(f"trajectory.pictures has {len(content)} bytes, its header names {contents!r:.80}")
+    if header.samples and len(header.samples) != len(rest):
+        raise CodecError(f"trajectory.pictures are of {len(header.samples)} samples, there are {len(rest)}")
+    table: list[Picture] = []
+    end = 0
+    try:
+        for sha256, size in contents:
+            start, end = end, end + size
+            table.append(Picture.received(content[start:end].tobytes(), sha256))
+        of_prompt = _placed(header.prompt, table, len(prompt))
+        samples = tuple(
+            _placed(spans, table, length) for spans, length in zip(header.samples, rest.lengths.tolist(), strict=False)
+        )
+    except ValueError as error:
+        raise CodecError(f"trajectory.pictures: {error}") from error
+    for start, own in zip(rest.starts.tolist(), samples, strict=False):
+        if any(rest.loss_mask[start + placed.position : start + placed.end].any() for placed in own):
+            raise CodecError("trajectory.pictures has a picture at tokens that the policy generated")
+    return of_prompt, samples
+
+
+def _placed(spans: Sequence[Span], table: Sequence[Picture], tokens: int) -> tuple[PlacedPicture, ...]:
+    if any(number >= len(table) for *_, number in spans):
+        raise ValueError(f"{spans!r:.80} name pictures beyond the {len(table)} there are")
+    placed = tuple(PlacedPicture(position, length, table[number]) for position, length, number in spans)
+    check_spans(placed, tokens)
+    return placed
 
 
 def _routing(data: Array, header: RoutingHeader | None, tokens: int) -> Array | None:
@@ -185,7 +276,7 @@ def _counts(arrays: dict[str, Array], name: str, length: int, *, least: int) -> 
 
 def _array(arrays: dict[str, Array], name: str, length: int) -> Array:
     """Such an array, of its dtype and this length."""
-    array, dtype = arrays[name], DTYPES[name]
+    array, dtype = arrays[name], (DTYPES | PICTURE_DTYPES)[name]
     if array.dtype != dtype or array.shape != (length,):
         raise CodecError(f"trajectory.{name} is {array.dtype} {array.shape}, expected {dtype} ({length},)")
     return array

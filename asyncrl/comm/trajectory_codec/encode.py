@@ -13,10 +13,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.api.trajectory import (
+    MAX_GROUPS,
     SampleColumns,
     SharedPrompt,
     Trajectory,
+    join_groups,
+    join_pictures,
     join_token_columns,
     join_token_rewards,
     named_columns,
@@ -35,8 +39,11 @@ from asyncrl.comm.trajectory_codec.layout import (
     KIND,
     MAX_ROUTED_EXPERTS,
     MAX_ROUTED_LAYERS,
+    PICTURE_DTYPES,
     ROUTING_DTYPES,
+    PicturesHeader,
     RoutingHeader,
+    Span,
     TrajectoryHeader,
 )
 
@@ -65,6 +72,10 @@ class Prepared:
     """Columns of the agent's own, likewise, in the order of the entry's names."""
     routing: list[Array]
     """Expert choices of the prompt, then of the rest of each sample; empty if there are none."""
+    pictures: list[bytes]
+    """The content of each picture, once."""
+    groups: list[int]
+    """Position of each sample's comparison group among the names of the entry; empty if none is named."""
     nbytes: int
 
 
@@ -78,14 +89,16 @@ def prepare(trajectory: Trajectory) -> Prepared:
     if not samples:
         raise CodecError(f"trajectory {trajectory.rollout_id!r} has no samples: a rejected rollout is not sent")
     prompt, prompt_routing = _NO_PROMPT, None
+    prompt_pictures: tuple[PlacedPicture, ...] = ()
     if isinstance(samples, SharedPrompt):
+        prompt_pictures = samples.pictures
         prompt, prompt_routing, samples = samples.prompt, samples.routing, samples.rest
         prompt = prompt if prompt.dtype == DTYPES["prompts"] else _convert("prompts", prompt)
     if isinstance(samples, SampleColumns):
         parts = [*_token_arrays(samples)]
         lengths, rewards, truncated = samples.lengths.tolist(), samples.rewards.tolist(), samples.truncated.tolist()
         episodes, token_rewards = samples.episodes.tolist(), samples.token_rewards
-        own_columns = dict(samples.token_columns)
+        own_columns, pictures, groups = dict(samples.token_columns), samples.pictures, samples.groups
         routing = [] if samples.routing is None else [samples.routing]
         named = samples.reward_parts, samples.metrics
     else:
@@ -97,6 +110,7 @@ def prepare(trajectory: Trajectory) -> Prepared:
             truncated.append(bool(sample.truncated))
             episodes.append(sample.episode)
         token_rewards, own_columns = join_token_rewards(samples), join_token_columns(samples)
+        pictures, groups = join_pictures(samples), join_groups(samples)
         routing = [sample.routing for sample in samples if sample.routing is not None]
         if len(routing) != len(samples):
             routing = []
@@ -107,11 +121,20 @@ def prepare(trajectory: Trajectory) -> Prepared:
     if isinstance(trajectory.samples, SharedPrompt) and prompt_routing is None:
         routing = []
     header = _routing_header(routing)
-    entry = _encode_entry(trajectory, *named, header, list(own_columns))
+    names = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+    if len(names) > MAX_GROUPS:
+        raise CodecError(
+            f"trajectory {trajectory.rollout_id!r} has {len(names)} comparison groups, of {MAX_GROUPS} at most"
+        )
     if [part.dtype for part in parts] != _TOKEN_DTYPES * (len(parts) // len(_TOKEN_DTYPES)):
         parts = [_convert(name, part) for name, part in zip(cycle(BY_TOKEN), parts, strict=False)]
-    if not isinstance(samples, SampleColumns) and (shared := _shared_routing(routing, _shared_prompt(parts))):
+    if not isinstance(samples, SampleColumns) and (
+        shared := _shared_pictures(pictures, _shared_routing(routing, _shared_prompt(parts)))
+    ):
         prompt = parts[0][:shared]
+        if pictures:
+            prompt_pictures = tuple(placed for placed in pictures[0] if placed.position < shared)
+            pictures = tuple(tuple(p.shifted(-shared) for p in own[len(prompt_pictures) :]) for own in pictures)
         if routing:
             prompt_routing = routing[0][:shared]
             routing = [own[shared:] for own in routing]
@@ -123,15 +146,60 @@ def prepare(trajectory: Trajectory) -> Prepared:
         lengths = [length - shared for length in lengths]
     if not all(map(math.isfinite, rewards)):
         raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use finite numbers")
+    shown, contents = _pictures(prompt_pictures, pictures)
+    entry = _encode_entry(trajectory, *named, header, list(own_columns), shown, list(names))
     if header is not None and prompt_routing is not None:
         routing = [prompt_routing, *routing]
     routing = [np.ascontiguousarray(own).reshape(-1).view(np.uint8) for own in routing]
     nbytes = prompt.nbytes + _BYTES_PER_TOKEN * sum(lengths) + (0 if token_rewards is None else token_rewards.nbytes)
     token_columns = [*own_columns.values()]
-    nbytes += sum(own.nbytes for own in (*routing, *token_columns))
+    nbytes += sum(own.nbytes for own in (*routing, *token_columns)) + sum(map(len, contents))
     return Prepared(
-        entry, prompt, parts, lengths, rewards, truncated, episodes, token_rewards, token_columns, routing, nbytes
+        entry=entry,
+        prompt=prompt,
+        parts=parts,
+        lengths=lengths,
+        rewards=rewards,
+        truncated=truncated,
+        episodes=episodes,
+        token_rewards=token_rewards,
+        token_columns=token_columns,
+        routing=routing,
+        pictures=contents,
+        groups=[names[name] for name in groups],
+        nbytes=nbytes + len(groups),
     )
+
+
+def _pictures(
+    prompt: Sequence[PlacedPicture], samples: Sequence[Sequence[PlacedPicture]]
+) -> tuple[PicturesHeader | None, list[bytes]]:
+    """The header of a trajectory's pictures and the content of each, once; None and no content where there are none."""
+    contents: dict[str, bytes] = {}
+    numbers: dict[str, int] = {}
+
+    def span(placed: PlacedPicture) -> Span:
+        sha256 = placed.picture.sha256
+        contents[sha256] = placed.picture.data
+        return placed.position, placed.length, numbers.setdefault(sha256, len(numbers))
+
+    own = [[span(placed) for placed in each] for each in (prompt, *samples)]
+    if not contents:
+        return None, []
+    sizes = [(sha256, len(data)) for sha256, data in contents.items()]
+    return PicturesHeader(sizes, own[0], own[1:] if any(own[1:]) else []), [*contents.values()]
+
+
+def _shared_pictures(pictures: Sequence[Sequence[PlacedPicture]], shared: int) -> int:
+    """The number of the `shared` tokens at the start of all samples that show the same pictures, each whole."""
+    for number in range(max(map(len, pictures), default=0)):
+        placed = {own[number] if number < len(own) else None for own in pictures}
+        begins = min(each.position for each in placed if each is not None)
+        if begins >= shared:
+            break
+        if len(placed) > 1 or any(each is not None and each.end > shared for each in placed):
+            return begins
+    return shared
 
 
 def _routing_header(routing: Sequence[Array]) -> RoutingHeader | None:
@@ -209,6 +277,8 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
     prompts = [each.prompt for each in prepared]
     routing = [*chain.from_iterable([each.routing for each in prepared])]
     routing_sizes = [sum(map(len, each.routing)) for each in prepared]
+    pictures = [*chain.from_iterable([each.pictures for each in prepared])]
+    groups = [*chain.from_iterable([each.groups for each in prepared])]
     sizes, prompt_lengths = [len(each.lengths) for each in prepared], [*map(len, prompts)]
     columns: list[tuple[str, int, Sequence[Any]]] = [
         ("prompts", sum(prompt_lengths), prompts),
@@ -221,12 +291,18 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
         ("rewarded", len(sizes), [bytes(rewarded)]),
         ("token_columns", sum(map(len, token_columns)), token_columns),
         ("column_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *column_sizes)]),
+        ("grouped", len(sizes), [bytes(bool(each.groups) for each in prepared)]),
+        ("groups", len(groups), [bytes(groups)]),
         ("routing", sum(map(len, routing)), routing),
         ("routing_sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *routing_sizes)]),
         ("sizes", len(sizes), [struct.pack(f"<{len(sizes)}q", *sizes)]),
         ("prompt_lengths", len(sizes), [struct.pack(f"<{len(sizes)}q", *prompt_lengths)]),
     ]
     joined = {name: Column(DTYPES[name], (length,), parts) for name, length, parts in columns}
+    if pictures:
+        picture_sizes = struct.pack(f"<{len(sizes)}q", *(sum(map(len, each.pictures)) for each in prepared))
+        joined["pictures"] = Column(PICTURE_DTYPES["pictures"], (sum(map(len, pictures)),), pictures)
+        joined["picture_sizes"] = Column(PICTURE_DTYPES["picture_sizes"], (len(sizes),), [picture_sizes])
     return encode_joined(KIND, [each.entry for each in prepared], joined, max_bytes=max_bytes)
 
 
@@ -245,6 +321,8 @@ def _encode_entry(
     sample_metrics: Mapping[str, Array],
     routing: RoutingHeader | None,
     token_columns: list[str],
+    pictures: PicturesHeader | None,
+    groups: list[str],
 ) -> msgspec.Raw:
     metrics = {name: float(value) for name, value in trajectory.metrics.items()}
     parts, own = (
@@ -252,7 +330,16 @@ def _encode_entry(
         for each in (reward_parts, sample_metrics)
     )
     entry = TrajectoryHeader(
-        trajectory.rollout_id, trajectory.prompt_id, trajectory.order, metrics, parts, own, routing, token_columns
+        trajectory.rollout_id,
+        trajectory.prompt_id,
+        trajectory.order,
+        metrics,
+        parts,
+        own,
+        routing,
+        token_columns,
+        pictures,
+        groups,
     )
     try:
         return msgspec.Raw(_encode(entry))

@@ -7,20 +7,25 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from asyncrl.api.trajectory import MAX_GROUP_LENGTH, MAX_GROUPS
+
 KIND = "trajectories"
 MAX_ID_LENGTH = 256
 DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(np.int32) for name in ("prompts", "tokens", "versions", "episodes")},
     **{name: np.dtype(np.int64) for name in ("lengths", "sizes", "prompt_lengths", "routing_sizes", "column_sizes")},
-    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated", "rewarded", "routing")},
+    **{name: np.dtype(np.uint8) for name in ("loss_mask", "truncated", "rewarded", "routing", "grouped", "groups")},
     **{name: np.dtype(np.float32) for name in ("behave_logprobs", "token_rewards", "token_columns")},
     "rewards": np.dtype(np.float64),
 }
+PICTURE_DTYPES: dict[str, np.dtype[Any]] = {"pictures": np.dtype(np.uint8), "picture_sizes": np.dtype(np.int64)}
+"""Arrays that are absent where no trajectory of the message has a picture."""
 BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
 MAX_ROUTED_LAYERS, MAX_ROUTED_EXPERTS = 1024, 64
 """Bounds of what a header says of a routing: layers, and experts of a token; no model comes near."""
 ROUTING_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2")}
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
+_Group: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_GROUP_LENGTH)]
 _Named: TypeAlias = dict[str, list[float | None]]
 
 
@@ -37,6 +42,21 @@ class RoutingHeader(msgspec.Struct, frozen=True):
         return self.layers * self.per_token * self.width
 
 
+_NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Span: TypeAlias = tuple[_NotNegative, Annotated[int, msgspec.Meta(ge=1)], _NotNegative]
+"""A picture in a prompt or a sample's rest: position and length of its span, and its number in `contents`."""
+
+
+class PicturesHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The pictures of a trajectory; the bytes of `contents` follow one another in the message's array."""
+
+    contents: list[tuple[str, _NotNegative]]
+    """SHA-256 and size in bytes of each picture, once."""
+    prompt: list[Span] = []
+    samples: list[list[Span]] = []
+    """Of each sample, at positions after the prompt; empty where all are the prompt's."""
+
+
 class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """A trajectory's entry in the header. Reward parts and metrics are lists by name with one value per sample, None if
     absent.
@@ -51,3 +71,6 @@ class TrajectoryHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     routing: RoutingHeader | None = None
     token_columns: list[str] = []
     """Names of the token columns, which follow one after the other."""
+    pictures: PicturesHeader | None = None
+    groups: Annotated[list[_Group], msgspec.Meta(max_length=MAX_GROUPS)] = []
+    """Names of the comparison groups; a sample says its own by its position here."""

@@ -21,9 +21,9 @@ from asyncrl.master.metrics.evaluation_statistics import ALWAYS
 from asyncrl.plugins.datasets import Placed
 from asyncrl.plugins.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
 from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.prompt_stats import PromptStats, measure_prompts
 from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
 from asyncrl.plugins.datasets.settings import Overlong
-from asyncrl.plugins.datasets.survey import PromptStats, survey
 from asyncrl.rollout.inputs import named as named_inputs
 from asyncrl.rollout.scoring import load_rewards
 from asyncrl.rollout.tools import check_format
@@ -33,7 +33,7 @@ from asyncrl.rollout.user_code.prompts import load_eval_set, load_prompt_format,
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.trainer.parallel.checks import base_model_problems
 from asyncrl.trainer.parallel.model_shape import ModelShape
-from asyncrl.trainer.supervised.base_model import base_model_dir, described
+from asyncrl.trainer.supervised.base_model import described, existing_base_model
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
@@ -112,7 +112,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
         of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
         form = replace(prompt_format, tools=offered_tools(played))
-        seen = survey(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
+        seen = measure_prompts(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
         found[group] = seen = replace(seen, mcp=bool(config.mcp) and offers_tools(played))
         if seen.overlong and overlong is Overlong.refuse:
             raise ConfigError(
@@ -202,7 +202,7 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
         base = base_model_config(config, folder)
         yield from base_model_problems(config, load_graph(config), ModelShape.of(described(base)))
         config = base
-        if base_model_dir(config).exists():
+        if existing_base_model(config) is not None:
             return
     data = config.dataset
     for phase in config.phases:
@@ -226,7 +226,8 @@ def _not_found_elsewhere(config: ExperimentConfig) -> Iterator[str]:
     if config.samples.eval_every:
         yield (
             f"samples.eval_every={config.samples.eval_every}: RolloutWorkers write the answers into the run's folder, "
-            "which those on other hosts do not share (system.shared=false); share it, or set samples.eval_every=0"
+            "which those on other hosts do not share (system.shared_filesystem=false); share it, or set "
+            "samples.eval_every=0"
         )
 
 

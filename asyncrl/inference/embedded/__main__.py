@@ -15,7 +15,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.host import load_model
 from asyncrl.inference.embedded.serving.server import serve
-from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.plugins.datasets.tokenizers import HuggingFaceTokenizer
 
 

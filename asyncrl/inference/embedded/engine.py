@@ -29,10 +29,10 @@ from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
 from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import RequestLimits
-from asyncrl.inference.embedded.meter import WorkMeter
+from asyncrl.inference.embedded.model.engine_parity import check_parity, refuse_unserved
 from asyncrl.inference.embedded.model.model_io import ModelRunner
-from asyncrl.inference.embedded.model.proof import prove, refuse_unserved
 from asyncrl.inference.embedded.serving.commands import Command, Mailbox
+from asyncrl.inference.embedded.throughput import WorkMeter
 from asyncrl.inference.embedded.types import (
     EngineStats,
     EngineStoppedError,
@@ -74,7 +74,12 @@ class GenerationEngine:
     Raises:
         UnsupportedModelError: the engine would not compute what transformers does; says why and what to use.
         ValueError: a limit is out of range.
+
+    Attributes:
+        takes_pictures: requests may show pictures.
     """
+
+    takes_pictures = False
 
     def __init__(
         self,
@@ -109,7 +114,7 @@ class GenerationEngine:
         self._weights = load_targets(model)
         self._replaced: frozenset[str] | None = frozenset()  # names of weights that are not the base's; None: all
         runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing)
-        prove(runner, longest)
+        check_parity(runner, longest)
         self._limits = RequestLimits(
             runner.vocab_size,
             self.max_model_len,

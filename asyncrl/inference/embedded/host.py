@@ -19,7 +19,7 @@ from asyncrl.inference.embedded.decoding.batch import Detokenize
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
-from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.runtime.process.starting import Effort, NotStarted, StartLimit, await_start
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.api.generation import FinishReason
+from asyncrl.api.picture import PlacedPicture
 
 
 class RequestError(ValueError):
@@ -69,6 +70,8 @@ class GenerationInput:
     """First prompt position whose temperature-1 log-probability is wanted; -1 for none."""
     routing_from: int = -1
     """First position whose chosen experts are wanted; -1 for none."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """At spans of `input_ids`, in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from asyncrl.inference.openai.calls import (
 from asyncrl.inference.openai.chat_completions import assistant_call, text_of
 from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import frame, pieces
-from asyncrl.inference.openai.surface import Surface, convert
+from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
 
 _TEXT: Final = ("text",)
 _STOP: Final = {ChatFinish.stop: "end_turn", ChatFinish.length: "max_tokens", ChatFinish.tool_calls: "tool_use"}
@@ -49,7 +49,7 @@ class Body(msgspec.Struct):
     stream: bool = False
 
 
-SURFACE: Final = Surface(
+SURFACE: Final = SupportedParameters(
     Body,
     ignored=frozenset(
         ["metadata", "service_tier", "cache_control", "speed", "inference_geo", "diagnostics", "user_profile_id"]
@@ -90,7 +90,7 @@ class CountBody(msgspec.Struct):
     tools: list[Json] = msgspec.field(default_factory=list)
 
 
-COUNT: Final = Surface(
+COUNT: Final = SupportedParameters(
     CountBody, SURFACE.ignored | {"model", "tool_choice", "thinking"}, SURFACE.neutral, SURFACE.hints
 )
 

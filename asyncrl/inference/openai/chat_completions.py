@@ -22,7 +22,7 @@ from asyncrl.inference.openai.calls import (
 )
 from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import DONE, frame, pieces
-from asyncrl.inference.openai.surface import Surface, convert
+from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
 
 
 class StreamOptions(msgspec.Struct):
@@ -57,7 +57,7 @@ class Body(msgspec.Struct):
 
 
 OFF: Final = (False, 0)
-SURFACE: Final = Surface(
+SURFACE: Final = SupportedParameters(
     Body,
     ignored=frozenset(
         [

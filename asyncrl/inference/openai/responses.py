@@ -34,7 +34,7 @@ from asyncrl.inference.openai.chat_completions import (
 )
 from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import frame, pieces
-from asyncrl.inference.openai.surface import Surface, convert
+from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
 
 LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")
@@ -60,7 +60,7 @@ class Body(msgspec.Struct):
     stream: bool = False
 
 
-SURFACE: Final = Surface(
+SURFACE: Final = SupportedParameters(
     Body,
     ignored=frozenset(
         [

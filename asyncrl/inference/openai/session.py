@@ -22,7 +22,7 @@ from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import ApiError
 from asyncrl.inference.openai.responses import Responses
 from asyncrl.inference.openai.token_calls import ChatFromTokens
-from asyncrl.plugins.chat.client import EpisodeOver
+from asyncrl.plugins.chat.client import ConversationEnded
 
 _T = TypeVar("_T")
 
@@ -133,7 +133,7 @@ class Session:
             raise
         except ValueError as error:
             raise ApiError(400, str(error), code="invalid_request") from error
-        except EpisodeOver as error:
+        except ConversationEnded as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         except asyncio.CancelledError as error:
             if not self.is_open:

@@ -14,7 +14,7 @@ from asyncrl.api.generation import GenerationRequest, GenerationResult, Sampling
 from asyncrl.inference.openai import chat_completions
 from asyncrl.inference.openai.calls import MAX_ANSWERS, Call, Json, sampling_of
 from asyncrl.inference.openai.errors import invalid
-from asyncrl.inference.openai.surface import Surface
+from asyncrl.inference.openai.supported_parameters import SupportedParameters
 
 
 class PromptIds(Protocol):
@@ -59,7 +59,7 @@ class ChatTokens(chat_completions.Body):
     tokens: list[int] = msgspec.field(default_factory=list)
 
 
-_TOKENIZE: Final = Surface(
+_TOKENIZE: Final = SupportedParameters(
     Tokenize,
     ignored=frozenset({"model", "return_token_strs", "add_special_tokens"}),
     neutral={"continue_final_message": (False,), "chat_template_kwargs": ({},)},
@@ -68,12 +68,12 @@ _TOKENIZE: Final = Surface(
         "chat_template_kwargs": chat_completions.SURFACE.hints["chat_template_kwargs"],
     },
 )
-_GENERATE: Final = Surface(
+_GENERATE: Final = SupportedParameters(
     Generate,
     ignored=frozenset({"model", "request_id", "stream_options", "cache_salt", "priority"}),
     neutral={"stream": (False,), "features": ({},)},
 )
-_SAMPLING: Final = Surface(
+_SAMPLING: Final = SupportedParameters(
     Sampling,
     ignored=frozenset(
         [
@@ -101,7 +101,7 @@ _SAMPLING: Final = Surface(
         ]
     },
 )
-_CHAT: Final = Surface(
+_CHAT: Final = SupportedParameters(
     ChatTokens,
     chat_completions.SURFACE.ignored,
     chat_completions.SURFACE.neutral,

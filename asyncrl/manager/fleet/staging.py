@@ -1,5 +1,5 @@
 """Has the initial model, every version and what RolloutWorkers read brought to the hosts, where they share no folder
-(`system.shared=false`).
+(`system.shared_filesystem=false`).
 
 `FanOut` decides who fetches from whom, the hosts' staging servers do it (`asyncrl.weights.staging`), and the fleet is
 told what arrived where. A server goes on generating while its host fetches: it is paused only to load what is there.

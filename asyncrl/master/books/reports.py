@@ -24,7 +24,7 @@ from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.run_files import BooksError, DataState
 from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.offline.replay import OfflineGate
-from asyncrl.master.recovery.kept_step import KeptSteps, Known
+from asyncrl.master.recovery.memory_checkpointer import Known, MemoryCheckpointer
 from asyncrl.runtime.process.waiting import or_stop
 from asyncrl.trainer.messages import Discard
 
@@ -68,7 +68,7 @@ class Reports:
         buffer: SampleBuffer,
         ledger: Ledger,
         data_state: DataState,
-        steps: KeptSteps,
+        steps: MemoryCheckpointer,
         stop: asyncio.Event,
         limit_s: float,
     ) -> None:

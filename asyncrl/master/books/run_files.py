@@ -23,7 +23,7 @@ from asyncrl.config.run_dir import (
 )
 from asyncrl.manager.messages import GateBooks
 from asyncrl.master.data.buffer import SampleBuffer
-from asyncrl.master.metrics.journal import Journal
+from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum, make_curriculum
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.trials.restart_log import count_restarts
@@ -54,15 +54,15 @@ def write_books(run_dir: Path, step: int, books: GateBooks) -> None:
     _write_json(run_dir / BOOKS_FILE, {"step": step, "books": _plain(books)})
 
 
-def write_summary(run_dir: Path, steps: int, total_steps: int, books: GateBooks, journal: Journal) -> None:
+def write_summary(run_dir: Path, steps: int, total_steps: int, books: GateBooks, metrics_log: MetricsLog) -> None:
     """Write the end of the run as `summary.json`: steps, books, evaluations, where things lie."""
     summary = {
         "steps": steps,
         "total_steps": total_steps,
         "books": _plain(books),
-        "eval": journal.last_evaluations(),
-        "evaluations": journal.evaluations,
-        "evaluations_failed": journal.evaluations_failed,
+        "eval": metrics_log.last_evaluations(),
+        "evaluations": metrics_log.evaluations,
+        "evaluations_failed": metrics_log.evaluations_failed,
         "restarts": dict(count_restarts(run_dir)),
         "paths": {
             "metrics": str(run_dir / METRICS_FILE),

@@ -131,25 +131,25 @@ class Assignment:
     minibatches: tuple[int, ...]
 
 
-def minibatches_of_groups(rewards: Sequence[Sequence[float]], dealing: Dealing, version: int) -> Ints:
-    """Return the minibatch [G, passes] of each group in data order, by the rewards of its samples.
+def minibatches_of_groups(signals: Sequence[bool], dealing: Dealing, version: int) -> Ints:
+    """Return the minibatch [G, passes] of each group in data order, by `RolloutRecord.has_signal` of each.
 
     `dealing.minibatches` divides G. The minibatches of a pass are numbered after those of the one before.
     """
-    signal_G = np.array([of_group.count(of_group[0]) < len(of_group) for of_group in rewards], dtype=np.bool_)
-    assigned = np.empty((len(rewards), dealing.passes), dtype=np.int64)
+    signal_G = np.array(signals, dtype=np.bool_)
+    assigned = np.empty((len(signal_G), dealing.passes), dtype=np.int64)
     for number in range(dealing.passes):
         key = [dealing.seed, version, number] if number else [dealing.seed, version]
-        permuted = np.random.default_rng(key).permutation(len(rewards))
+        permuted = np.random.default_rng(key).permutation(len(signal_G))
         dealt = permuted[np.argsort(~signal_G[permuted], kind="stable")]
         first = number * dealing.minibatches
-        assigned[dealt, number] = first + np.arange(len(rewards)) % dealing.minibatches
+        assigned[dealt, number] = first + np.arange(len(signal_G)) % dealing.minibatches
     return assigned
 
 
 def assign(records: Sequence[RolloutRecord], ranks: int, dealing: Dealing, version: int) -> list[Assignment]:
     """Deal the batch `records` (in data order) to `ranks` ranks; the result is in the same order. Deterministic."""
-    minibatches_GE = minibatches_of_groups([record.rewards for record in records], dealing, version)
+    minibatches_GE = minibatches_of_groups([record.has_signal for record in records], dealing, version)
     tokens_G = np.array([record.computed_tokens for record in records], dtype=np.int64)
     heads_G = np.array([record.head for record in records], dtype=np.int64)
     if dealing.passes > 1:

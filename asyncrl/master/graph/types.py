@@ -30,6 +30,7 @@ BATCH_KEYS: tuple[str, ...] = (
     "token_rewards",
     "truncated",
     "lengths",
+    "rollouts",
     "group_ids",
     "episodes",
     "minibatches",

@@ -34,7 +34,9 @@ def batch_statistics(batch: TrainBatch) -> Row:
     generated = np.array([length for record in batch.records for length in record.generated])
     lengths = np.array([length for record in batch.records for length in record.lengths])
     truncated = np.array([flag for record in batch.records for flag in record.truncated])
-    flat = sum(len(record.episode_rewards) == 1 or len(set(record.rewards)) == 1 for record in batch.records)
+    flat = sum(
+        not record.has_signal or (len(record.episode_rewards) == 1 and not record.groups) for record in batch.records
+    )
     by_version: Counter[int] = Counter()
     for record in batch.records:
         by_version.update(record.version_tokens)

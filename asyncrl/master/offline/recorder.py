@@ -53,7 +53,7 @@ class Recorder(AsyncWorker):
         manager = ManagerClient(url, self.name, self.http_security)
         puller = TrajectoryPuller(self.config.system.host, self.security, on_message=self._arrived.put)
         try:
-            lease_s = self.config.system.heartbeat_s
+            lease_s = self.config.system.lease_s
             self.resolver.add(names.puller_key(0), puller.endpoint, lease_s=lease_s, replace=True)
             measured = make_curriculum(self.config.dataset.curriculum)
             state = write_data_state(self.run_dir, UsedPrompts(kept.values()), measured)

@@ -188,7 +188,7 @@ async def feed(
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SampleSummary:
     """Summary of a folder: number of rollouts, age of the oldest token at its training, True if all were trained."""
 
     rollouts: int
@@ -196,7 +196,7 @@ class Kept:
     all_trained: bool
 
 
-def survey(folder: Path) -> Kept:
+def summary_of(folder: Path) -> SampleSummary:
     """Return the summary of `folder`.
 
     Raises:
@@ -207,7 +207,7 @@ def survey(folder: Path) -> Kept:
         rollouts.add(row["rollout"])
         oldest = max(oldest, row["staleness"] or 0)
         all_trained &= row["step"] > 0
-    return Kept(len(rollouts), oldest, all_trained)
+    return SampleSummary(len(rollouts), oldest, all_trained)
 
 
 def _in_order(folder: Path) -> Iterator[tuple[int, Trajectory]]:

@@ -10,7 +10,7 @@ from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.worker import CannotContinue
-from asyncrl.trainer.messages import LoadCheckpoint, LoadedCheckpoint, LoadLastStep
+from asyncrl.trainer.messages import LoadCheckpoint, LoadedCheckpoint, LoadMemoryCheckpoint
 
 
 class Stalled(CannotContinue):
@@ -47,7 +47,7 @@ class Ranks:
         """
         return await self.some(self._workers, request)
 
-    async def load(self, request: LoadCheckpoint | LoadLastStep) -> list[LoadedCheckpoint]:
+    async def load(self, request: LoadCheckpoint | LoadMemoryCheckpoint) -> list[LoadedCheckpoint]:
         """Have every rank restore a state: a part of a start, which may take long from a slow disk.
 
         Raises:

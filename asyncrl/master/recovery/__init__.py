@@ -28,7 +28,7 @@ least what others know. Reports that were sent already are sent again; receivers
     beginning   the beginning of a MasterWorker, up to its next step
     checkpoints the run's checkpoints on disk
 
-`asyncrl.runtime.last_step` has the folder in the host's memory, which the launcher makes and removes,
-`asyncrl.trainer.host_folders` says which state ranks on several hosts take, and `asyncrl.trainer.kept_inbox` keeps
-trajectories.
+`asyncrl.runtime.memory_checkpoint` has the folder in the host's memory, which the launcher makes and removes,
+`asyncrl.trainer.host_folders` says which state ranks on several hosts take, and
+`asyncrl.trainer.trajectories.inbox_store` keeps trajectories.
 """

@@ -30,7 +30,7 @@ from asyncrl.comm.request_reply.client import PeerGone
 from asyncrl.master.books.run_files import checkpoint_root, write_books
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.ranks import Ranks, Stalled
-from asyncrl.master.recovery.kept_step import KeptStep, KeptSteps, Known
+from asyncrl.master.recovery.memory_checkpointer import Known, MemoryCheckpointer, StepState
 from asyncrl.runtime.process.waiting import or_stop
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import IsStepRunning, LoadCheckpoint, TakeUp
@@ -55,7 +55,7 @@ class Standing:
     state: dict[str, Any]
     announced: int
     saved: bool
-    last: KeptStep | None
+    last: StepState | None
 
     @property
     def version(self) -> int:
@@ -64,7 +64,9 @@ class Standing:
         return version
 
 
-async def find(ranks: Ranks, steps: KeptSteps, checkpoints: Path, announced: int, fresh: dict[str, Any]) -> Standing:
+async def find(
+    ranks: Ranks, steps: MemoryCheckpointer, checkpoints: Path, announced: int, fresh: dict[str, Any]
+) -> Standing:
     """Find where the run stands; the ranks have that state when this returns.
 
     The ranks are asked first: each has the master's state of the step whose end was kept last. If all are between two
@@ -91,8 +93,8 @@ async def find(ranks: Ranks, steps: KeptSteps, checkpoints: Path, announced: int
     return Standing(state, state["version"], saved=stored is not None, last=None)
 
 
-def _last_step(state: dict[str, Any]) -> KeptStep | None:
-    return msgspec.convert(state["step"], KeptStep, str_keys=True) if "step" in state else None
+def _last_step(state: dict[str, Any]) -> StepState | None:
+    return msgspec.convert(state["step"], StepState, str_keys=True) if "step" in state else None
 
 
 async def _of_ranks(ranks: Ranks) -> dict[str, Any] | None:
@@ -132,7 +134,7 @@ class Beginning:
         ledger_has_step = self.continue_ledger(standing)
         self.take_up_last_step(standing)
         path = await self.publish(standing)
-        awaited = self._parts.journal.awaits_evaluation()
+        awaited = self._parts.metrics_log.awaits_evaluation()
         cut_off = awaited is not None and awaited < standing.version
         self.announce(standing, path, cut_off=cut_off)
         self.announce_data_state()
@@ -158,8 +160,10 @@ class Beginning:
         parts, dropped = self._parts, self._parts.reports.told.books.dropped
         await parts.reports.look()
         idle_s = parts.reports.told.status.idle_s
-        state = standing.state["journal"]
-        parts.journal.open(parts.run_dir, standing.version, perf_counter(), dropped, state, standing.announced, idle_s)
+        state = standing.state["metrics_log"]
+        parts.metrics_log.open(
+            parts.run_dir, standing.version, perf_counter(), dropped, state, standing.announced, idle_s
+        )
         write_books(parts.run_dir, standing.version, parts.reports.told.books)
 
     def continue_ledger(self, standing: Standing) -> bool:
@@ -178,7 +182,7 @@ class Beginning:
             parts = self._parts
             parts.reports.take_up(step.trained, step.known)
             status = parts.reports.told.status
-            parts.journal.step_again(standing.version, step.batch, step.measured, status, perf_counter())
+            parts.metrics_log.step_again(standing.version, step.batch, step.measured, status, perf_counter())
             _log.info("going on after step %d, which was complete", standing.version)
 
     async def publish(self, standing: Standing) -> str:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from asyncrl.config.run_dir import versions_in
 from asyncrl.master.books.run_files import checkpoint_root
-from asyncrl.master.metrics.journal import Journal
 from asyncrl.master.metrics.metric_rows import Row
+from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.peers.ranks import Ranks
-from asyncrl.master.recovery.kept_step import files_of
+from asyncrl.master.recovery.memory_checkpointer import files_of
 from asyncrl.observe import observer
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
@@ -49,7 +49,7 @@ class Checkpoints:
         keeping: CheckpointConfig,
         run_dir: Path,
         ranks: Ranks,
-        journal: Journal,
+        metrics_log: MetricsLog,
         check: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -57,7 +57,7 @@ class Checkpoints:
         """Progress of the newest checkpoint that is whole on disk."""
         self._figures: Row = {}
         self._keeping, self._root = keeping, checkpoint_root(run_dir)
-        self._ranks, self._journal, self._check = ranks, journal, check
+        self._ranks, self._journal, self._check = ranks, metrics_log, check
         self._under_way: asyncio.Task[None] | None = None
         self._asked, self._due = -1, False
         self._clock, self._begun_s = clock, clock()  # a process that begins counts from then

@@ -1,6 +1,6 @@
 """Actions of the MasterWorker once a step is complete, from the trainer's side outwards.
 
-1. The ranks copy the state, with the reports that are due (`KeptStep`), and begin to write it. The ledger's lines that
+1. The ranks copy the state, with the reports that are due (`StepState`), and begin to write it. The ledger's lines that
    are in it are on the disk first.
 2. They publish the weights, and remove versions that no process reads. Nothing is announced.
 3. The state is whole. From here on others may see the step, and a successor begins after it.
@@ -25,7 +25,7 @@ from asyncrl.master.books.run_files import write_books
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.parts import Parts
-from asyncrl.master.recovery.kept_step import KeptStep
+from asyncrl.master.recovery.memory_checkpointer import StepState
 from asyncrl.observe import observer
 from asyncrl.runtime.process.waiting import or_stop
 
@@ -70,7 +70,7 @@ class StepEnd:
         parts.reports.trained(step.batch)
         if parts.steps.on:
             unreported, known = parts.reports.unreported, parts.reports.told.known
-            kept = KeptStep(step.batch, dict(step.measured), unreported, known, parts.ledger.lines_written())
+            kept = StepState(step.batch, dict(step.measured), unreported, known, parts.ledger.lines_written())
             await parts.steps.begin(step.version, parts.state(), kept)
 
     async def publish(self, step: CompleteStep) -> None:
@@ -82,9 +82,9 @@ class StepEnd:
 
     async def finish_keeping(self, step: CompleteStep) -> None:
         """3."""
-        with observer.doing(f"keeps step {step.version}", "keep", step=step.version):
+        with observer.doing(f"keeps step {step.version}", "memory_checkpoint", step=step.version):
             await self._parts.steps.finish()
-        step.lap("keep")
+        step.lap("memory_checkpoint")
 
     async def announce(self, step: CompleteStep) -> None:
         """4. The evaluation that it may wait for has a limit of its own."""
@@ -100,7 +100,7 @@ class StepEnd:
         """6."""
         parts, told = self._parts, self._parts.reports.told
         measured = step.measured | parts.checkpoints.figures()
-        parts.journal.step(step.version, step.batch, measured, told.status, perf_counter())
+        parts.metrics_log.step(step.version, step.batch, measured, told.status, perf_counter())
         parts.ledger.step(step.batch, parts.reports.reported_books)
         write_books(parts.run_dir, step.version, told.books)
         parts.stall.progressed()

@@ -98,10 +98,13 @@ def trainer(m: Measured) -> Finding | None:
         return None
     parts = {name: seconds for name, seconds in m.parts.items() if name != "wait_for_batch"}
     top = max(parts, key=lambda name: parts[name])
-    kind = {"publish": "publish", "keep": "checkpoint-disk", "other": "checkpoint-disk"}.get(top, "trainer")
+    kind = {"publish": "publish", "memory_checkpoint": "checkpoint-disk", "other": "checkpoint-disk"}.get(
+        top, "trainer"
+    )
     advice = {
         "publish": "Publish from memory (manager.weight_transport), or to a faster disk.",
-        "keep": "Keep the last step on a faster disk or in memory (system.last_step_dir), or checkpoint less often.",
+        "memory_checkpoint": "The in-memory checkpoint is slow: see that /dev/shm has room, or leave it out "
+        "(checkpoint.in_memory=false); a crash of the trainer then costs the steps since the newest checkpoint.",
         "other": "Checkpoints and reports take this long: a faster disk, or a larger checkpoint.interval.",
     }.get(
         top,
@@ -368,7 +371,7 @@ def _part_name(part: str) -> str:
     return {
         "train": "training",
         "publish": "publishing weights",
-        "keep": "keeping the last step",
+        "memory_checkpoint": "the in-memory checkpoint",
         "wait_eval": "waiting for an evaluation",
         "other": "reports and checkpoints",
     }[part]

@@ -99,7 +99,7 @@ def _learning(rows: Sequence[Row]) -> Iterator[Finding]:
                 f"it fell from {first:.3f} to {last:.4f} nats a token: answers hardly differ any more.",
                 "Lower optimizer.lr, raise algorithm.entropy_bonus or the clip's upper bound, or stop here.",
             )
-    squares = rows[-1].get("ppo/importance_square_mean") if rows else None
+    squares = rows[-1].get("ppo/behave_ratio_square_mean") if rows else None
     if squares and squares > 1 / FEW_EFFECTIVE:
         yield Finding(
             "old-data",

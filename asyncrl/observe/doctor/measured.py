@@ -25,7 +25,7 @@ QUEUE_SHARE = 0.25
 FEWEST_STEPS = 3
 SERVES = "serves"
 """Stage of a generation server that takes requests."""
-TRAINER_PARTS = ("train", "publish", "keep", "wait_eval")
+TRAINER_PARTS = ("train", "publish", "memory_checkpoint", "wait_eval")
 FEW_EVALUATIONS = 0.1
 FEWEST_LOADS = 8
 GUESSED = 2.5

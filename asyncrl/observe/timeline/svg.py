@@ -18,7 +18,7 @@ PHASE_COLOURS = {
     "wait_for_batch": "#d9534f",
     "train": "#3b6fb6",
     "publish": "#e0a030",
-    "keep": "#6b7078",
+    "memory_checkpoint": "#6b7078",
     "wait_eval": "#c77dba",
     OTHER: "#d5d8dd",
 }

@@ -17,7 +17,7 @@ from asyncrl.api import (
     Sample,
     Tokenizer,
 )
-from asyncrl.api.agent import tried
+from asyncrl.api.agent import play_with_retries
 from asyncrl.api.reward import reward_parts
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
 
@@ -47,7 +47,7 @@ class SingleTurnAgent(Agent):
                     await env.close()
                 return [replace(sample, episode=member)]
 
-            return await tried(first, play, client)
+            return await play_with_retries(first, play, client)
 
         async with asyncio.TaskGroup() as tasks:
             scoring = [tasks.create_task(scored(*each)) for each in enumerate(result.completions)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -10,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from asyncrl.api import (
     ChatFinish,
@@ -28,13 +29,14 @@ from asyncrl.api import (
     ToolSchema,
     messages_of,
 )
+from asyncrl.api.trajectory import check_group
 from asyncrl.plugins.chat.conversation import Turn
 from asyncrl.plugins.chat.drift import DriftError, compare
-from asyncrl.plugins.chat.recorder import Recorder
 from asyncrl.plugins.chat.request import Finish, Limits, Phase, Request
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.stop_strings import before_stop, check_stop_strings, first_stop
 from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.plugins.chat.turn_recorder import TurnRecorder
 from asyncrl.plugins.datasets.queue.order import seed_from
 from asyncrl.plugins.datasets.templates.chat import ChatError, wrong_messages
 
@@ -43,7 +45,7 @@ _log = logging.getLogger(__name__)
 TOOL_CHOICES = ("auto", "none")
 
 
-class EpisodeOver(RuntimeError):
+class ConversationEnded(RuntimeError):
     """The conversation ended at a limit, the agent was told so by an answer that ended with `length`, and asks on."""
 
 
@@ -92,12 +94,34 @@ class EpisodeClient:
     ) -> None:
         self._policy, self._prompt, self._member, self._format = policy, prompt, member, chat
         self._rules = rules or ChatPolicy()
-        self._recorder = Recorder()
+        self._recorder = TurnRecorder()
         self._calls = itertools.count()
         self._asked: Counter[bytes] = Counter()
         self._told: set[tuple[Turn | None, int]] = set()
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._answered_at: dict[Turn, float] = {}
+        self._group = ""
+        self._conversations: dict[str, Self] = {}
+        """The episode's clients by comparison group; all clients of the episode share this table."""
+
+    def conversation(self, group: str) -> Self:
+        """See `asyncrl.api.ChatClient`. Counts and random streams are the episode's.
+
+        Raises:
+            ValueError: `group` cannot be a name, or is empty.
+        """
+        check_group(group)
+        if not group:
+            raise ValueError("conversation(group=''): name the comparison group, such as 'judge'")
+        if group not in self._conversations:
+            made = copy.copy(self)
+            made._start(group)
+            self._conversations[group] = made
+        return self._conversations[group]
+
+    def _start(self, group: str) -> None:
+        """Make this copy of the episode's client that of `group`, with records of its own."""
+        self._group, self._recorder, self._told = group, TurnRecorder(), set()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -115,7 +139,7 @@ class EpisodeClient:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Return the recorded turns in order."""
+        """Return the turns that this client recorded, in order."""
         return tuple(self._recorder.turns)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -149,7 +173,7 @@ class EpisodeClient:
         Raises:
             ChatError: these messages cannot be rendered, or an argument is wrong.
             DriftError: under `rollout.chat.drift=strict`.
-            EpisodeOver: the conversation ended at a limit before, and the agent was told.
+            ConversationEnded: the conversation ended at a limit before, and the agent was told.
             Exception: the policy cannot answer.
         """
         if n < 1:
@@ -211,7 +235,10 @@ class EpisodeClient:
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
-        return self._recorder.samples(reward)
+        own = self._recorder.samples(reward)
+        if self._group:
+            return [replace(sample, group=self._group) for sample in own]
+        return own + [sample for client in self._conversations.values() for sample in client.samples(reward)]
 
     def _chat(self) -> ChatFormat:
         if self._format is None:
@@ -296,7 +323,7 @@ class EpisodeClient:
         """The conversation's state as its next answer begins; ended where a limit leaves no room for it.
 
         Raises:
-            EpisodeOver: it had ended before, and the agent was told.
+            ConversationEnded: it had ended before, and the agent was told.
         """
         state = before.request if before else Request(self._rules.limits)
         if before is not None and state.phase is Phase.calling_tools:
@@ -310,7 +337,7 @@ class EpisodeClient:
         if state.ended:
             key = (before, tokens)
             if key in self._told:
-                raise EpisodeOver(f"the conversation is over: {state.over}; end it at finish_reason 'length'")
+                raise ConversationEnded(f"the conversation is over: {state.over}; end it at finish_reason 'length'")
             self._told.add(key)
             self._counts[f"limit_{state.over.partition('=')[0].rpartition('.')[2]}"] += 1
             if before is not None:

@@ -19,11 +19,11 @@ from asyncrl.plugins.datasets.templates.template_process import TemplateLimit
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, special_tokens
 
 
-class BadPrompt(ValueError):
+class InvalidPrompt(ValueError):
     """A row that makes no prompt, however often it is tried; the message names the row and what to do."""
 
 
-class OverlongPrompt(BadPrompt):
+class OverlongPrompt(InvalidPrompt):
     """A row whose prompt is longer than allowed and is not shortened."""
 
 
@@ -50,7 +50,7 @@ class PromptFormat:
         """The text whose tokens the model gets.
 
         Raises:
-            BadPrompt: these are messages and there is no chat template, they are malformed, or the template refuses
+            InvalidPrompt: these are messages and there is no chat template, they are malformed, or the template refuses
                 them.
         """
         self._check(prompt)
@@ -59,15 +59,15 @@ class PromptFormat:
         try:
             return self.chat.render_turns(self.chat.messages(prompt), self.tools)
         except ChatError as error:
-            raise BadPrompt(str(error)) from None
+            raise InvalidPrompt(str(error)) from None
 
     def _check(self, prompt: str | Sequence[Message]) -> None:
         if isinstance(prompt, str):
             return
         if (wrong := wrong_messages(prompt)) is not None:
-            raise BadPrompt(f"the prompt is neither text nor messages: {wrong}")
+            raise InvalidPrompt(f"the prompt is neither text nor messages: {wrong}")
         if self.chat is None:
-            raise BadPrompt(
+            raise InvalidPrompt(
                 "the prompt is messages and there is no chat template; set dataset.chat_template to a Jinja file (or "
                 "to auto, with a model whose tokenizer has one), or give text"
             )
@@ -81,13 +81,13 @@ class PromptFormat:
 
         Raises:
             KeyError: the row has no `prompt`.
-            BadPrompt: it makes none, or an empty one.
+            InvalidPrompt: it makes none, or an empty one.
             OverlongPrompt: it is too long and is not to be shortened, or not even without its text short enough.
         """
         prompt = row["prompt"]
         ids = self._ids(prompt)
         if not ids:
-            raise BadPrompt("the prompt is empty: give it at least one token")
+            raise InvalidPrompt("the prompt is empty: give it at least one token")
         if self.max_tokens is None or len(ids) <= self.max_tokens:
             return prompt, ids
         too_long = OverlongPrompt(
@@ -131,9 +131,9 @@ class PromptFormat:
                 return self.tokenizer.encode(str(prompt))
             return self.chat_ids(self.chat.messages(prompt), self.tools)
         except ChatError as error:
-            raise BadPrompt(str(error)) from None
+            raise InvalidPrompt(str(error)) from None
         except ValueError as error:  # a character that an alphabet of few does not have
-            raise BadPrompt(str(error)) from None
+            raise InvalidPrompt(str(error)) from None
 
     def chat_ids(self, turns: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Token ids of messages through the chat template; names of control tokens within them stay text.
@@ -199,12 +199,12 @@ def make_prompt(
 
     Raises:
         KeyError: the dataset's row has no `prompt`.
-        BadPrompt: it makes no prompt.
+        InvalidPrompt: it makes no prompt.
     """
     row = dataset.row(ref.row)
     try:
         prompt, ids = prompt_format.fitted(row)
-    except BadPrompt as error:
+    except InvalidPrompt as error:
         raise type(error)(f"row {ref.row} of the dataset: {error}") from None
     if prompt is not row["prompt"]:  # agents that converse in messages take it from the row
         row = {**row, "prompt": prompt}

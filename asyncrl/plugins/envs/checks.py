@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from asyncrl.api.reward import RunIn
-from asyncrl.config import plugin_forms, signatures
+from asyncrl.config import agent_interfaces, signatures
 from asyncrl.plugins.envs.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
 
 _GYMNASIUM_VECTOR = "asyncrl.plugins.envs.gymnasium_vector:VectorGames"
@@ -28,7 +28,7 @@ def check(env: EnvConfig) -> Iterator[str]:
                 f"env.vectorized=true: env.path={env.path!r} is no environment of gymnasium's; write "
                 f"{GYMNASIUM}<name>, or leave it out"
             )
-        yield from plugin_forms.environment_problems("env", env.path, env.args)
+        yield from agent_interfaces.environment_problems("env", env.path, env.args)
         return
     if importlib.util.find_spec("gymnasium") is None:
         yield f"env.path={env.path!r}: the package gymnasium is not installed; pip install 'asyncrl[gymnasium]'"

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.api import GenerationRequest, GenerationResult, Prompt, Sample
-from asyncrl.plugins.datasets.prompts import BadPrompt
+from asyncrl.plugins.datasets.prompts import InvalidPrompt
 from asyncrl.rollout.episode import metrics_of
 from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer, EvaluationResult
-from asyncrl.rollout.offload.meter import metered
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.timing import metered
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Evaluator:
 
     def __init__(
         self,
-        plugins: Plugins,
+        components: UserComponents,
         client: RolloutClient,
         *,
         index: int,
@@ -61,7 +61,7 @@ class Evaluator:
         max_concurrent: int,
         keep: KeptAnswers | None = None,
     ) -> None:
-        self._plugins, self._client = plugins, client
+        self._components, self._client = components, client
         self._index, self._workers = index, workers
         self._slots, self._keep = asyncio.Semaphore(max_concurrent), keep
         self._running: asyncio.Task[EvaluationResult] | None = None
@@ -80,7 +80,7 @@ class Evaluator:
         return await self._running
 
     async def _evaluate(self, name: str, version: int) -> EvaluationResult:
-        each, rows = self._plugins.prompts.eval_sets[name]
+        each, rows = self._components.prompts.eval_sets[name]
         policy = _EvaluatedPolicy(self._client, version)
         share = range(self._index, min(each.size, len(rows)), self._workers)
         prompts = {row: self._prompts(name, row, each.n_samples) for row in share}
@@ -107,8 +107,8 @@ class Evaluator:
     def _prompts(self, name: str, row: int, n_samples: int) -> list[Prompt]:
         """The prompt of `row`, once for each answer; none where the row makes none, which was counted at the start."""
         try:
-            return [self._plugins.prompts.evaluation(name, row, member) for member in range(n_samples)]
-        except BadPrompt as error:
+            return [self._components.prompts.evaluation(name, row, member) for member in range(n_samples)]
+        except InvalidPrompt as error:
             _log.info("%s is left out of the evaluation: %s", name, error)
             return []
 
@@ -117,7 +117,7 @@ class Evaluator:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     with metered() as meter:
-                        samples, counted = await self._plugins.play_to_evaluate(name, prompt, policy)
+                        samples, counted = await self._components.play_to_evaluate(name, prompt, policy)
                     return Answer(samples, meter.verdict, _of_policy(metrics_of(samples) | counted | meter.metrics()))
                 except Exception as error:
                     if attempt == ATTEMPTS:

@@ -2,8 +2,8 @@
 
 Mechanism
 ---------
-`RolloutClient.generate` keeps one `Draft` per sample and repeats *rounds* until every draft is complete. A round
-asks the manager for a server and sends all incomplete drafts there in one HTTP call, each as the prompt plus the
+`RolloutClient.generate` keeps one `PartialAnswer` per sample and repeats *rounds* until every one is complete. A round
+asks the manager for a server and sends all incomplete answers there in one HTTP call, each as the prompt plus the
 exact token ids it has so far. What comes back is appended, with the version and log-probability of every token:
 
 - `stop`: the sample is complete.
@@ -18,7 +18,7 @@ has not cached) every so often. A server that gives no answer for the other half
 As one may be only deaf to aborts (a proxy that does not know them stands before it), the next round asks for half as
 many tokens, and later ones for more again.
 
-Stop strings are looked for here, on all token ids of a draft after each round (`asyncrl.plugins.chat.stop_strings`): so
+Stop strings are looked for here, in an answer's token ids after each round (`asyncrl.plugins.chat.stop_strings`): so
 they may lie across rounds, and both engines end at the same token. A server that has a tokenizer is told of them too,
 to generate no more than needed; one that has none generates in rounds of `STOP_CHUNK` tokens, and what is too much is
 cut off.
@@ -27,7 +27,7 @@ SGLang serves what begins alike from its prefix cache, but computes it for every
 of a new prompt, and of all after a weight update. So where that is much, a round first sends what its samples have in
 common, as a request for one token, and then the samples (`FORK_SAVES`).
 
-A draft's random stream is `derive_seed(seed, i)` from the first token to the last: a later round names how many
+An answer's random stream is `derive_seed(seed, i)` from the first token to the last: a later round names how many
 numbers of it are used (`seed_offset`), so that under equal weights an interrupted answer is the answer that would
 have been.
 
@@ -57,12 +57,14 @@ from typing import Any, Self
 from msgspec import structs
 
 from asyncrl.api.generation import Completion, GenerationRequest, GenerationResult, SamplingParams
+from asyncrl.api.picture import PictureError, check_spans
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
+    PictureSender,
     RoutingWanted,
     check_tokens,
     derive_seed,
@@ -72,7 +74,7 @@ from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.messages import Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
 from asyncrl.plugins.chat.stop_strings import Decode, check_stop_strings
-from asyncrl.rollout.generation.drafts import Draft, Work
+from asyncrl.rollout.generation.partial_answers import PartialAnswer, Work
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 SCHEDULE_HOLD_S = 5.0
@@ -116,6 +118,7 @@ class RolloutClient:
         servers_cache: whether they keep the prefixes that requests have had for later ones, but compute what those of
             one batch share for each.
         routing: what the model's routers choose, where rollouts are to tell it; evaluations never do.
+        pictures: the servers take pictures.
     """
 
     def __init__(
@@ -132,9 +135,11 @@ class RolloutClient:
         servers_stop: bool = False,
         servers_cache: bool = False,
         routing: RoutingShape | None = None,
+        pictures: bool = False,
     ) -> None:
         self._manager = manager
         self._http = JsonHttp(security)
+        self._sender = PictureSender(self._http)
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = request_timeout_s
         self._chunk = new_tokens_per_chunk
@@ -142,7 +147,7 @@ class RolloutClient:
         self._vocab_size = vocab_size
         self._decode, self._servers_stop = decode, servers_stop
         self._servers_cache = servers_cache
-        self._routing = routing
+        self._routing, self._takes_pictures = routing, pictures
         self._ids = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         self._calls_to: dict[str, set[asyncio.Task[list[Completion]]]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -184,12 +189,17 @@ class RolloutClient:
             GenerationFailed: refused, or failed too often.
             ManagerGone: the manager does not answer.
             UnknownToken: the prompt holds a token outside the vocabulary.
+            PictureError: it has pictures, and the servers take none.
             ValueError: a stop string is none, or there is no tokenizer to find it with.
         """
         if self._vocab_size is not None:
             check_tokens(request.input_ids, self._vocab_size)
+        if request.pictures:
+            if not self._takes_pictures:
+                raise PictureError("the request has pictures, and this run's generation servers take none")
+            check_spans(request.pictures, len(request.input_ids))
         seed = request.sampling.seed
-        drafts = [Draft(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
+        partials = [PartialAnswer(None if seed is None else derive_seed(seed, index)) for index in range(request.n)]
         own_id = next(self._ids) if route is None or rollout_id is None else rollout_id
         stop = request.sampling.stop
         check_stop_strings(stop)
@@ -200,18 +210,18 @@ class RolloutClient:
             most = min(most, STOP_CHUNK)
         async with self._slots:
             try:
-                await self._complete(Work(own_id, request, rollout_id, min_version, drafts, most, most), route)
+                await self._complete(Work(own_id, request, rollout_id, min_version, partials, most, most), route)
             finally:
                 self._manager.release(own_id)
         prompt_tokens = len(request.input_ids)
-        return GenerationResult(request.request_id, tuple(draft.completion(prompt_tokens) for draft in drafts))
+        return GenerationResult(request.request_id, tuple(partial.completion(prompt_tokens) for partial in partials))
 
     async def _complete(self, work: Work, route: Route | None) -> None:
-        """Rounds until every draft is complete; the first goes to `route` where it is given."""
+        """Rounds until every answer is complete; the first goes to `route` where it is given."""
         failures = idle = 0
         name, now = work.request.request_id, asyncio.get_running_loop().time
         for attempt in itertools.count():
-            if not work.open_drafts:
+            if not work.open_partials:
                 return
             if route is None or now() > route.expires_at:
                 route = await self._route(work)
@@ -245,11 +255,11 @@ class RolloutClient:
     async def _route(self, work: Work) -> Route:
         """A server for the next round; waits while there is none."""
         request = work.request
-        drafts = work.open_drafts.values()
+        partials = work.open_partials.values()
         wanted = RouteRequest(
-            prompt_tokens=len(request.input_ids) + max(len(draft.token_ids) for draft in drafts),
-            max_new_tokens=max(map(work.wanted, drafts)),
-            n=len(drafts),
+            prompt_tokens=len(request.input_ids) + max(len(partial.token_ids) for partial in partials),
+            max_new_tokens=max(map(work.wanted, partials)),
+            n=len(partials),
             request_id=work.own_id,
             rollout_id=work.rollout_id,
             affinity=work.rollout_id or "",
@@ -260,32 +270,33 @@ class RolloutClient:
         return route
 
     async def _round(self, work: Work, attempt: int, route: Route) -> None:
-        """Send the open drafts to one server and append what it generates."""
-        request, open_drafts = work.request, work.open_drafts
+        """Send the open answers to one server and append what it generates."""
+        request, open_partials = work.request, work.open_partials
         items = [
             GenerateItem(
                 rid=wire_rid(work.own_id, index, attempt),
-                input_ids=[*request.input_ids, *draft.token_ids],
-                max_new_tokens=work.wanted(draft),
-                seed=draft.seed,
-                seed_offset=len(draft.token_ids),
+                input_ids=[*request.input_ids, *partial.token_ids],
+                max_new_tokens=work.wanted(partial),
+                seed=partial.seed,
+                seed_offset=len(partial.token_ids),
+                pictures=request.pictures,
             )
-            for index, draft in open_drafts.items()
+            for index, partial in open_partials.items()
         ]
-        server = GenerationServerClient(self._http, route.url)
+        server = GenerationServerClient(self._http, route.url, self._sender)
         sampling = request.sampling if self._servers_stop else replace(request.sampling, stop=())
         routing = None
         if self._routing is not None and work.rollout_id is not None:
-            routing = RoutingWanted(self._routing, min(draft.routed for draft in open_drafts.values()))
-        fork = self._fork(items, wire_rid(work.own_id, request.n, attempt))
+            routing = RoutingWanted(self._routing, min(partial.routed for partial in open_partials.values()))
+        fork = self._prefix_request(items, wire_rid(work.own_id, request.n, attempt))
         rids = [item.rid for item in (*items, *([] if fork is None else [fork]))]
         parts = await self._call(server, rids, self._answers(server, items, sampling, routing, fork))
-        for draft, part in zip(open_drafts.values(), parts, strict=True):
+        for partial, part in zip(open_partials.values(), parts, strict=True):
             if routing is not None:
-                draft.extend_routing(part.routing, routing.start)
-            draft.extend(part, request.sampling.max_new_tokens, request.sampling.stop, self._decode)
+                partial.extend_routing(part.routing, routing.start)
+            partial.extend(part, request.sampling.max_new_tokens, request.sampling.stop, self._decode)
 
-    def _fork(self, items: Sequence[GenerateItem], rid: str) -> GenerateItem | None:
+    def _prefix_request(self, items: Sequence[GenerateItem], rid: str) -> GenerateItem | None:
         """Build a one-token request for the longest common prefix of `items`, so that the server caches it first; None
         if that saves fewer than `FORK_SAVES` tokens or the servers keep no prefix cache.
         """

@@ -34,20 +34,28 @@ class ServedEpisodeClient(EpisodeClient):
         self._session: Session | None = None
         self._is_over = False
 
-    async def endpoint(self) -> Session:
+    async def endpoint(self, group: str = "") -> Session:
         """Return the policy's address in this episode for clients of OpenAI's or Anthropic's API.
 
-        All that is asked there is recorded as if `chat` were called. It is closed when the episode is over.
+        All that is asked there is recorded as if `chat` were called. It is closed when the episode is over. Each
+        comparison group has an address of its own: `endpoint("judge")` is that of `conversation("judge")`.
 
         Raises:
             RuntimeError: the episode is over.
+            ValueError: `group` cannot be a name.
         """
+        if group and group != self._group:
+            return await self.conversation(group).endpoint()
         async with self._opening:
             if self._is_over:
                 raise RuntimeError("the endpoint was asked for after the rollout had ended")
             if self._session is None:
                 self._session = await self._endpoint.open(self, self._sampling)
             return self._session
+
+    def _start(self, group: str) -> None:
+        super()._start(group)
+        self._opening, self._session = asyncio.Lock(), None
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """As of `EpisodeClient`.
@@ -61,7 +69,9 @@ class ServedEpisodeClient(EpisodeClient):
         return super().samples(reward)
 
     def close(self) -> None:
-        """Close its session, if it has one."""
-        self._is_over = True
-        if self._session is not None:
-            self._session.close()
+        """Close its sessions, if it has any."""
+        clients: tuple[ServedEpisodeClient, ...] = (self, *self._conversations.values())
+        for client in clients:
+            client._is_over = True
+            if client._session is not None:
+                client._session.close()

@@ -34,8 +34,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets import Dataset
+from asyncrl.plugins.datasets.data_fingerprint import content_sum
 from asyncrl.plugins.datasets.readers import files_of
-from asyncrl.plugins.datasets.record import content_sum
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.rollout.inputs.named import files_in_args, is_file, named_inputs, texts_in_args
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set

@@ -55,7 +55,7 @@ def named_inputs(config: ExperimentConfig, *, training: bool = True) -> Iterator
         template = config.dataset.chat_template
         put = _putter(config.dataset, "chat_template")
         yield NamedInput("dataset.chat_template", template, put, Path(template).expanduser())
-    for group, owner in _plugins(config):
+    for group, owner in _components(config):
         yield _code(f"{group}.path", owner.path, _putter(owner, "path"))
     for group, given in given_code(config):
         if "path" in given:
@@ -72,7 +72,7 @@ def named_inputs(config: ExperimentConfig, *, training: bool = True) -> Iterator
 
 def texts_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterator[NamedInput]:
     """Every text in `args` and `params`, whatever it says; of data, code and filters, not of MCP servers."""
-    for group, owner in _data_owners(config, training) + _plugins(config):
+    for group, owner in _data_owners(config, training) + _components(config):
         yield from _texts(f"{group}.args", owner.args)
     for group, given in given_code(config):
         yield from _texts(f"{group}.args", given.get("args", {}))
@@ -107,7 +107,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         if not Path(path).expanduser().is_absolute():
             yield (
                 f"{name}={path!r}: is relative to the current folder, which RolloutWorkers on other hosts do not have "
-                "(system.shared=false); give a whole path, and put the same file there on each host"
+                "(system.shared_filesystem=false); give a whole path, and put the same file there on each host"
             )
 
 
@@ -150,7 +150,7 @@ def _data_owners(config: ExperimentConfig, training: bool) -> list[tuple[str, An
     return owners + [(group, owner) for group, owner in sets or [("eval", config.eval)] if group in due]
 
 
-def _plugins(config: ExperimentConfig) -> list[tuple[str, Any]]:
+def _components(config: ExperimentConfig) -> list[tuple[str, Any]]:
     rewards: list[tuple[str, Any]] = [(f"rewards[{number}]", part) for number, part in enumerate(config.rewards)]
     tools = [(f"tools[{number}]", tool) for number, tool in enumerate(config.tools)]
     return [("agent", config.agent), ("env", config.env), *(rewards or [("reward", config.reward)]), *tools]

@@ -11,11 +11,11 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.tools.toolbox import Toolbox
-from asyncrl.rollout.offload.adapters import AgentProcess, is_built_in
-from asyncrl.rollout.offload.messages import Target
-from asyncrl.rollout.offload.offloader import Offloader, is_async
 from asyncrl.rollout.tools import RunTools
 from asyncrl.rollout.user_code.loaded import built, loaded
+from asyncrl.rollout.user_code_pool.adapters import AgentProcess, is_built_in
+from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, is_async
 
 
 def load_agent(plugin: PluginConfig, prompts: PromptFormat, tools: Toolbox) -> Agent:
@@ -82,4 +82,4 @@ def offered_tools(config: ExperimentConfig) -> tuple[ToolSchema, ...]:
     """
     if not offers_tools(config):
         return ()
-    return RunTools(config.tools, (), Offloader(config.rollout.user_code)).toolbox.schemas
+    return RunTools(config.tools, (), UserCodeRunner(config.rollout.user_code)).toolbox.schemas

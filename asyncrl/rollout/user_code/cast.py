@@ -7,17 +7,17 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.tools.toolbox import Toolbox
-from asyncrl.rollout.episode import Tries, run_group
+from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.greedy_baseline import Played
-from asyncrl.rollout.offload.adapters import adapted_agent
-from asyncrl.rollout.offload.offloader import Offloader
-from asyncrl.rollout.offload.places import Places
 from asyncrl.rollout.scoring import AnswerReward, Rewards, load_rewards, scored_agent
 from asyncrl.rollout.user_code.agents import agent_process, load_agent, plays_at_once
 from asyncrl.rollout.user_code.conversations import Conversations
 from asyncrl.rollout.user_code.environments import Environments
+from asyncrl.rollout.user_code_pool.adapters import adapted_agent
+from asyncrl.rollout.user_code_pool.process_slots import ProcessSlots
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
-ONCE = Tries()
+ONCE = RetryLimits()
 
 
 class Cast:
@@ -34,7 +34,7 @@ class Cast:
         rewards: those that it is scored by.
 
     Raises:
-        ConfigError: as of `Plugins`.
+        ConfigError: as of `UserComponents`.
     """
 
     def __init__(
@@ -42,22 +42,22 @@ class Cast:
         config: ExperimentConfig,
         form: PromptFormat,
         toolbox: Toolbox,
-        offloader: Offloader,
+        runner: UserCodeRunner,
         conversations: Conversations,
-        places: Places,
+        places: ProcessSlots,
     ) -> None:
         self._conversations = conversations
-        self.rewards = Rewards(load_rewards(config.reward, config.rewards), offloader)
+        self.rewards = Rewards(load_rewards(config.reward, config.rewards), runner)
         agent = load_agent(config.agent, form, toolbox)
         self.at_once = plays_at_once(agent)
-        self.environments = Environments(config.env, AnswerReward(self.rewards), offloader, self.at_once, places)
+        self.environments = Environments(config.env, AnswerReward(self.rewards), runner, self.at_once, places)
         try:
             process = agent_process(config, chat=form.chat is not None)
-            self.agent: Agent = scored_agent(adapted_agent(agent, offloader, process), self.rewards, form.tokenizer)
+            self.agent: Agent = scored_agent(adapted_agent(agent, runner, process), self.rewards, form.tokenizer)
         except TypeError as error:
             raise ConfigError(f"agent.path={config.agent.path!r}: {error}") from error
 
-    async def play(self, prompt: Prompt, policy: GenerationClient, tries: Tries = ONCE) -> Played:
+    async def play(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits = ONCE) -> Played:
         """Play the group of `prompt`; see `run_group`."""
         envs, client = self.environments.of_group(prompt.group_size), self._conversations.client
         return await run_group(self.agent, envs, prompt, policy, client, tries)

@@ -11,14 +11,14 @@ from asyncrl.api import Environment, RunIn
 from asyncrl.api.reward import marked_run_in
 from asyncrl.config.setting import ConfigError, PluginConfig
 from asyncrl.plugins.envs.settings import GYMNASIUM, GYMNASIUM_ENV, EnvConfig
-from asyncrl.rollout.offload.adapters import OffloadedEnvironment, is_built_in
-from asyncrl.rollout.offload.child.environment import ProcessEnvironment
-from asyncrl.rollout.offload.messages import Target
-from asyncrl.rollout.offload.meter import Activity
-from asyncrl.rollout.offload.offloader import Code, Offloader, is_async
-from asyncrl.rollout.offload.places import GroupPlaces, Places
 from asyncrl.rollout.scoring import AnswerReward
 from asyncrl.rollout.user_code.loaded import built, loaded
+from asyncrl.rollout.user_code_pool.adapters import HostedEnvironment, is_built_in
+from asyncrl.rollout.user_code_pool.child.environment import ProcessEnvironment
+from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.process_slots import GroupSlots, ProcessSlots
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
+from asyncrl.rollout.user_code_pool.timing import Activity
 
 
 class Environments:
@@ -35,9 +35,9 @@ class Environments:
     """
 
     def __init__(
-        self, config: EnvConfig, reward: AnswerReward, offloader: Offloader, at_once: bool, places: Places
+        self, config: EnvConfig, reward: AnswerReward, runner: UserCodeRunner, at_once: bool, places: ProcessSlots
     ) -> None:
-        self._config, self._reward, self._offloader, self._at_once = config, reward, offloader, at_once
+        self._config, self._reward, self._runner, self._at_once = config, reward, runner, at_once
         self._env = environment_of(config)
         found = loaded("env", self._env)
         self._off_the_loop = not is_built_in(found) or not is_async(getattr(found, "step", found))
@@ -60,13 +60,13 @@ class Environments:
         """Makes the environments of one group of `size` episodes, one for each call, and those of later tries."""
         config = self._config
         if self._in_process and self._at_once:
-            return functools.partial(self.one, GroupPlaces(self._places, size))
+            return functools.partial(self.one, GroupSlots(self._places, size))
         if not config.vectorized:
             return self.one
         from asyncrl.plugins.envs.gymnasium_vector import VectorGames  # gymnasium is an extra
 
         code = Code(f"env {config.path}.step", Activity.env, config.timeout_s, RunIn.thread)
-        call = functools.partial(self._offloader.call, code)
+        call = functools.partial(self._runner.call, code)
 
         def games(size: int) -> VectorGames:
             return VectorGames(call, size, **self._env.args)
@@ -74,7 +74,7 @@ class Environments:
         together, made = games(size), itertools.count()
         return lambda: (together if next(made) < size else games(1)).member()  # who tries again plays alone
 
-    def one(self, places: GroupPlaces | None = None) -> Environment:
+    def one(self, places: GroupSlots | None = None) -> Environment:
         """A new environment, for one episode. One whose methods block is made when it is first used, where it runs.
 
         Args:
@@ -83,10 +83,10 @@ class Environments:
         config = self._config
         if self._in_process:
             target, label = Target(self._env.path, self._env.args), f"env {config.path}"
-            return ProcessEnvironment(target, self._reward, label, config.timeout_s, self._offloader, places)
+            return ProcessEnvironment(target, self._reward, label, config.timeout_s, self._runner, places)
         make = functools.partial(built, "env", self._env, Environment, reward=self._reward)
         if self._off_the_loop:
-            return OffloadedEnvironment(make, f"env {config.path}", config.timeout_s, self._offloader)
+            return HostedEnvironment(make, f"env {config.path}", config.timeout_s, self._runner)
         made: Environment = make()
         return made
 

@@ -59,7 +59,7 @@ class Prompts:
         """The training prompt at `ref`.
 
         Raises:
-            BadPrompt: its row makes none, or one longer than `dataset.max_prompt_tokens` that is not to be cut.
+            InvalidPrompt: its row makes none, or one longer than `dataset.max_prompt_tokens` that is not to be cut.
         """
         return self._prompt(ref, self.train_set, self._config.group_size, self._sampling, None)
 
@@ -67,7 +67,7 @@ class Prompts:
         """Row `row` of the evaluation set `name`, for one answer, the `member`-th.
 
         Raises:
-            BadPrompt: as of `train`.
+            InvalidPrompt: as of `train`.
         """
         each, rows = self.eval_sets[name]
         sampling = replace(

@@ -3,7 +3,7 @@ there (`asyncrl.runtime.keeper`), which runs the process and ends it when that i
 
 Nothing but the keeper's path is on a command line: what to run, and the environment with the user's keys, go over
 standard input. Logs come back over the connection into the run's folder. Where that is no folder that the host sees
-(`system.shared=false`), settings and secret take the same way, into a folder on the host's own disk.
+(`system.shared_filesystem=false`), settings and secret take the same way, into a folder on the host's own disk.
 
 The keeper is told every `_ALIVE_EVERY_S` that the launcher lives, and ends everything after `SILENCE_S` without that.
 So a host that is cut off for longer runs nothing that the launcher has given up. Until then, the keeper of what takes
@@ -91,7 +91,7 @@ class RemoteBackend(LauncherBackend):
             return await self._local.start(plan)
         file = self.make_log(plan)
         command = [plan.host.python or sys.executable, "-I", "-S", keeper.__file__]
-        folder, files = (os.getcwd(), {}) if self.config.system.shared else self._own_folder(plan)
+        folder, files = (os.getcwd(), {}) if self.config.system.shared_filesystem else self._own_folder(plan)
         asked = keeper.Order(plan.command(self.run_dir), self.environment(plan), folder, SILENCE_S, files)
         order = json.dumps(asked._asdict()).encode() + b"\n"
         theirs, ours = os.pipe()

@@ -82,7 +82,7 @@ def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, h
     setting = f"system.hosts[{number}]"
     if not host.name:
         return _Findings(list(_address_fault(setting, host, bind_error(host.address))), [])
-    shared = config.system.shared
+    shared = config.system.shared_filesystem
     question = Question(
         host.address, os.getcwd() if shared else "", host.fileroot or str(fileroot), marker if shared else ""
     )
@@ -119,13 +119,14 @@ def _faults(setting: str, host: HostConfig, question: Question, answer: Answer) 
     yield from _address_fault(setting, host, answer.address)
     if not answer.marker_seen:
         yield (
-            f"system.shared=true: {host.name} does not see the files of this host in fileroot={question.fileroot}; "
-            "put fileroot on a shared file system, or set system.shared=false"
+            f"system.shared_filesystem=true: {host.name} does not see the files of this host in "
+            f"fileroot={question.fileroot}; put fileroot on a shared file system, or set system.shared_filesystem=false"
         )
     elif answer.working_folder:
         yield (
-            f"system.shared=true: {host.name} cannot enter {question.working_folder}, in which the processes start "
-            f"({answer.working_folder}); give the command in a shared folder, or set system.shared=false"
+            f"system.shared_filesystem=true: {host.name} cannot enter {question.working_folder}, in which the "
+            f"processes start ({answer.working_folder}); give the command in a shared folder, or set "
+            "system.shared_filesystem=false"
         )
     if answer.fileroot:
         yield (

@@ -12,7 +12,7 @@ _STAGED = frozenset({GENERATION_SERVER, ROLLOUT_WORKER})
 
 def staging_hosts(config: ExperimentConfig) -> list[HostConfig]:
     """The hosts with a staging server, the launcher's own first: none where all see one folder."""
-    hosts = [] if config.system.shared else config.system.hosts
+    hosts = [] if config.system.shared_filesystem else config.system.hosts
     return sorted((host for host in hosts if not host.name or not _STAGED.isdisjoint(host.runs)), key=lambda h: h.name)
 
 

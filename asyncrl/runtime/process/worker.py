@@ -144,7 +144,7 @@ class Worker(ABC):
         self.resolver.fences = {names.incarnation_key(self.kind, self.index): str(spec.incarnation)}
         if launch := os.environ.get(LAUNCH_VARIABLE):
             self.resolver.fences[names.LAUNCH_KEY] = launch
-        self.resolver.on_lost, self.resolver.on_fenced = self._name_lost, self._given_up
+        self.resolver.on_lost, self.resolver.on_fenced = self._name_lost, self._fenced
         secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
         self.http_security = None if secret is None else secret.http(self.config.generation.sglang.urls)
         """Token and certificate of the run's HTTP interfaces; None where the run has no secret."""
@@ -227,9 +227,9 @@ class Worker(ABC):
     def _name_lost(self, name: str) -> None:
         """Called by a thread of the resolver."""
         if name == names.status_key(self.kind, self.index):
-            self._given_up()
+            self._fenced()
 
-    def _given_up(self) -> NoReturn:
+    def _fenced(self) -> NoReturn:
         """End from any thread. This process may be at anything, so nothing is closed or written any more."""
         self.log.error("%s ends at once: it was given up, and another process is in its place", self.name)
         os._exit(EXIT_LOST)
@@ -261,7 +261,7 @@ class Worker(ABC):
     def exit_if_fenced(self) -> None:
         """End at once where another process is in this one's place, or is about to be."""
         if self.resolver.is_fenced():
-            self._given_up()
+            self._fenced()
 
     def set_status(self, state: names.State, reason: str = "") -> None:
         """Publish this worker's state; a last state stays, the others vanish with the process."""
@@ -270,7 +270,7 @@ class Worker(ABC):
             if state != "starting" and not self.always_reports:
                 self._started.set()
             value = names.WorkerStatus(state, os.getpid(), reason, self.spec.incarnation, self._progress).encode()
-            lease_s = None if state in ("done", "failed") else self.config.system.heartbeat_s
+            lease_s = None if state in ("done", "failed") else self.config.system.lease_s
             self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
 
     def start_wait(self, kind: str, what: str, *, while_alive: bool = False) -> StartWait:
@@ -287,7 +287,7 @@ class Worker(ABC):
     def _report_progress(self) -> None:
         """Count progress in the status until this process has started. Runs in a thread."""
         effort = Effort()
-        while not self._started.wait(self.config.system.heartbeat_s / _LOOKS_PER_LEASE):
+        while not self._started.wait(self.config.system.lease_s / _LOOKS_PER_LEASE):
             if not effort.grew() and not self._others_progressed:
                 continue
             self._others_progressed = False

@@ -33,7 +33,7 @@ from asyncrl.config.run_dir import (
     write_run_config,
 )
 from asyncrl.runtime.kinds import KINDS
-from asyncrl.runtime.last_step import LastStep, keeps_last_step, trains_elsewhere
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, trains_elsewhere, uses_memory_checkpoint
 from asyncrl.runtime.process.process_tree import end_launch
 from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.settings import Resume
@@ -62,7 +62,7 @@ class Trial:
         self.config, self._note = config, note
         self.run_dir = run_dir_of(config)
         self._claim: TrialClaim | None = None
-        self._last_step = LastStep(self.run_dir)
+        self._memory_checkpoint = MemoryCheckpoint(self.run_dir)
 
     def prepare(self) -> None:
         """Make the trial's folder ready for this launch.
@@ -88,7 +88,7 @@ class Trial:
     def release(self) -> None:
         """Give the trial back; nothing where it is not held."""
         if self._claim is not None:
-            self._last_step.remove()
+            self._memory_checkpoint.remove()
             self._remove_meetings()
             self._claim.release()
             self._claim = None
@@ -127,9 +127,9 @@ class Trial:
         for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE, EXIT_FILE, REMARKS_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
         try:
-            self._last_step.begin()
+            self._memory_checkpoint.begin()
         except OSError as error:
-            raise TrialError(f"checkpoint.keep_last_step=true: {error}") from error
+            raise TrialError(f"checkpoint.in_memory=true: {error}") from error
         try:
             with open_resolver(self.config, self.run_dir, patience_s=HURRY_S) as resolver:  # somebody waits for this
                 given_up = resolver.get_subtree(INCARNATIONS) if again else {}
@@ -165,7 +165,7 @@ class Trial:
         """
         return self._claim is not None and self._claim.is_lost()
 
-    def last_step_is_there(self) -> bool:
+    def memory_checkpoint_is_there(self) -> bool:
         """True if the trainer's side can continue from its last step."""
         try:
             with open_resolver(self.config, self.run_dir) as resolver:
@@ -175,11 +175,11 @@ class Trial:
         except NameResolveError as error:
             self._note(f"name resolution does not report the servers' version: {error}")
             return False
-        if not keeps_last_step(self.config):
+        if not uses_memory_checkpoint(self.config):
             return False
         if trains_elsewhere(self.config):  # the ranks tell the MasterWorker
-            return not self._last_step.torn
-        return self._last_step.can_go_on(announced)
+            return not self._memory_checkpoint.invalid
+        return self._memory_checkpoint.can_go_on(announced)
 
     def give_up(
         self, workers: Mapping[tuple[str, int], int], killed: Collection[tuple[str, int]] = frozenset()

@@ -15,8 +15,8 @@ may then have one place.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.models.transformers_internals import packing_arguments
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Ints, cut
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks, cut
 from asyncrl.trainer.batches.prefix_tree import WORTHWHILE, Branches, Prefixes, PrefixOrder, cut_tree, lay_out
-from asyncrl.trainer.model.packed_attention import attention_blocks, on_device
+from asyncrl.trainer.model.packed_attention import DeviceBlock
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,6 @@ def micro_batches(
         parts = ((np.array([active[index] for index in part], dtype=np.int64), None) for part in cuts)
     else:
         parts = ((tree.members, tree) for tree in trees)
-    device = tokens_T.device
     for members, tree in parts:
         lengths = input_lengths_S[members]
         rows_I = np.repeat(np.arange(len(members)), lengths)
@@ -113,29 +112,84 @@ def micro_batches(
         # The last input of a sequence may be its last token: what follows it is another sequence's first, never wanted.
         chosen = np.flatnonzero(np.append(wanted_T, False)[sources_I + 1])
         if tree is None:
-            inputs, places_I = _lay_out(tokens_T, sources_I, rows_I, offsets_I, lengths, kind)
+            layout = _side_by_side(sources_I, rows_I, offsets_I, lengths, kind)
         else:
-            inputs, places_I = _lay_out_tree(tokens_T, sources_I, offsets_I, tree)
-        targets_N = torch.from_numpy(sources_I[chosen] + 1).to(device)
-        yield MicroBatch(
-            seqs=members.tolist(),
-            model_inputs=inputs,
-            sources_I=torch.from_numpy(sources_I).to(device),
-            places_I=torch.from_numpy(places_I).to(device),
-            targets_N=targets_N,
-            tokens_N=tokens_T[targets_N],
-            predictors_N=torch.from_numpy(places_I[chosen]).to(device),
-            seq_ids_N=torch.from_numpy(rows_I[chosen]).to(device),
-            routing=None if routing is None else _routing_of(routing, sources_I, places_I, inputs["input_ids"].numel()),
-        )
+            layout = _shared(sources_I, offsets_I, tree)
+        yield _on_device(layout, members, sources_I, rows_I, chosen, tokens_T, routing)
 
 
-def _routing_of(routing: Tensor, sources_I: Ints, places_I: Ints, places: int) -> Tensor:
-    """The rows of `routing` by place of the output; padding, which nobody reads, has those of the batch's first
-    token."""
-    sources = np.zeros(places, dtype=np.int64)
-    sources[places_I] = sources_I
-    return routing[torch.from_numpy(sources).to(routing.device)]
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """The input of a micro-batch, on the host.
+
+    `sources` and `positions` are of each place of the input, [rows, width]: where its token is in the step's batch, and
+    its position in its sequence. `places_I` is the place of every input token in the flattened result. `ends` are the
+    ends of sequences that are packed, from 0 on, the longest of which has `longest` tokens.
+    """
+
+    sources: Ints
+    positions: Ints
+    places_I: Ints
+    blocks: list[Block[Ints]] = field(default_factory=list)
+    ends: Ints | None = None
+    longest: int = 0
+
+
+def _on_device(
+    layout: _Layout,
+    members: Ints,
+    sources_I: Ints,
+    rows_I: Ints,
+    chosen: Ints,
+    tokens_T: Tensor,
+    routing: Tensor | None,
+) -> MicroBatch:
+    """The micro-batch of `layout` whose wanted tokens follow the input tokens `chosen`."""
+    arrays: dict[str, Ints] = {
+        "sources": layout.sources,
+        "positions": layout.positions,
+        "sources_I": sources_I,
+        "places_I": layout.places_I,
+        "targets_N": sources_I[chosen] + 1,
+        "predictors_N": layout.places_I[chosen],
+        "seq_ids_N": rows_I[chosen],
+    }
+    if layout.ends is not None:
+        arrays |= {"ends": layout.ends, "row_ids": rows_I}
+    for number, block in enumerate(layout.blocks):
+        arrays |= {f"{number}.{name}": indices for name, indices in block.indices().items()}
+    there = upload(arrays, tokens_T.device)
+
+    inputs: dict[str, Any] = {"input_ids": tokens_T[there["sources"]], "position_ids": there["positions"]}
+    if layout.ends is not None:
+        inputs |= packing_arguments(there["ends"].int(), layout.longest, there["row_ids"].int())
+    if layout.blocks:
+        inputs["attention_blocks"] = [
+            DeviceBlock(block.with_indices({name: there[f"{number}.{name}"] for name in block.indices()}))
+            for number, block in enumerate(layout.blocks)
+        ]
+    return MicroBatch(
+        seqs=members.tolist(),
+        model_inputs=inputs,
+        sources_I=there["sources_I"],
+        places_I=there["places_I"],
+        targets_N=there["targets_N"],
+        tokens_N=tokens_T[there["targets_N"]],
+        predictors_N=there["predictors_N"],
+        seq_ids_N=there["seq_ids_N"],
+        routing=None if routing is None else routing[there["sources"].flatten()],
+    )
+
+
+def upload(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor]:
+    """The arrays as tensors on `device`, all in one copy, for which a host with a GPU does not wait."""
+    if device.type == "cpu":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    sizes = [array.size for array in arrays.values()]
+    host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    np.concatenate([array.reshape(-1) for array in arrays.values()], out=host.numpy())
+    parts = torch.split(host.to(device, non_blocking=True), sizes)
+    return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
 
 
 def _worthwhile(prefixes: Prefixes, seqs: Sequence[int], lengths_S: Ints, budget: int) -> list[Branches] | None:
@@ -173,42 +227,31 @@ def one_micro_batch(
     return whole
 
 
-def _lay_out(
-    tokens_T: Tensor, sources_I: Ints, rows_I: Ints, offsets_I: Ints, lengths: Ints, kind: AttentionKind
-) -> tuple[dict[str, Any], Ints]:
-    """The trunk's keyword arguments, and where each input token's output lies in its flattened result.
+def _side_by_side(sources_I: Ints, rows_I: Ints, offsets_I: Ints, lengths: Ints, kind: AttentionKind) -> _Layout:
+    """Sequences in rows of their own, or end to end.
 
-    A packed one is told where sequences end in all the ways that transformers has, for linear attention and
-    convolutions too.
+    A model that gets them end to end is told where they end in all the ways that transformers has, for linear attention
+    and convolutions too.
     """
-    device = tokens_T.device
     if kind == AttentionKind.padded:
         width = int(lengths.max())
         places_I = rows_I * width + offsets_I
-        sources = np.zeros(len(lengths) * width, dtype=np.int64)
-        sources[places_I] = sources_I
-        input_ids = tokens_T[torch.from_numpy(sources).to(device)].view(len(lengths), width)
-        positions = torch.arange(width, device=device)[None].expand(len(lengths), -1)
-        return {"input_ids": input_ids, "position_ids": positions}, places_I
-    inputs: dict[str, Any] = {
-        "input_ids": tokens_T[torch.from_numpy(sources_I).to(device)][None],
-        "position_ids": torch.from_numpy(offsets_I).to(device)[None],
-    }
-    ends = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths)))).to(device, torch.int32)
-    inputs |= packing_arguments(ends, int(lengths.max()), torch.from_numpy(rows_I).to(device, torch.int32))
-    if kind in (AttentionKind.packed, AttentionKind.tree):
-        inputs["attention_blocks"] = attention_blocks(lengths.tolist(), device)
-    return inputs, np.arange(len(sources_I))
+        sources = np.zeros((len(lengths), width), dtype=np.int64)
+        sources.reshape(-1)[places_I] = sources_I
+        return _Layout(sources, np.broadcast_to(np.arange(width), sources.shape).copy(), places_I)
+    return _Layout(
+        sources_I[None],
+        offsets_I[None],
+        np.arange(len(sources_I)),
+        blocks(lengths.tolist()) if kind in (AttentionKind.packed, AttentionKind.tree) else [],
+        np.concatenate(([0], np.cumsum(lengths))),
+        int(lengths.max()),
+    )
 
 
-def _lay_out_tree(tokens_T: Tensor, sources_I: Ints, offsets_I: Ints, tree: Branches) -> tuple[dict[str, Any], Ints]:
-    """As `_lay_out`, of a stream in which every prefix lies once."""
-    stream, device = lay_out(tree), tokens_T.device
+def _shared(sources_I: Ints, offsets_I: Ints, tree: Branches) -> _Layout:
+    """A stream in which every prefix lies once."""
+    stream = lay_out(tree)
     sources, positions = (np.empty(stream.size, dtype=np.int64) for _ in range(2))
     sources[stream.places_I], positions[stream.places_I] = sources_I, offsets_I
-    inputs = {
-        "input_ids": tokens_T[torch.from_numpy(sources).to(device)][None],
-        "position_ids": torch.from_numpy(positions).to(device)[None],
-        "attention_blocks": on_device(stream.blocks, device),
-    }
-    return inputs, stream.places_I
+    return _Layout(sources[None], positions[None], stream.places_I, stream.blocks)

@@ -12,7 +12,7 @@ this number allows, so that micro-batches are nearly equal and none is a leftove
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Generic, TypeVar
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Indices = TypeVar("Indices")
+Other = TypeVar("Other")
 
 
 class AttentionKind(StrEnum):
@@ -97,6 +98,28 @@ class Block(Generic[Indices]):
     queries: int | None = None
     query_gather: Indices | None = None
     first: Indices | None = None
+
+    def indices(self) -> dict[str, Indices]:
+        """Its arrays, by the names of their fields."""
+        arrays = {
+            "gather": self.gather,
+            "scatter": self.scatter,
+            "query_gather": self.query_gather,
+            "first": self.first,
+        }
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def with_indices(self, arrays: Mapping[str, Other]) -> Block[Other]:
+        """The same block with other `arrays`, named as `indices` names them."""
+        return Block(
+            self.rows,
+            self.width,
+            arrays["gather"],
+            arrays["scatter"],
+            self.queries,
+            arrays.get("query_gather"),
+            arrays.get("first"),
+        )
 
 
 def blocks(lengths: Sequence[int]) -> list[Block[Ints]]:

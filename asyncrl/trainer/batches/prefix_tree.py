@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.api.picture import picture_symbols
 from asyncrl.api.trajectory import Sample, SampleColumns, SharedPrompt
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks, cut
 
@@ -88,11 +89,12 @@ def symbols(tokens_T: NDArray[np.integer], routing: NDArray[Any] | None) -> NDAr
 
 
 def distinct_tokens(group: Sequence[Sample]) -> int:
-    """Tokens of a rollout's samples when every prefix that they share, in tokens and experts, is counted once."""
+    """Tokens of a rollout's samples when every prefix that they share, in tokens, pictures and experts, counts once."""
     prompt, rest = (
         (len(group.prompt), group.rest) if isinstance(group, SharedPrompt) else (0, SampleColumns.join(group))
     )
-    order = PrefixOrder.of(symbols(rest.tokens, rest.routing), np.cumsum(rest.lengths) - rest.lengths, rest.lengths)
+    tokens_T = picture_symbols(rest.tokens, rest.starts, rest.pictures) if rest.pictures else rest.tokens
+    order = PrefixOrder.of(symbols(tokens_T, rest.routing), rest.starts, rest.lengths)
     return prompt + int(rest.lengths.sum() - order.shared.sum())
 
 

@@ -10,8 +10,10 @@ Samples lie end to end in canonical order (by rollout, then by sample within it)
     token_rewards     [T] float32   rewards of turns, each at the turn's last generated token; they add to `rewards`
     truncated         [S] bool
     lengths           [S] int64     tokens of each sample
-    group_ids         [S] int64     position of the sample's rollout in this rank's batch
-    episodes          [S] int64     which of its group's episodes the sample is of; an episode may have several
+    rollouts          [S] int64     position of the sample's rollout in this rank's batch
+    group_ids         [S] int64     comparison group of the sample: one for each rollout, or for each name in it
+    episodes          [S] int64     which of its comparison group's episodes the sample counts as (`compared_episodes`);
+                                    an episode may have several
     minibatches       [S, E] int64  the optimizer step that the sample belongs to, in each of E passes over the batch
 
 Where the engine's choices of experts are replayed, `StepBatch.routing` has them too.
@@ -23,6 +25,7 @@ log-probabilities are put off so, as the first minibatch gets them for nothing a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -32,7 +35,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.api.columns import TOKEN, column
-from asyncrl.api.trajectory import SampleColumns, Trajectory, join_routing, unrecorded
+from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.api.trajectory import SampleColumns, Trajectory, compared_episodes, join_routing, unrecorded
 from asyncrl.master.graph.types import BATCH_KEYS
 from asyncrl.models.routing import UNRECORDED
 from asyncrl.trainer.batches.prefix_tree import Prefixes, PrefixOrder, symbols
@@ -53,8 +57,11 @@ class StepBatch:
         seq_ids_T: sample of each token (int64), on the device.
         num_minibatches: optimizer steps of the whole train step, of all passes; every rank takes part in each.
         own: names of the user's columns, [T] float32 of tokens, else [S] float64.
+        group_names: name of each comparison group, by its id (`Sample.group`); "" where none is named.
         routing: [T, layers, per_token] int16, the experts that each token went through as it was generated
             (`UNRECORDED` where that was not told); None where any sample does not tell.
+        pictures: [S], those of each sample, at positions within it; empty where no sample has any. Equal content is
+            one `Picture` object.
     """
 
     def __init__(
@@ -66,13 +73,16 @@ class StepBatch:
         rollout_ids: Sequence[str],
         own: Sequence[str] = (),
         metrics: Sequence[dict[str, float]] = (),
+        group_names: Sequence[str] = (),
         routing: Tensor | None = None,
+        pictures: Sequence[tuple[PlacedPicture, ...]] = (),
     ) -> None:
         self.version = version
-        self.routing = routing
+        self.routing, self.pictures = routing, pictures
         self.num_minibatches = num_minibatches
         self.rollout_ids, self.own = tuple(rollout_ids), tuple(own)
         self.metrics = tuple(metrics)
+        self.group_names = tuple(group_names)
         self._columns: dict[str, Tensor | Compute] = dict(columns)
         lengths = columns["lengths"]
         self.lengths_S: NDArray[np.int64] = lengths.cpu().numpy()
@@ -100,7 +110,7 @@ class StepBatch:
         """
         routing = None if self.routing is None else self.routing.cpu().numpy()
         order = PrefixOrder.of(symbols(self["tokens"].cpu().numpy(), routing), self.starts_S, self.lengths_S)
-        return Prefixes(order, self["group_ids"].cpu().numpy())
+        return Prefixes(order, self["rollouts"].cpu().numpy())
 
     @property
     def device(self) -> torch.device:
@@ -193,6 +203,7 @@ def build_step_batch(
     versions: NDArray[np.int64] = _join([group.versions for group in groups], np.int64)
     mask: NDArray[np.bool_] = _join([group.loss_mask for group in groups], np.bool_) & (versions >= min_version)
     routing = _routing(groups)
+    group_ids, group_names = _comparison_groups(groups)
     columns = {
         "tokens": _join([group.tokens for group in groups], np.int64),
         "loss_mask": mask,
@@ -202,8 +213,9 @@ def build_step_batch(
         "token_rewards": _join([_token_rewards(group) for group in groups], np.float32),
         "truncated": _join([group.truncated for group in groups], np.bool_),
         "lengths": _join([group.lengths for group in groups], np.int64),
-        "group_ids": np.repeat(np.arange(len(sizes)), sizes),
-        "episodes": _join([group.episodes for group in groups], np.int64),
+        "rollouts": np.repeat(np.arange(len(sizes)), sizes),
+        "group_ids": group_ids,
+        "episodes": _join([_episodes(group) for group in groups], np.int64),
         "minibatches": np.repeat(_by_pass(minibatches), sizes, axis=0),
         **{name: _join([column(group, name) for group in groups], _dtype_of(name)) for name in own},
     }
@@ -214,8 +226,25 @@ def build_step_batch(
         rollout_ids=[trajectory.rollout_id for trajectory in trajectories],
         own=own,
         metrics=[trajectory.metrics for trajectory in trajectories],
+        group_names=group_names,
         routing=None if routing is None else routing.to(device or torch.device("cpu")),
+        pictures=_pictures(groups),
     )
+
+
+def _comparison_groups(groups: Sequence[SampleColumns]) -> tuple[NDArray[np.int64], list[str]]:
+    """Number [S] of each sample's comparison group, in order of first appearance, and the name of each group."""
+    numbers: dict[tuple[int, str], int] = {}
+    ids = [
+        numbers.setdefault((rollout, name), len(numbers))
+        for rollout, group in enumerate(groups)
+        for name in group.groups or ("",) * len(group)
+    ]
+    return np.array(ids, np.int64), [name for _, name in numbers]
+
+
+def _episodes(group: SampleColumns) -> NDArray[np.int64]:
+    return np.array(compared_episodes(group.episodes.tolist(), group.groups), np.int64)
 
 
 def _dtype_of(name: str) -> type[np.floating[Any]]:
@@ -236,6 +265,18 @@ def _routing(groups: Sequence[SampleColumns]) -> Tensor | None:
     routing = told.astype(np.int16)
     routing[told == unrecorded(told.dtype)] = UNRECORDED
     return torch.from_numpy(routing)
+
+
+def _pictures(groups: Sequence[SampleColumns]) -> list[tuple[PlacedPicture, ...]]:
+    """The pictures of all groups' samples, `StepBatch.pictures`."""
+    if not any(group.pictures for group in groups):
+        return []
+    table: dict[str, Picture] = {}  # rollouts that came in different messages may show the same
+    return [
+        tuple(replace(placed, picture=table.setdefault(placed.picture.sha256, placed.picture)) for placed in own)
+        for group in groups
+        for own in group.pictures or [()] * len(group)
+    ]
 
 
 def _token_rewards(group: SampleColumns) -> NDArray[np.float32]:

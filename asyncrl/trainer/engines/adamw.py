@@ -17,7 +17,7 @@ from transformers import get_scheduler
 
 from asyncrl.trainer.engines.base import StepOutcome
 from asyncrl.trainer.engines.decay_groups import NamedParameter
-from asyncrl.trainer.engines.residence import local, zeros_on_host
+from asyncrl.trainer.engines.host_offload import local, zeros_on_host
 from asyncrl.trainer.settings import LearningRateSchedule, MomentsOn, OptimizerConfig
 
 SCHEDULES = {

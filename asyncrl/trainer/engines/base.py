@@ -37,7 +37,7 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.model.scoring import EntropyMode
-from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.weights.versions.published import TensorSpec as TensorSpec
 
@@ -117,7 +117,7 @@ class TrainingEngine(ABC):
         """From now on keep the role in host memory whenever it is idle, that is outside of `resident`."""
 
     @abstractmethod
-    def resident(self) -> AbstractContextManager[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """Within it the role is on its device. Whatever computes, or reads or writes the tensors of `state`, is called
         within it; it may be entered again. Of a role that is not off-loaded it does nothing.
         """
@@ -228,7 +228,7 @@ class EngineLoader(ABC):
     """Makes engines from model folders, onto `device`, as `config` sets them, for the rank at `place`."""
 
     @abstractmethod
-    def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None: ...
+    def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None: ...
 
     @abstractmethod
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> PolicyEngine:

@@ -19,7 +19,7 @@ from asyncrl.algorithms.kl import ema_update_
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.models.proof import Tokens, in_rms, plain_hidden, plain_logprobs
+from asyncrl.models.parity import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import trunk_of
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
@@ -37,6 +37,7 @@ from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
+from asyncrl.trainer.model.layout_parity import refuse_longer_than_independent, select_attention
 from asyncrl.trainer.model.loading import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
 from asyncrl.trainer.model.lora import (
     Merged,
@@ -48,9 +49,8 @@ from asyncrl.trainer.model.lora import (
     plain_name,
 )
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.model.proof import refuse_longer_than_independent, select_attention
 from asyncrl.trainer.model.scoring import EntropyMode, logits_function, token_logprobs
-from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
 from asyncrl.weights.versions.published import Published, TensorSpec, WholeModel
 
@@ -69,11 +69,11 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         trunk: nn.Module,
         *,
         optimizer: FlatAdamW | None = None,
-        place: Place | None = None,
+        place: RankPosition | None = None,
         gradient_checkpointing: bool = False,
         **role: Any,
     ) -> None:
-        super().__init__(optimizer=optimizer, place=place or Place(), **role)
+        super().__init__(optimizer=optimizer, place=place or RankPosition(), **role)
         self.module = module
         self._trunk = trunk
         if optimizer is None:
@@ -85,7 +85,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
     def root(self) -> nn.Module:
         return self.module
 
-    def _scratch(self) -> Iterable[Tensor]:
+    def _transient_tensors(self) -> Iterable[Tensor]:
         return () if self._optimizer is None else (self._optimizer.grad,)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -290,11 +290,11 @@ Engine = TypeVar("Engine", FlatPolicyEngine, FlatValueEngine)
 class FlatLoader(EngineLoader):
     """Loads whole models onto `device`, as `config` sets them, for the rank at `place`.
 
-    Each model is proven before it is returned (`trainer.model.proof`); a model that cannot be trained right raises
-    `UnsupportedModelError`, a ValueError.
+    Each model is proven before it is returned (`trainer.model.layout_parity`); a model that cannot be trained right
+    raises `UnsupportedModelError`, a ValueError.
     """
 
-    def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
+    def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None:
         self._config, self._place, self._device = config, place, device
         self._attention = config.model.attn_implementation
         self._dtype = config.model.dtype.on(device.type)
@@ -349,12 +349,12 @@ class FlatLoader(EngineLoader):
     def _together(self, load: Callable[[], Engine], path: str) -> Engine:
         def proven() -> Engine:
             engine = load()
-            self._prove(engine)
+            self._check_parity(engine)
             return engine
 
         return self._place.everyone.together(proven, f"loading {path}")
 
-    def _prove(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
+    def _check_parity(self, engine: FlatPolicyEngine | FlatValueEngine) -> None:
         network = engine.network
         longest = context_length(self._config, network.config.to_dict())
         refuse_longer_than_independent(network, longest)

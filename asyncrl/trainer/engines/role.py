@@ -17,8 +17,8 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
 from asyncrl.trainer.engines.base import TrainingEngine
-from asyncrl.trainer.engines.residence import HostResidence, local, own_storage
-from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.engines.host_offload import HostOffload, local, own_storage
+from asyncrl.trainer.parallel.rank_position import RankPosition
 
 Optimizer = TypeVar("Optimizer", bound=ScheduledAdamW)
 
@@ -40,13 +40,13 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         attention: AttentionKind,
         tokens_per_micro_batch: int,
         optimizer: Optimizer | None,
-        place: Place,
+        place: RankPosition,
         routers: Routers | None = None,
     ) -> None:
         self.attention = attention
         self.routers = routers
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
-        self._residence: HostResidence | None = None
+        self._offload: HostOffload | None = None
 
     def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Within it the routers choose for the tokens of `micro_batch` what it says."""
@@ -101,12 +101,12 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
 
     def offload(self) -> None:
         own_storage(self.root)
-        self._residence = HostResidence(self._kept, self._scratch, self._leave)
+        self._offload = HostOffload(self._offloadable_tensors, self._transient_tensors, self._leave)
 
-    def resident(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._residence is None else self._residence.resident()
+    def on_device(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._offload is None else self._offload.on_device()
 
-    def _kept(self) -> Iterator[Tensor]:
+    def _offloadable_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that move to the host and back: parameters, buffers, and the optimizer's moments if they
         are on the device.
         """
@@ -115,7 +115,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         if self._optimizer is not None:
             yield from map(local, self._optimizer.kept())
 
-    def _scratch(self) -> Iterable[Tensor]:
+    def _transient_tensors(self) -> Iterable[Tensor]:
         """Return device tensors whose values are not needed while the role is idle."""
         return ()
 

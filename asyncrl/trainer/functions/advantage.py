@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,7 +13,9 @@ from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
 from asyncrl.algorithms.kl import kl_token_rewards
 from asyncrl.algorithms.spec import KLPlace
+from asyncrl.api.trajectory import role_of
 from asyncrl.config.catalog import resolve
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 
@@ -35,6 +40,7 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     values_T, bootstrap_S = (
         align_values(batch["values"], batch.seq_ids_T, batch.num_seqs) if "values" in ctx.reads else (None, None)
     )
+    roles = _roles_of_all_ranks(batch, ctx.ranks)
     output = estimate(
         AdvantageInputs(
             rewards_S=_rewards(ctx, batch).float(),
@@ -49,15 +55,32 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
             greedy_rewards_S=_greedy_rewards(batch),
             episodes_S=batch["episodes"],
             columns={name: batch[name] for name in batch.own},
+            roles_S=_roles_of_samples(batch, roles),
+            roles=roles,
+            baselines=ctx.state.baselines,
             all_reduce=ctx.ranks.all_reduce_sum if ctx.ranks.world > 1 else None,
         )
     )
     batch["advantages"] = output.advantages_T
+    if output.baselines is not None:
+        ctx.state.baselines = dict(output.baselines)
     if output.returns_T is not None:
         batch["returns"] = output.returns_T
         batch["value_mask"] = mask_T if output.value_mask_T is None else output.value_mask_T
     stats["advantage/abs_mean"] = mean_stat(output.advantages_T.abs(), mask_T)
     return ctx.reduce(stats)
+
+
+def _roles_of_all_ranks(batch: StepBatch, ranks: Ranks) -> tuple[str, ...]:
+    """The roles of the comparison groups of all ranks, sorted. Every rank must call it."""
+    mine = json.dumps(sorted({role_of(name) for name in batch.group_names})).encode()
+    return tuple(sorted({role for told in ranks.all_gather_bytes(mine) for role in json.loads(told)}))
+
+
+def _roles_of_samples(batch: StepBatch, roles: Sequence[str]) -> Tensor:
+    """Position in `roles` of each sample's role, [S]."""
+    numbers = [roles.index(role_of(name)) for name in batch.group_names]
+    return torch.tensor(numbers, dtype=torch.int64, device=batch.device)[batch["group_ids"]]
 
 
 def _rewards(ctx: CallContext, batch: StepBatch) -> Tensor:
@@ -86,4 +109,4 @@ def _greedy_rewards(batch: StepBatch) -> Tensor | None:
     if not batch.metrics or any(GREEDY_REWARD not in metrics for metrics in batch.metrics):
         return None
     rewards_G = torch.tensor([metrics[GREEDY_REWARD] for metrics in batch.metrics], device=batch.device)
-    return rewards_G[batch["group_ids"]]
+    return rewards_G[batch["rollouts"]]

@@ -40,7 +40,7 @@ def _defer_logprobs(ctx: CallContext, batch: StepBatch) -> None:
     policy = ctx.policy(deferred=True)
 
     def logprobs(wanted_T: Tensor) -> Tensor:
-        with policy.resident():
+        with policy.on_device():
             return policy.logprobs(batch, wanted_T)
 
     batch.defer(ctx.writes[0], logprobs)

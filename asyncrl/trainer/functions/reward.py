@@ -27,7 +27,7 @@ def reward(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 @model_function("filter")
 def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Writes `keep` [S] bool: whether the sample's group may carry loss.
+    """Writes `keep` [S] bool: whether the sample's comparison group may carry loss.
 
     `args.name` and `args.params` choose a registered filter (or an import path); the default is `zero_variance`. What
     is filtered here was trained on nothing but is consumed; a filter in `rollout.filters` saves its place in the batch.
@@ -41,8 +41,7 @@ def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
     turn_rewards_S = _turn_rewards(batch, ctx.args.get("rewards", "rewards"))
     own_S = {name: batch[name].cpu().numpy() for name in batch.own if not name.startswith(f"{TOKEN}/")}
     keep_S = torch.zeros(batch.num_seqs, dtype=torch.bool)
-    dropped = 0
-    for group in range(len(batch.rollout_ids)):
+    for group in range(len(batch.group_names)):
         members = groups_S == group
         view, _ = GroupView.of_samples(
             rewards_S[members],
@@ -52,10 +51,9 @@ def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
             [turn_rewards_S[index] for index in np.flatnonzero(members)],
             {name: values_S[members] for name, values_S in own_S.items()},
         )
-        verdict = decide(view)
-        keep_S[torch.from_numpy(members)] = verdict.keep
-        dropped += not verdict.keep
-    batch[ctx.writes[0]] = keep_S.to(batch.device)
+        keep_S[torch.from_numpy(members)] = decide(view).keep
+    batch[ctx.writes[0]] = keep_S = keep_S.to(batch.device)
+    dropped = len(batch.rollout_ids) - len(torch.unique(batch["rollouts"][keep_S]))
     return ctx.reduce({f"{ctx.name}/dropped_groups": count_stat(torch.tensor(dropped, device=batch.device))})
 
 

@@ -1,1 +1,1 @@
-"""A role's model: loading, LoRA, the attention that training packs for, the proof of its layout, and scoring."""
+"""A role's model: loading, LoRA, the attention that training packs for, the parity check of its layout, and scoring."""

@@ -17,12 +17,12 @@ from transformers import (
 from asyncrl.config.setting import Dtype
 from asyncrl.models.transformers_internals import set_attention
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.model.proof import first_layout
+from asyncrl.trainer.model.layout_parity import first_layout
 from asyncrl.trainer.settings import AttentionImplementation
 
 
 def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
-    """The layout that `model.attn_implementation` asks for; whether the model allows it, `proof` finds out."""
+    """The layout that `model.attn_implementation` asks for; `layout_parity` finds out if the model allows it."""
     return first_layout(attn_implementation)[0]
 
 

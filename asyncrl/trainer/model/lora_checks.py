@@ -37,8 +37,11 @@ def _needs_whole_weights(config: ExperimentConfig) -> Iterator[str]:
         yield f"generation.backend={str(config.generation.backend)!r} loads whole weights"
     if config.manager.weight_transport != "disk":
         yield f"manager.weight_transport={config.manager.weight_transport!r} sends whole weights"
-    if not config.system.shared:
-        yield "system.shared=false: adapters name the folder of their base model, which is another on each host"
+    if not config.system.shared_filesystem:
+        yield (
+            "system.shared_filesystem=false: adapters name the folder of their base model, which is another on each "
+            "host"
+        )
 
 
 def lora_problems(lora: LoraConfig, path: str | None) -> Iterator[str]:

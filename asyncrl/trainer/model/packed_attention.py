@@ -11,7 +11,7 @@ is written out on the same blocks.
 Rows that share a prefix look at it, and ask with what is their own (`prefix_tree`).
 
 The blocks reach it as the keyword `attention_blocks`, which most transformers models hand down to their attention
-function. Whether a model keeps its sequences apart by it is proven at load (`asyncrl.trainer.model.proof`).
+function. Whether a model keeps its sequences apart by it is proven at load (`asyncrl.trainer.model.layout_parity`).
 """
 
 from __future__ import annotations
@@ -24,27 +24,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from asyncrl.models.transformers_internals import register_attention
-from asyncrl.trainer.batches.micro_batch_layout import Block, Ints, blocks
+from asyncrl.trainer.batches.micro_batch_layout import Block
 
 PACKED = "asyncrl_packed"
 """Name of `packed_attention` among transformers' attention functions."""
 
 
-def attention_blocks(lengths: Sequence[int], device: torch.device) -> list[Block[Tensor]]:
-    """The blocks of sequences of `lengths` tokens (descending) packed end to end, on `device`."""
-    return on_device(blocks(lengths), device)
+class DeviceBlock:
+    """A block of attention, its indices on the device; its masks are made once for all layers that ask for them."""
 
+    def __init__(self, block: Block[Tensor]) -> None:
+        self.block = block
+        self._biases: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
-def on_device(made: Sequence[Block[Ints]], device: torch.device) -> list[Block[Tensor]]:
-    """The blocks `made`, on `device`."""
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """The mask that a causal kernel needs in addition, as 0 and -inf, for a sliding window that hides something or
+        for queries that begin in the middle of a row. None if it needs none. Shape as of `visible`.
+        """
+        hides = window is not None and window < self.block.width
+        if not hides and self.block.first is None:
+            return None
+        key = (window if hides else None, dtype)
+        if key not in self._biases:
+            visible = self.visible(key[0])
+            self._biases[key] = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+                ~visible, -torch.inf
+            )
+        return self._biases[key]
 
-    def there(indices: Ints | None) -> Any:
-        return None if indices is None else torch.from_numpy(indices).to(device)
+    def visible(self, window: int | None) -> Tensor:
+        """True where a query may look: at itself and the `window - 1` positions before it (None: all before it).
 
-    return [
-        Block(b.rows, b.width, there(b.gather), there(b.scatter), b.queries, there(b.query_gather), there(b.first))
-        for b in made
-    ]
+        [queries, width], and for queries in the middle of rows [rows, 1, queries, width].
+        """
+        block, device = self.block, self.block.gather.device
+        position = torch.arange(block.width, device=device, dtype=torch.int32)
+        if block.first is None or block.queries is None:
+            asking = position[:, None]
+        else:
+            own = torch.arange(block.queries, device=device, dtype=torch.int32)
+            asking = (block.first.int()[:, None] + own)[:, None, :, None]
+        age = asking - position
+        return age >= 0 if window is None else (age >= 0) & (age < window)
 
 
 def packed_attention(
@@ -54,7 +75,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attention_blocks: Sequence[Block[Tensor]] | None = None,
+    attention_blocks: Sequence[DeviceBlock] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -78,20 +99,25 @@ def packed_attention(
     """
     if attention_blocks is None:
         raise NotImplementedError("the model does not tell its attention where sequences end")
-    group = query.shape[1] // key.shape[1]
     outputs = []
-    for block in attention_blocks:
-        keys, values = (_repeat_heads(_rows(tensor, block.gather, block.rows), group) for tensor in (key, value))
-        asking = block.gather if block.query_gather is None else block.query_gather
-        queries = _rows(query, asking, block.rows)
-        mask = _mask(block, sliding_window, query.device)
+    for each in attention_blocks:
+        block = each.block
+        keys, values = (_rows(tensor, block.gather, block.rows) for tensor in (key, value))
+        queries = _rows(query, block.gather if block.query_gather is None else block.query_gather, block.rows)
         if softcap is None and s_aux is None:
+            bias = each.bias(sliding_window, query.dtype)
             out = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+                queries,
+                keys,
+                values,
+                attn_mask=bias,
+                dropout_p=dropout,
+                is_causal=bias is None,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
             )
         else:
-            visible = _visible(block, None, query.device) if mask is None else mask
-            out = _written_out(queries, keys, values, visible, scaling, dropout, softcap, s_aux)
+            out = _written_out(queries, keys, values, each.visible(sliding_window), scaling, dropout, softcap, s_aux)
         outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, block.scatter))
     return torch.cat(outputs)[None], None
 
@@ -112,7 +138,8 @@ def _written_out(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of rows [rows, heads, queries, size] with capped logits, sinks or both; `visible` as of `_visible`."""
+    """Attention of rows [rows, heads, queries, size] with capped logits, sinks or both; see `DeviceBlock.visible`."""
+    key, value = (_repeat_heads(tensor, query.shape[1] // tensor.shape[1]) for tensor in (key, value))
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -126,28 +153,6 @@ def _written_out(
 def _repeat_heads(tensor: Tensor, times: int) -> Tensor:
     """[rows, heads, width, size] with every head repeated `times` times in place."""
     return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
-
-
-def _mask(block: Block[Tensor], window: int | None, device: torch.device) -> Tensor | None:
-    """Return the mask that a causal kernel needs in addition: for a sliding window that hides something, or for queries
-    that begin in the middle of a row. None if it needs no mask.
-    """
-    hides = window is not None and window < block.width
-    return _visible(block, window if hides else None, device) if hides or block.first is not None else None
-
-
-def _visible(block: Block[Tensor], window: int | None, device: torch.device) -> Tensor:
-    """True where a query may look, at itself and the `window - 1` positions before it (None: all).
-
-    [queries, width], and for queries in the middle of rows [rows, 1, queries, width].
-    """
-    position = torch.arange(block.width, device=device)
-    if block.first is None or block.queries is None:
-        asking = position[:, None]
-    else:
-        asking = (block.first[:, None] + torch.arange(block.queries, device=device))[:, None, :, None]
-    age = asking - position
-    return age >= 0 if window is None else (age >= 0) & (age < window)
 
 
 register_attention(PACKED, packed_attention)

@@ -49,7 +49,7 @@ def logits_function(model: PreTrainedModel) -> LogitsOf:
     """The map from hidden states [N, H] to logits [N, V] of `model`.
 
     It is the output embedding, scaled and soft-capped as the config says, or the model's own code where there are other
-    parameters too. That `model` does no more is proven at load (`asyncrl.trainer.model.proof`).
+    parameters too. That `model` does no more is proven at load (`asyncrl.trainer.model.layout_parity`).
     """
     if has_more_than_head(model):
         return logits_of_model(model)

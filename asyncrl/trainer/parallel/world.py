@@ -26,7 +26,7 @@ from asyncrl.runtime.process.hardware import interface_of
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.parallel.collectives import Collectives
-from asyncrl.trainer.parallel.place import MESH_AXES, Place, World
+from asyncrl.trainer.parallel.rank_position import MESH_AXES, RankPosition, World
 from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
 from asyncrl.trainer.placement import engine_of
 
@@ -67,7 +67,7 @@ def training_world(
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # once its groups are made, nothing connects any more
     if worker == 0:
         meeting = run_dir / f"{MEETING_PREFIX}{os.getpid()}-{time.time_ns()}"
-        resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.heartbeat_s, replace=True)
+        resolver.add(TRAINING_WORLD_KEY, str(meeting), lease_s=config.system.lease_s, replace=True)
     else:
         meeting = Path(resolver.wait(TRAINING_WORLD_KEY, config.system.start_timeout_s))
     timeout = timedelta(seconds=max(config.trainer.collective_timeout_s, start_s))
@@ -101,7 +101,7 @@ def all_have_started(config: ExperimentConfig) -> None:
         _set_pg_timeout(timeout, group)
 
 
-def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> Place | None:
+def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> RankPosition | None:
     """This rank's place in `grid`; None where it is not of it. Called by all ranks: groups are made by all together."""
     workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.tensor)
     replicas = workers.view(grid.pipeline, grid.replicas, grid.shards, grid.tensor)
@@ -120,7 +120,7 @@ def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timed
     pipeline, replica, shard, tensor = coordinates
     here = Coordinates(pipeline, replica * grid.shards + shard, tensor)
     assert here == grid.coordinates(worker), (coordinates, worker, grid)
-    return Place(worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), mesh, backwards, ends)
+    return RankPosition(worker, grid, _ranks(everyone), _ranks(data), _ranks(copy), mesh, backwards, ends)
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:

@@ -1,7 +1,9 @@
 """The base model of an RL experiment: made by a supervised experiment on first use, found again afterwards.
 
 The folder's name holds a digest of every setting that decides the result, so that a changed recipe is a new model. It
-is looked for under `fileroot`, then in the default cache: an experiment that writes elsewhere need not train it anew.
+is looked for under `fileroot`, then in the default cache: an experiment that writes elsewhere need not train it again.
+The models of the built-in recipes come with the package, in `experiments/base_models`. They are copied to `fileroot`,
+which all hosts of a run share. `benchmarks/base_model.py --ship` makes them from their recipes.
 """
 
 from __future__ import annotations
@@ -24,13 +26,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from asyncrl.comm.files.private_files import NotPrivate, make_private_folder
+from asyncrl.config.load import experiments_dir
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, model_files
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
+from asyncrl.weights import atomic_dir
 
 NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch", "eval", "checkpoint")
 """Settings that change where or how fast a model is made, not which."""
 PLAIN_LINE_EVERY = 100
 """Steps between two progress lines where the output is no terminal."""
+SHIPPED_DIR = "base_models"
+"""Folder beside the built-in experiments that holds their base models."""
+SHIPPED_FILE = "base_model.json"
+"""File beside a model that comes with the package: its recipe, the SHA-256 of its files, its accuracy."""
 
 
 class BaseModelError(RuntimeError):
@@ -44,6 +52,16 @@ def base_model_dir(config: SFTConfig) -> Path:
     name = _name(config)
     folders = [Path(root).expanduser().resolve() / "models" / name for root in (config.fileroot, DEFAULT_FILEROOT)]
     return next((folder for folder in folders if _is_model(folder)), folders[0])
+
+
+def shipped_dir(config: SFTConfig) -> Path:
+    """Return the folder in which the package has the model of `config`; it exists for built-in recipes only."""
+    return experiments_dir() / SHIPPED_DIR / _name(config)
+
+
+def existing_base_model(config: SFTConfig) -> Path | None:
+    """Return the folder of the model of `config`, or of the copy in the package; None if it is yet to be trained."""
+    return next((folder for folder in (base_model_dir(config), shipped_dir(config)) if _is_model(folder)), None)
 
 
 def described(config: SFTConfig) -> dict[str, Any]:
@@ -81,7 +99,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def ensure_base_model(config: SFTConfig) -> Path:
-    """The folder of `config`'s model; trains it, with progress shown, where it is not there yet.
+    """Return the folder of `config`'s model. If there is none, copy it from the package or train it, with progress.
 
     Raises:
         BaseModelError: training failed, or the folder cannot be used.
@@ -94,11 +112,20 @@ def ensure_base_model(config: SFTConfig) -> Path:
             raise BaseModelError(f"fileroot={config.fileroot!r}: {error}") from error
         with _only_one(folder.parent):
             if not _is_model(folder):  # else another launch has made it meanwhile
-                _make(config, folder)
+                _copy(shipped, folder) if _is_model(shipped := shipped_dir(config)) else _make(config, folder)
     elif folder.parents[1] != Path(config.fileroot).expanduser().resolve():
         note = f"base model: {folder}, cached there; fileroot={config.fileroot} has none of this recipe"
         Console(highlight=False).print(note, markup=False, soft_wrap=True)
     return folder
+
+
+def _copy(shipped: Path, folder: Path) -> None:
+    aside = atomic_dir.begin(folder)
+    for name, file in model_files(shipped).items():
+        atomic_dir.write_file(aside / name, file.read_bytes())
+    atomic_dir.commit(folder)
+    note = f"base model: {folder}, copied from the package"
+    Console(highlight=False).print(note, markup=False, soft_wrap=True)
 
 
 def _make(config: SFTConfig, folder: Path) -> None:

@@ -28,7 +28,7 @@ from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs, engine_loader
 from asyncrl.trainer.model.lora import adapter_config
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig
 from asyncrl.trainer.supervised.settings import SFTConfig
@@ -152,7 +152,7 @@ class EngineLearner:
             "tokens": torch.tensor([token for item in own for token in item.token_ids], dtype=torch.int64),
             "loss_mask": torch.tensor([learnt for item in own for learnt in item.loss_mask], dtype=torch.bool),
             "lengths": torch.tensor([len(item.token_ids) for item in own], dtype=torch.int64),
-            "group_ids": torch.arange(len(own)),
+            "rollouts": torch.arange(len(own)),
             "minibatches": torch.zeros(len(own), 1, dtype=torch.int64),
         }
         columns = {name: column.to(self._device) for name, column in columns.items()}

@@ -39,8 +39,8 @@ from asyncrl.plugins.datasets.demonstrations import (
     load_demonstrations,
     shown_with_loss,
 )
+from asyncrl.plugins.datasets.prompt_stats import shown
 from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template
-from asyncrl.plugins.datasets.survey import shown
 from asyncrl.plugins.datasets.tokenizers import (
     CharTokenizer,
     ChatTokenizer,

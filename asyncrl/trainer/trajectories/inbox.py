@@ -23,7 +23,7 @@ import numpy as np
 from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
 from asyncrl.trainer.batches.prefix_tree import distinct_tokens
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
-from asyncrl.trainer.trajectories.kept_inbox import InboxStore
+from asyncrl.trainer.trajectories.inbox_store import InboxStore
 
 
 class InboxFull(RuntimeError):
@@ -142,7 +142,7 @@ class Inbox:
         """The trajectories of those `rollout_ids` that are held.
 
         Raises:
-            OSError, KeptTrajectoryDamaged: one that was spilled cannot be read again.
+            OSError, StoredTrajectoryDamaged: one that was spilled cannot be read again.
         """
         with self._room:
             found = {key: self._held[key] for key in rollout_ids if key in self._held}
@@ -165,7 +165,7 @@ class Inbox:
 
 
 def bytes_of(trajectory: Trajectory) -> int:
-    """Bytes of its tokens and what goes with each, as it is held."""
+    """Bytes of its tokens, what goes with each, and its pictures, as it is held."""
     samples = trajectory.samples
     shared, rest = (
         ((samples.prompt, samples.routing), samples.rest) if isinstance(samples, SharedPrompt) else ((), samples)
@@ -173,7 +173,8 @@ def bytes_of(trajectory: Trajectory) -> int:
     columns = SampleColumns.join(rest)
     of_tokens = (columns.tokens, columns.loss_mask, columns.behave_logprobs, columns.versions)
     held = (*shared, *of_tokens, columns.token_rewards, columns.routing)
-    return sum(column.nbytes for column in held if column is not None)
+    pictures = sum(len(picture.data) for picture in trajectory.pictures.values())
+    return pictures + sum(int(column.nbytes) for column in held if column is not None)
 
 
 def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = False) -> RolloutRecord:
@@ -196,4 +197,5 @@ def record_of(trajectory: Trajectory, head: int, *, shares_prefixes: bool = Fals
         metrics=trajectory.metrics,
         distinct=distinct_tokens(trajectory.samples) if shares_prefixes else 0,
         received_at=time.time(),
+        groups=columns.groups,
     )

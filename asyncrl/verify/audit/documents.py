@@ -69,7 +69,7 @@ class Manager(msgspec.Struct, frozen=True):
 class System(msgspec.Struct, frozen=True):
     """The settings `system` that say whether all processes write into the run's folder."""
 
-    shared: bool = True
+    shared_filesystem: bool = True
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -173,7 +173,7 @@ class Documents:
         settings, outcome.summed_up = self.settings, SUMMARY_FILE in self.there
         if CONFIG_FILE not in self.there:
             report(CONFIG_FILE, "is not there")
-        elsewhere = settings is not None and (bool(settings.samples.replay) or not settings.system.shared)
+        elsewhere = settings is not None and (bool(settings.samples.replay) or not settings.system.shared_filesystem)
         if DATA_RECORD_FILE not in self.there and outcome.admitted and not elsewhere:
             report(DATA_RECORD_FILE, "is not there")
         if outcome.ended and BOOKS_FILE in self.there and SUMMARY_FILE not in self.there:

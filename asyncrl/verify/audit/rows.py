@@ -55,7 +55,7 @@ def held_rows(checkpoints: Path, outcome: Outcome) -> list[Row]:
     """
     folder = checkpoints / f"v{outcome.version}"
     try:
-        held = json.loads((folder / "state.json").read_bytes())["master_state"]["journal"]["rows"]
+        held = json.loads((folder / "state.json").read_bytes())["master_state"]["metrics_log"]["rows"]
         return [(f"{checkpoints.name}/{folder.name}", _checked({"step": each["step"]} | each["row"])) for each in held]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return []

@@ -8,8 +8,8 @@ from rich import box
 from rich.table import Table
 
 from asyncrl.comm import names
+from asyncrl.verify.chaos.fault_costs import Done
 from asyncrl.verify.chaos.plan import FaultKind
-from asyncrl.verify.chaos.record import Done
 from asyncrl.verify.chaos.run import Watched
 
 WIDTH = 80

@@ -31,9 +31,9 @@ from asyncrl.config.run_dir import METRICS_FILE, SECRET_FILE, run_dir_of
 from asyncrl.manager.messages import StatusReply
 from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.verify.chaos.disk import Ballast
+from asyncrl.verify.chaos.fault_costs import LAUNCHER, Done
 from asyncrl.verify.chaos.links import Links
 from asyncrl.verify.chaos.plan import DELAY_S, Fault, FaultKind, PlanClock
-from asyncrl.verify.chaos.record import LAUNCHER, Done
 
 LOOK_S = 0.05
 """Time between two looks at the run."""
@@ -91,7 +91,7 @@ class ChaosRun:
         self._config, self._command, self._again = config, list(command), list(again)
         self._run_dir = run_dir_of(config)
         self._clock = PlanClock(plan)
-        self._links = Links(config.system.host, config.system.heartbeat_s, links)
+        self._links = Links(config.system.host, config.system.lease_s, links)
         self._tell = tell
         self._rows = _NewRows(self._run_dir / METRICS_FILE)
         self._seen = Watched(time.time())

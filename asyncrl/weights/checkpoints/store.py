@@ -56,7 +56,7 @@ class RoleState(Protocol):
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return this rank's tensors by name, which reading a checkpoint writes into, and what else is to be kept."""
 
-    def resident(self) -> AbstractContextManager[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """Keep the tensors of `state` in reach within the context."""
 
     def load_state(self, meta: Mapping[str, Any]) -> None:
@@ -134,7 +134,7 @@ class CheckpointWriter:
                 with no_retry(not self._patient):
                     self._make_room(path)
             for role, part in self._parts.items():
-                with part.resident():  # one after the other: there may not be room for all
+                with part.on_device():  # one after the other: there may not be room for all
                     parts.update(plan.copy(f"{role}."))
                     steps[role] = part.state()[1].get("step", -1)
             parts.update({(name, (0,)): value for name, value in _rng_state(self._ranks.rank).items()})
@@ -256,7 +256,7 @@ def restore(parts: Parts, path: Path, ranks: Ranks) -> dict[str, Any]:
 
     def read() -> None:
         for role, part in parts.items():
-            with part.resident():
+            with part.on_device():
                 stored.read_into({n: tensor for n, tensor in mine.items() if n.startswith(f"{role}.")})
                 part.load_state(state["roles"][role])
         _restore_rng(stored, ranks.rank)
@@ -269,7 +269,7 @@ def _all_tensors(parts: Parts) -> dict[str, Tensor]:
     """Return the tensors of all roles by name. A tensor of an idle role has values only while the role works."""
     tensors: dict[str, Tensor] = {}
     for role, part in parts.items():
-        with part.resident():
+        with part.on_device():
             tensors |= {f"{role}.{name}": tensor for name, tensor in part.state()[0].items()}
     return tensors
 

@@ -52,7 +52,7 @@ class StagingServer(AsyncWorker):
         # its own by number: "hosts" of one machine, or with one disk in spite of all, do not remove each other's
         folder = self.run_dir / STAGED_DIR / str(self.index)
         service = StagingService(folder, self.http_security, self._has)
-        lease_s = self.config.system.heartbeat_s
+        lease_s = self.config.system.lease_s
         try:
             url = await service.http.start(self.config.system.host)
             self.resolver.add(names.staging_server_key(self.index), url, lease_s=lease_s, replace=True)
@@ -63,7 +63,7 @@ class StagingServer(AsyncWorker):
 
     def _has(self, name: str, path: Path) -> None:
         """Let those of this host begin that wait for a folder of the launch."""
-        key, lease_s = names.staged_key(name, self.config.system.host), self.config.system.heartbeat_s
+        key, lease_s = names.staged_key(name, self.config.system.host), self.config.system.lease_s
         self.resolver.add(key, str(path), lease_s=lease_s, replace=True)
         self.log.info("%s is at %s", name, path)
 

@@ -2,10 +2,10 @@
 
     manager ── pause ──▶ server                                       manager.fleet decides, and carries this out
     manager ── ManagerEnd.bring(server, version) ──▶ ...              the transport
-    manager ── continue, canary ──▶ server                            manager.fleet again
+    manager ── continue, probe ──▶ server                            manager.fleet again
 
 What lies behind `bring` is all that differs: a server may read the version's folder (`disk`), or the trainer may send
-what it holds in memory (`from_memory`). Pausing, versions, the canary and quarantine are the same.
+what it holds in memory (`from_memory`). Pausing, versions, the probe and quarantine are the same.
 
 Torch is imported only in what the trainer calls: launcher and manager import these modules too.
 """

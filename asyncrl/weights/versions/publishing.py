@@ -1,11 +1,11 @@
 """Publishing a role's weights: versioned, sharded safetensors in the Hugging Face layout.
 
     <root>/<role>/v<N>/    model-00001-of-00002.safetensors ... model.safetensors.index.json
-                           config.json, the tokenizer's files, canary.json, manifest.json
+                           config.json, the tokenizer's files, logprob_probe.json, manifest.json
 
 A role that trains adapters has these alone in its versions, in one file as peft has them:
 
-    <root>/<role>/v<N>/    adapter_model.safetensors, adapter_config.json, canary.json, manifest.json
+    <root>/<role>/v<N>/    adapter_model.safetensors, adapter_config.json, logprob_probe.json, manifest.json
 
 The files are planned from names, shapes and types alone (`plan_shards`), and each belongs to a rank. All take part, in
 three steps, each of which begins when all have done the one before:
@@ -13,7 +13,7 @@ three steps, each of which begins when all have done the one before:
     begin    the leading rank creates the directory aside (`atomic_dir`)
     write    tensor by tensor in the model's order, each is gathered by the rank whose file it belongs to, which writes
              it at once; then every rank syncs its files
-    finish   the leading rank adds what is not weights: the index, the canary, hard links to what no version changes
+    finish   the leading rank adds what is not weights: the index, the probe, hard links to what no version changes
              (`SharedFiles`), the manifest; and renames the directory into place
 
 So what a reader sees is whole and on the disk, the last version being the run's result. No rank holds more than one
@@ -41,7 +41,7 @@ from asyncrl.runtime.ranks import Ranks
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.model_files.adapters import STEM as ADAPTERS_STEM
 from asyncrl.weights.model_files.tensor_file import DTYPE_NAMES, TensorFile
-from asyncrl.weights.versions.canary import CANARY_FILE, Canary, encode_canary
+from asyncrl.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, encode_probe
 from asyncrl.weights.versions.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -102,7 +102,7 @@ def publish(
     version: int,
     ranks: Ranks,
     shared: SharedFiles | None,
-    canary: Canary | None = None,
+    probe: LogprobProbe | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write the weights of `source` as `version` of `role`. Called by all ranks; returns its folder on all once it is
@@ -113,8 +113,8 @@ def publish(
 
     Args:
         shared: what lies beside the weights of every version. None: the version is announced alone. Readers get its
-            weights from memory; the folder has the canary and a manifest that names no file of weights.
-        canary: by which a server that loaded the version can be checked; the same on all ranks.
+            weights from memory; the folder has the probe and a manifest that names no file of weights.
+        probe: by which a server that loaded the version can be checked; the same on all ranks.
 
     Raises:
         PeerFailed: another rank could not write its part.
@@ -135,7 +135,7 @@ def publish(
     writing = _Writing(source, final, Manifest(role, version, {}, entries), shards, ranks, stem)
     ranks.together(writing.begin, f"creating {final}")
     ranks.together(writing.write, f"writing {final}")
-    ranks.together(lambda: writing.finish(shared, canary), f"publishing {final}")
+    ranks.together(lambda: writing.finish(shared, probe), f"publishing {final}")
     return final
 
 
@@ -170,7 +170,7 @@ def _plan(specs: Sequence[TensorSpec], world: int, adapters: bool, limit: int) -
 
 def tokenizer_assets(model_dir: Path) -> dict[str, Path]:
     """The files that a server needs beside a model's weights, by name: tokenizer, templates, generation settings."""
-    made_here = {"config.json", CANARY_FILE, MANIFEST_FILE}
+    made_here = {"config.json", PROBE_FILE, MANIFEST_FILE}
     return {
         name: path
         for name, path in model_files(model_dir).items()
@@ -256,7 +256,7 @@ class _Writing:
         if not self.ranks.leads:  # gone before the rename, so it need not reach the disk
             self._part(self.ranks.rank).write_bytes(msgspec.json.encode(self.written))
 
-    def finish(self, shared: SharedFiles | None, canary: Canary | None) -> None:
+    def finish(self, shared: SharedFiles | None, probe: LogprobProbe | None) -> None:
         if not self.ranks.leads:
             return
         files = self.written if shared is None else shared.link_into(self.directory) | self.written
@@ -265,8 +265,8 @@ class _Writing:
             files |= msgspec.json.decode(part.read_bytes(), type=dict[str, FileEntry])
             part.unlink()
         files |= self.write_index()
-        if canary is not None:
-            files[CANARY_FILE] = _write_file(self.directory / CANARY_FILE, encode_canary(canary))
+        if probe is not None:
+            files[PROBE_FILE] = _write_file(self.directory / PROBE_FILE, encode_probe(probe))
         write_manifest(self.directory, msgspec.structs.replace(self.manifest, files=files))
         atomic_dir.commit(self.final)
 

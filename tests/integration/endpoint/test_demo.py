@@ -19,8 +19,8 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
 
 EXPERIMENTS = Path(__file__).parents[3] / "experiments"
 GROUP = 4
@@ -112,33 +112,33 @@ def agents(tmp_path: Path) -> Path:
     return file
 
 
-def plugins_of(model: Path, path: str, **args: Any) -> Plugins:
+def components_of(model: Path, path: str, **args: Any) -> UserComponents:
     config = ExperimentConfig()
     config.model.path, config.group_size = str(model), GROUP
     config.rollout.sampling.max_new_tokens = 24
     config.dataset.chat_template = str(EXPERIMENTS / "openai_agent.jinja")
     config.reward.path = "asyncrl.plugins.rewards.arithmetic:arithmetic_reward"
     config.agent.path, config.agent.args = path, args
-    return Plugins(config)
+    return UserComponents(config)
 
 
-def over_http(model: Path, run: str, **args: Any) -> Plugins:
-    return plugins_of(model, "asyncrl.plugins.agents.openai_agent:OpenAIAgent", run=run, args=args)
+def over_http(model: Path, run: str, **args: Any) -> UserComponents:
+    return components_of(model, "asyncrl.plugins.agents.openai_agent:OpenAIAgent", run=run, args=args)
 
 
-async def samples(plugins: Plugins, policy: EnginePolicy, prompts: int) -> list[Sample]:
+async def samples(components: UserComponents, policy: EnginePolicy, prompts: int) -> list[Sample]:
     made = []
     try:
-        async with plugins.offloader:
+        async with components.runner:
             for row in range(prompts):
-                prompt = plugins.prompts.train(PromptRef(f"0-{row}", row, row))
+                prompt = components.prompts.train(PromptRef(f"0-{row}", row, row))
                 group, _ = await run_group(
-                    plugins.agent, plugins.environments.one, prompt, policy, plugins.conversations.client
+                    components.agent, components.environments.one, prompt, policy, components.conversations.client
                 )
                 made += group
-        assert len(plugins.conversations.endpoint) == 0, "every session is closed with its episode"
+        assert len(components.conversations.endpoint) == 0, "every session is closed with its episode"
     finally:
-        await plugins.conversations.endpoint.close()
+        await components.conversations.endpoint.close()
     return made
 
 
@@ -153,7 +153,7 @@ def assert_equal(found: Sequence[Sample], expected: Sequence[Sample]) -> None:
 
 
 async def test_the_demos_samples_are_the_native_agents(policy: EnginePolicy, tiny_model: Path, agents: Path) -> None:
-    expected = await samples(plugins_of(tiny_model, f"{agents}:native"), policy, 6)
+    expected = await samples(components_of(tiny_model, f"{agents}:native"), policy, 6)
     assert len(expected) == 6 * GROUP
     assert len({sample.tokens.tobytes() for sample in expected}) > 6, "members of a group draw numbers of their own"
     assert all((sample.behave_logprobs[sample.loss_mask == 1] < 0).all() for sample in expected)
@@ -175,10 +175,10 @@ async def test_a_policy_that_fails_fails_the_rollout_whatever_the_agent_makes_of
 async def test_sessions_that_a_crashed_agent_left_open_are_closed(
     policy: EnginePolicy, tiny_model: Path, agents: Path
 ) -> None:
-    plugins = over_http(tiny_model, f"{agents}:leaves_open")
+    components = over_http(tiny_model, f"{agents}:leaves_open")
     with pytest.raises(RuntimeError, match="crashed"):
-        await samples(plugins, policy, 1)
-    assert len(plugins.conversations.endpoint) == 0
+        await samples(components, policy, 1)
+    assert len(components.conversations.endpoint) == 0
 
 
 async def test_an_episode_may_be_rejected_and_must_be_worth_a_number(

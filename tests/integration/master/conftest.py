@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 
 
 @pytest.fixture
-def last_step(tmp_path: Path) -> Iterator[LastStep]:
-    kept = LastStep(tmp_path)
+def memory_checkpoint(tmp_path: Path) -> Iterator[MemoryCheckpoint]:
+    kept = MemoryCheckpoint(tmp_path)
     kept.begin()
     yield kept
     kept.remove()

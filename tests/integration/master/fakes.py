@@ -22,7 +22,7 @@ from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.train_loop import TrainLoop
 from asyncrl.observe.metrics import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     BeginStep,
     CallStats,
@@ -34,7 +34,7 @@ from asyncrl.trainer.messages import (
     IsStepRunning,
     LoadCheckpoint,
     LoadedCheckpoint,
-    LoadLastStep,
+    LoadMemoryCheckpoint,
     PollBuffer,
     PolledBuffer,
     Publish,
@@ -53,7 +53,7 @@ from asyncrl.weights.versions.manifest import FileEntry
 
 _Q = TypeVar("_Q", bound=Request[Any])
 TRAIN_STATS = {
-    "ppo/clip_fraction": 0.1, "ppo/behave_weight_mean": 1.0, "ppo/behave_kl": 0.0, "entropy": 0.5, "grad_norm": 1.0,
+    "ppo/clip_fraction": 0.1, "ppo/behave_imp_weight_mean": 1.0, "ppo/behave_kl": 0.0, "entropy": 0.5, "grad_norm": 1.0,
     "lr": 1e-4, "ppo/loss_per_minibatch": [0.1, 0.2],
 }  # fmt: skip
 
@@ -87,7 +87,7 @@ class FakeWorkers:
     placed: Placement | None = None
     stored: dict[str, Any] | None = None
     kept: dict[str, Any] | None = None
-    last_step: LastStep | None = None
+    memory_checkpoint: MemoryCheckpoint | None = None
     log: list[tuple[int, Request[Any]]] = field(default_factory=list)
     received: dict[int, list[RolloutRecord]] = field(default_factory=dict)
     discarded: list[str] = field(default_factory=list)
@@ -129,13 +129,13 @@ class FakeWorkers:
                     await self.write_gate.wait()
                 return WrittenShare({f"shard-{worker}": FileEntry(1, "0")})
             case CommitCheckpoint():
-                assert worker == 0 or request.of_last_step, "the publisher"
+                assert worker == 0 or request.in_memory, "the publisher"
                 assert len(request.files) == self.count
-                begun = self.begun(request.of_last_step)
+                begun = self.begun(request.in_memory)
                 assert begun.path == request.path
-                if request.of_last_step:
-                    assert self.last_step is not None
-                    commit(request, self.last_step.state_root / request.path)
+                if request.in_memory:
+                    assert self.memory_checkpoint is not None
+                    commit(request, self.memory_checkpoint.state_root / request.path)
                 else:
                     commit(request, Path(request.path))
                     self.stored = json.loads(json.dumps(begun.master_state))
@@ -148,12 +148,12 @@ class FakeWorkers:
                 return self.stands(worker)
             case BeginStep():
                 self.standing[worker] = Standing(in_step=True, master_state=None)
-            case SaveCheckpoint(of_last_step=True):
+            case SaveCheckpoint(in_memory=True):
                 state = json.loads(json.dumps(request.master_state))
                 self.standing[worker] = Standing(in_step=False, master_state=state)
             case LoadCheckpoint():
                 return LoadedCheckpoint(self.stored)
-            case LoadLastStep():
+            case LoadMemoryCheckpoint():
                 return LoadedCheckpoint(self.kept)
             case Publish():
                 return PublishedWeights(f"weights/actor/v{request.version}")
@@ -188,9 +188,9 @@ class FakeWorkers:
         """Return the requests of this kind that worker 0 received."""
         return [request for worker, request in self.log if worker == 0 and isinstance(request, kind)]
 
-    def begun(self, of_last_step: bool) -> SaveCheckpoint:
+    def begun(self, in_memory: bool) -> SaveCheckpoint:
         """The checkpoint, or state of a step, that was begun last."""
-        return next(each for each in reversed(self.requests(SaveCheckpoint)) if each.of_last_step == of_last_step)
+        return next(each for each in reversed(self.requests(SaveCheckpoint)) if each.in_memory == in_memory)
 
     def saved(self) -> list[int]:
         return [int(Path(request.path).name[1:]) for request in self.requests(CommitCheckpoint)]
@@ -335,7 +335,7 @@ class Run:
         config: ExperimentConfig,
         workers: FakeWorkers | None = None,
         clock: RunningClock | None = None,
-        last_step: LastStep | None = None,
+        memory_checkpoint: MemoryCheckpoint | None = None,
         follows: Run | None = None,
     ) -> None:
         self.run_dir, self.config = run_dir, config
@@ -347,8 +347,10 @@ class Run:
         graph = grpo(config)
         assert self.workers.placed is not None
         peers = Peers(list(self.workers), self.workers.placed, self.manager, [self.rollouts], self.board)
-        self.last_step = self.workers.last_step = last_step or (None if follows is None else follows.last_step)
-        parts = assemble(config, run_dir, graph, peers, self.stop, clock, self.last_step)
+        self.memory_checkpoint = self.workers.memory_checkpoint = memory_checkpoint or (
+            None if follows is None else follows.memory_checkpoint
+        )
+        parts = assemble(config, run_dir, graph, peers, self.stop, clock, self.memory_checkpoint)
         self.loop = TrainLoop(parts, ready=self._begin)
         self.begun = 0
 

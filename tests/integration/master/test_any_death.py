@@ -20,7 +20,7 @@ import pytest
 from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.comm.request_reply import Request
 from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import CommitCheckpoint, RolloutRecord
 from asyncrl.verify.audit.history import read_ledger, surviving
@@ -55,7 +55,7 @@ STEP_END = {
         *("begin_keeping", "publish", "finish_keeping", "announce", "report", "write_down", "save"),
     ),
     **points(lambda run: run.loop._step_end, "begin_keeping", "save", after=True),
-    **points(lambda run: run.loop.parts.journal, "step", after=True),
+    **points(lambda run: run.loop.parts.metrics_log, "step", after=True),
     **AROUND_A_REPORT,
 }
 BEGINNING = {
@@ -81,8 +81,8 @@ class Ranks(FakeWorkers):
 
     async def answer(self, worker: int, request: Request[Any]) -> Any:
         reply = await super().answer(worker, request)
-        if isinstance(request, CommitCheckpoint) and request.of_last_step:
-            self.kept = json.loads(json.dumps(self.begun(of_last_step=True).master_state))
+        if isinstance(request, CommitCheckpoint) and request.in_memory:
+            self.kept = json.loads(json.dumps(self.begun(in_memory=True).master_state))
             for rollout_id in (record["rollout_id"] for record in self.kept["step"]["batch"]["records"]):
                 for held in self.inbox.values():
                     held.pop(rollout_id, None)
@@ -98,7 +98,7 @@ class Ranks(FakeWorkers):
 class Manager(FakeManager):
     """Tells what became of rollouts until it is heard that this is recorded."""
 
-    last_step: LastStep | None = None
+    memory_checkpoint: MemoryCheckpoint | None = None
     lines: list[RolloutLine] = field(default_factory=list)
     live: dict[str, bool] = field(default_factory=dict)
 
@@ -126,7 +126,7 @@ class Manager(FakeManager):
         events_after: int = 0,
         measured_after: int = 0,
     ) -> ConsumedReply:
-        assert version == 0 or version <= self.last_step.version, "it sees a step whose state is not whole"
+        assert version == 0 or version <= self.memory_checkpoint.version, "it sees a step whose state is not whole"
         self.trained += sum(self.live.pop(name, None) is not None for name in trained)
         for drop in dropped:
             if self.live.pop(drop.rollout_id, None) is not None:
@@ -148,16 +148,21 @@ class Manager(FakeManager):
 
 @dataclass
 class Board(FakeBoard):
-    last_step: LastStep | None = None
+    memory_checkpoint: MemoryCheckpoint | None = None
 
     def announce_version(self, version: int, path: str) -> None:
-        assert version <= self.last_step.version, "servers see a version whose state is not whole"
+        assert version <= self.memory_checkpoint.version, "servers see a version whose state is not whole"
         super().announce_version(version, path)
 
 
-def first_run(folder: Path, last_step: LastStep) -> Run:
-    run = Run(folder, make_config(total_train_steps=STEPS, checkpoint__interval=2), Ranks(2), last_step=last_step)
-    run.manager, run.board = Manager(last_step=last_step), Board(last_step=last_step)
+def first_run(folder: Path, memory_checkpoint: MemoryCheckpoint) -> Run:
+    run = Run(
+        folder,
+        make_config(total_train_steps=STEPS, checkpoint__interval=2),
+        Ranks(2),
+        memory_checkpoint=memory_checkpoint,
+    )
+    run.manager, run.board = Manager(memory_checkpoint=memory_checkpoint), Board(memory_checkpoint=memory_checkpoint)
     return Run(folder, run.config, follows=run)
 
 
@@ -252,19 +257,21 @@ async def test_whenever_the_master_and_its_successor_die_nothing_is_lost_or_done
     for number, then in enumerate(["nowhere", *BEGINNING]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        last_step = LastStep(folder)
-        last_step.begin()
+        memory_checkpoint = MemoryCheckpoint(folder)
+        memory_checkpoint.begin()
         try:
             async with asyncio.timeout(60):
-                await play(folder, last_step, STEP_END[at], BEGINNING.get(then), together=together)
+                await play(folder, memory_checkpoint, STEP_END[at], BEGINNING.get(then), together=together)
         except (AssertionError, TimeoutError) as error:
             raise AssertionError(f"{at}, then {then}: {error}") from error
         finally:
-            last_step.remove()
+            memory_checkpoint.remove()
 
 
-async def play(folder: Path, last_step: LastStep, at: Point, then: Point | None, *, together: bool) -> None:
-    run = first_run(folder, last_step)
+async def play(
+    folder: Path, memory_checkpoint: MemoryCheckpoint, at: Point, then: Point | None, *, together: bool
+) -> None:
+    run = first_run(folder, memory_checkpoint)
     await run.loop._beginning.run()
     await deliver(run, 0)
     await run.loop.step()

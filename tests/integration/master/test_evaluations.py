@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.master.peers.ranks import Stalled
 from asyncrl.rollout.settings import EvalSetConfig
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
     CommitCheckpoint,
     Publish,
@@ -134,7 +134,9 @@ async def test_a_stop_request_while_an_evaluation_holds_the_next_one_back_leaves
     assert run.workers.saved() == [2]
     assert [row["step"] for row in run.rows()] == [0, 1]
     assert run.workers.stored is not None
-    assert [held["step"] for held in run.workers.stored["journal"]["rows"]] == [2], "its own evaluation is still due"
+    assert [held["step"] for held in run.workers.stored["metrics_log"]["rows"]] == [2], (
+        "its own evaluation is still due"
+    )
     assert sum(len(trained) for _, trained, _ in run.manager.reports) == 8
     assert run.board.versions == [], "what was served is what the evaluation measured"
 
@@ -228,7 +230,7 @@ async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path:
     async with running(run) as task:
         for step in range(1, 7):
             if step == 4:
-                await until(lambda: 2 in run.loop.parts.journal.scores("eval/held_out/len_mean"))
+                await until(lambda: 2 in run.loop.parts.metrics_log.scores("eval/held_out/len_mean"))
                 run.rollouts.finish = asyncio.Event()
             await run.deliver(range(4 * step, 4 * step + 4), oldest=step - 1)
             if step == 6:
@@ -245,15 +247,15 @@ async def test_the_best_checkpoint_stays_and_one_whose_evaluation_runs(tmp_path:
 @pytest.mark.parametrize("ranks_go_on", [True, False])
 @pytest.mark.parametrize("next_is_due", [True, False])
 async def test_an_evaluation_that_a_death_cut_off_is_made_again_before_a_newer_version_is_served(
-    tmp_path: Path, last_step: LastStep, ranks_go_on: bool, next_is_due: bool
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, ranks_go_on: bool, next_is_due: bool
 ) -> None:
     """Also where the ranks were started again too, and load the last step."""
     config = make_config(total_train_steps=4, eval__interval=2 if next_is_due else 3)
-    first = Run(tmp_path, config, last_step=last_step)
+    first = Run(tmp_path, config, memory_checkpoint=memory_checkpoint)
     first.rollouts.finish = asyncio.Event()
     async with running(first):
         await first.deliver(range(8), oldest=1)
-        await until(lambda: last_step.version == 2)
+        await until(lambda: memory_checkpoint.version == 2)
         await until(lambda: next_is_due or len(first.manager.reports) == 2)
         kill(first)
     assert (first.rollouts.started, first.board.versions) == ([0], [])

@@ -12,15 +12,15 @@ import pytest
 from asyncrl.comm.request_reply import PeerGone, RemoteError
 from asyncrl.comm.request_reply.messages import Failure
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
-from asyncrl.runtime.last_step import LastStep
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import (
-    KEPT_STEP_LOST,
+    MEMORY_CHECKPOINT_LOST,
     CollectWeights,
     FinishShare,
     IsStepRunning,
     LoadCheckpoint,
-    LoadLastStep,
+    LoadMemoryCheckpoint,
     Publish,
     Standing,
     TakeUp,
@@ -107,10 +107,10 @@ async def test_a_run_that_was_stopped_before_its_first_step_begins_anew(tmp_path
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_master_that_follows_goes_on_with_ranks_between_two_steps(
-    tmp_path: Path, last_step: LastStep, ranks: int
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, ranks: int
 ) -> None:
     """Nothing is loaded, what waited in the ranks is trained, every row is there once."""
-    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(ranks), last_step=last_step)
+    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(ranks), memory_checkpoint=memory_checkpoint)
     async with running(first):  # killed while it waits for the data of step 3, of which a half is there
         await first.deliver(range(8), oldest=1)
         await first.deliver(range(8, 10), oldest=2)
@@ -135,10 +135,10 @@ async def test_a_master_that_follows_goes_on_with_ranks_between_two_steps(
 
 
 async def test_a_master_that_follows_hears_what_is_dropped_for_good_before_it_trains(
-    tmp_path: Path, last_step: LastStep
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint
 ) -> None:
     """The one before it may have written that into the ledger."""
-    first = Run(tmp_path, make_config(total_train_steps=2), last_step=last_step)
+    first = Run(tmp_path, make_config(total_train_steps=2), memory_checkpoint=memory_checkpoint)
     async with running(first):
         await first.deliver(range(6), oldest=1)
         await until(lambda: len(first.manager.reports) == 1)
@@ -153,15 +153,15 @@ async def test_a_master_that_follows_hears_what_is_dropped_for_good_before_it_tr
 
 
 async def test_a_master_that_follows_has_the_state_made_whole_before_others_hear_of_the_step(
-    tmp_path: Path, last_step: LastStep
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint
 ) -> None:
     """The one before it was killed after the ranks had copied it."""
-    first = Run(tmp_path, make_config(total_train_steps=2), last_step=last_step)
+    first = Run(tmp_path, make_config(total_train_steps=2), memory_checkpoint=memory_checkpoint)
     first.workers.write_gate = asyncio.Event()
     async with running(first):
         await first.deliver(range(8), oldest=0)
         await until(lambda: bool(first.workers.requests(FinishShare)))
-    assert (first.board.versions, last_step.version) == ([], None)
+    assert (first.board.versions, memory_checkpoint.version) == ([], None)
 
     second = Run(tmp_path, first.config, follows=first)
     async with running(second) as task:
@@ -176,9 +176,9 @@ async def test_a_master_that_follows_has_the_state_made_whole_before_others_hear
 
 @pytest.mark.parametrize("stand", ["in a step", "after different steps", "one is gone"])
 async def test_a_master_that_follows_touches_nothing_where_the_ranks_do_not_stand_between_two_steps(
-    tmp_path: Path, last_step: LastStep, stand: str
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, stand: str
 ) -> None:
-    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(2), last_step=last_step)
+    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(2), memory_checkpoint=memory_checkpoint)
     async with running(first):
         await first.deliver(range(8), oldest=1)
         await until(lambda: len(first.manager.reports) == 2)
@@ -202,27 +202,27 @@ async def test_a_master_that_follows_touches_nothing_where_the_ranks_do_not_stan
 
 @pytest.mark.parametrize("left", ["nothing", "an older version", "a part"])
 async def test_where_the_last_step_is_not_whole_nobody_begins_with_what_is_left(
-    tmp_path: Path, last_step: LastStep, left: str
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, left: str
 ) -> None:
     """As after the loss of a host."""
     workers = FakeWorkers(kept={"version": 1} if left == "an older version" else None)
     if left == "a part":
-        lost = Failure(KEPT_STEP_LOST, "version 2 is not whole any more: all of it on b", "")
-        workers.fail[LoadLastStep] = RemoteError("model_worker/0", "load_last_step", lost)
-    run = Run(tmp_path, make_config(), workers, last_step=last_step)
+        lost = Failure(MEMORY_CHECKPOINT_LOST, "version 2 is not whole any more: all of it on b", "")
+        workers.fail[LoadMemoryCheckpoint] = RemoteError("model_worker/0", "load_memory_checkpoint", lost)
+    run = Run(tmp_path, make_config(), workers, memory_checkpoint=memory_checkpoint)
     run.board.versions = [2]
     with pytest.raises(RestartTrainer, match="only a checkpoint is left"):
         await run.loop.run()
-    assert not last_step.can_go_on(0)
+    assert not memory_checkpoint.can_go_on(0)
     assert workers.requests(LoadCheckpoint) == workers.requests(Publish) == []
 
 
 @pytest.mark.parametrize("cause", ["no room", "a rank died"])
 async def test_a_step_that_is_not_kept_is_told_to_others_only_if_the_ranks_live(
-    tmp_path: Path, last_step: LastStep, cause: str
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, cause: str
 ) -> None:
     """After a rank's death the run resumes from the step before; without room nothing resumes from there."""
-    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(2), last_step=last_step)
+    first = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(2), memory_checkpoint=memory_checkpoint)
     first.workers.fail[FinishShare] = (
         PeerGone("killed")
         if cause == "a rank died"

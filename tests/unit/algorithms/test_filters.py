@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algorithms.group_view import GroupView, Verdict, rewards_of_turns
+from asyncrl.algorithms.group_view import FilterDecision, GroupView, rewards_of_turns
 from asyncrl.config.catalog import resolve
 
 
@@ -18,7 +18,7 @@ def group(rewards, lengths=None) -> GroupView:
 
 
 def test_a_group_of_equal_rewards_is_dropped_and_its_prompt_goes_back_only_if_asked():
-    assert resolve("filter", "zero_variance")(group([1, 1, 1])) == Verdict(False, "zero_variance", False)
+    assert resolve("filter", "zero_variance")(group([1, 1, 1])) == FilterDecision(False, "zero_variance", False)
     assert resolve("filter", "zero_variance", {"return_prompt": True})(group([0, 0])).return_prompt
     assert resolve("filter", "zero_variance")(group([0.5])).keep is False
     assert resolve("filter", "zero_variance")(group([1, 0, 1])).keep
@@ -65,10 +65,10 @@ def test_the_rewards_of_turns_are_those_of_unbroken_runs_of_policy_tokens(reward
 @pytest.mark.parametrize(
     ("rewards", "verdict"),
     [
-        ([0, 0, 0, 0], Verdict(False, "too_hard", True)),
-        ([1, 0, 0, 0], Verdict(True)),
-        ([1, 1, 1, 0], Verdict(True)),
-        ([1, 1, 1, 1], Verdict(False, "too_easy", False)),
+        ([0, 0, 0, 0], FilterDecision(False, "too_hard", True)),
+        ([1, 0, 0, 0], FilterDecision(True)),
+        ([1, 1, 1, 0], FilterDecision(True)),
+        ([1, 1, 1, 1], FilterDecision(False, "too_easy", False)),
     ],
 )
 def test_success_rate_bounds_are_inclusive_and_only_hard_prompts_go_back(rewards, verdict):

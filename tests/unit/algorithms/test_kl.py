@@ -169,7 +169,7 @@ def test_moving_average_needs_the_same_parameters_and_a_decay_within_bounds():
         ema_update_([], [], 1.5)
 
 
-STATS = {"ppo/approx_kl": 0.02, "ppo/importance_mean": 1.0, "ppo/importance_square_mean": 1.5}
+STATS = {"ppo/approx_kl": 0.02, "ppo/behave_ratio_mean": 1.0, "ppo/behave_ratio_square_mean": 1.5}
 
 
 def test_minibatch_loop_stops_above_its_bounds_only():

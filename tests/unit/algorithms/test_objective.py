@@ -25,7 +25,7 @@ AGGREGATIONS = {
     "seq_mean_token_sum": {},
     "constant": {"divisor": 7.0},
 }
-REQUIRED_STATS = {"ppo/clip_fraction", "ppo/behave_weight_mean", "ppo/behave_kl", "ppo/approx_kl", "entropy"}
+REQUIRED_STATS = {"ppo/clip_fraction", "ppo/behave_imp_weight_mean", "ppo/behave_kl", "ppo/approx_kl", "entropy"}
 
 
 def run(objective: Objective, batch, dtype=torch.float64, normaliser: float | None = None):
@@ -211,7 +211,7 @@ def test_a_batch_without_loss_tokens_gives_a_loss_of_zero(ragged):
     assert float(loss) == 0.0
     assert not gradient.any()
     assert values(stats)["tokens/loss"] == 0.0
-    assert values(stats)["ppo/behave_weight_max"] == 0.0
+    assert values(stats)["ppo/behave_imp_weight_max"] == 0.0
 
 
 def test_statistics_are_those_of_the_definition(ragged):
@@ -225,14 +225,14 @@ def test_statistics_are_those_of_the_definition(ragged):
     behind, moved = (batch.prox - batch.behave)[m], (batch.logprobs - batch.prox)[m]
     importance = np.exp(batch.logprobs - batch.behave)[m]
     expected = {
-        "ppo/behave_weight_mean": weight.mean(),
-        "ppo/behave_weight_max": weight.max(),
+        "ppo/behave_imp_weight_mean": weight.mean(),
+        "ppo/behave_imp_weight_max": weight.max(),
         "ppo/behave_kl": (np.exp(behind) - 1 - behind).mean(),
         "ppo/approx_kl": (np.exp(moved) - 1 - moved).mean(),
         "ppo/engine_gap": np.abs((batch.prox - batch.behave)[current]).mean(),
         "ppo/engine_gap_max": np.abs((batch.prox - batch.behave)[current]).max(),
-        "ppo/importance_mean": importance.mean(),
-        "ppo/importance_square_mean": (importance**2).mean(),
+        "ppo/behave_ratio_mean": importance.mean(),
+        "ppo/behave_ratio_square_mean": (importance**2).mean(),
         "entropy": batch.entropy[m].mean(),
         "tokens/loss": m.sum(),
     }

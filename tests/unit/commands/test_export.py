@@ -92,7 +92,7 @@ def test_what_is_exported_from_a_checkpoint_is_what_was_published(
     newest = read_checkpoint(run / "weights" / "actor" / "v2")
     assert any(not torch.equal(newest[name], tensor) for name, tensor in expected.items()), "two different versions"
     AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert not {"manifest.json", "canary.json"} & {path.name for path in (tmp_path / "out").iterdir()}
+    assert not {"manifest.json", "logprob_probe.json"} & {path.name for path in (tmp_path / "out").iterdir()}
 
 
 def test_the_newest_published_version_is_exported_by_default(make_run: MakeRun, tmp_path: Path) -> None:

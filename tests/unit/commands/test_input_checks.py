@@ -224,7 +224,7 @@ def test_answers_are_not_kept_by_workers_that_do_not_share_the_runs_folder(tiny_
     config = load_experiment("async_ppo", [f"model.path={tiny_model}", "samples.eval_every=1"])
     assert isinstance(config, ExperimentConfig)
     check_data(config, None)
-    config.system.shared = False
+    config.system.shared_filesystem = False
     config.system.hosts = [HostConfig(runs=["generation_server"]), HostConfig(name="b", runs=["rollout_worker"])]
     with pytest.raises(ConfigError, match=r"^samples\.eval_every=1: .*set samples\.eval_every=0$"):
         check_data(config, None)

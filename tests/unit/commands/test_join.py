@@ -19,7 +19,7 @@ def test_where_hosts_share_no_folder_processes_join_on_the_launchers_host_alone(
 ) -> None:
     monkeypatch.setattr(join, "read_holder", lambda run_dir: object())
     config = ExperimentConfig()
-    config.system.shared = False
+    config.system.shared_filesystem = False
     config.system.hosts = [
         HostConfig(name="b", address="10.0.0.2", runs=["generation_server", "rollout_worker"]),
         HostConfig(address="10.0.0.1", runs=["master_worker", "model_worker", "gserver_manager"]),
@@ -28,5 +28,5 @@ def test_where_hosts_share_no_folder_processes_join_on_the_launchers_host_alone(
     assert joinable(tmp_path, kind, "")[1] == "10.0.0.1"
     assert joinable(tmp_path, kind, "10.0.0.1")[1] == "10.0.0.1"
     for host in ("10.0.0.2", "10.0.0.3"):
-        with pytest.raises(JoinError, match=rf"--host={host}: with system.shared=false .* \(10.0.0.1\)"):
+        with pytest.raises(JoinError, match=rf"--host={host}: with system.shared_filesystem=false .* \(10.0.0.1\)"):
             joinable(tmp_path, kind, host)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.aliases import ALIASES, allocation, elsewhere
+from asyncrl.config.aliases import ALIASES, RENAMED, allocation, elsewhere
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment, settings
 from asyncrl.config.setting import ConfigError
@@ -87,6 +87,14 @@ def test_every_answer_names_a_setting_that_there_is(alias: object) -> None:
     assert ours[0] in OURS
     if ours[2]:
         load_experiment("async_ppo", [alias.ours])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_setting_by_its_earlier_name_is_answered_with_its_name_now(old: str) -> None:
+    assert old not in OURS
+    assert RENAMED[old] in OURS
+    with pytest.raises(ConfigError, match=f"it was renamed to '{RENAMED[old]}'"):
+        load_experiment("async_ppo", [f"{old}=1"])
 
 
 @pytest.mark.parametrize(

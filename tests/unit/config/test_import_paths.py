@@ -15,11 +15,11 @@ from asyncrl.config.import_paths import PluginError, definition, load_plugin, sp
 from asyncrl.config.load import load_experiment
 from asyncrl.config.signatures import problems
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
 
 MINE = """
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
-from asyncrl.algorithms.group_view import GroupView, Verdict
+from asyncrl.algorithms.group_view import GroupView, FilterDecision
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.master.graph import Call, Graph
 
@@ -56,7 +56,7 @@ def node(ctx, batch):
 
 
 def my_filter(group, *, least: float = 0.0):
-    return Verdict(True)
+    return FilterDecision(True)
 
 
 def my_shaping(group, *, by: float = 1.0):
@@ -92,7 +92,7 @@ def my_value_loss(inputs, *, scale: float = 1.0):
     from asyncrl.algorithms.value_losses import squared
     return squared(inputs)
 """
-FORMS = ("my_things:{}", "{folder}/my_things.py:{}")
+AGENT_METHODS = ("my_things:{}", "{folder}/my_things.py:{}")
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def checked(*overrides: str) -> ExperimentConfig:
     return config
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", AGENT_METHODS)
 @pytest.mark.parametrize(
     ("group", "name"),
     [("dataset", "Rows"), ("eval", "Rows"), ("agent", "MyAgent"), ("env", "MyEnv"), ("reward", "score")],
@@ -122,8 +122,8 @@ async def test_what_a_rollout_worker_takes_is_found(
     scale = "reward.args.scale=0.75" if group == "reward" else "seed=1"
     config = checked(f"{group}.path='{mine(form, name)}'", f"model.path={tiny_model}", scale)
     assert "my_things" not in sys.modules, "a check must not run the user's module"
-    plugins = Plugins(config)
-    async with plugins.offloader:
+    plugins = UserComponents(config)
+    async with plugins.runner:
         env = plugins.environments.one()
         await env.reset(options={"data": {"prompt": "1+1=", "answer": "2"}})
         _, reward, *_ = await env.step("1+1=2#2")
@@ -137,7 +137,7 @@ async def test_what_a_rollout_worker_takes_is_found(
     assert parts[group] == name
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", AGENT_METHODS)
 @pytest.mark.parametrize(
     ("setting", "name"),
     [
@@ -163,13 +163,13 @@ def test_what_a_training_rank_takes_is_found(
     assert function.func.__name__ == name
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", AGENT_METHODS)
 @pytest.mark.parametrize(("setting", "name"), [("rollout.filters", "my_filter"), ("rollout.shaping", "my_shaping")])
 def test_filters_and_shapings_are_found(mine: Callable[[str, str], str], form: str, setting: str, name: str) -> None:
     checked(f"{setting}=[{{name: '{mine(form, name)}'}}]")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", AGENT_METHODS)
 def test_a_graph_and_the_functions_of_its_calls_are_found(mine: Callable[[str, str], str], form: str) -> None:
     config = checked(f"algorithm.graph='{mine(form, 'graph')}'", "algorithm.graph_args.weight=2")
     assert [call.function.rpartition(":")[2] for call in load_graph(config).calls] == ["node", "node"]

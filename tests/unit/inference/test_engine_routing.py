@@ -18,7 +18,7 @@ from asyncrl.inference.embedded.serving.replies import sample_reply
 from asyncrl.inference.embedded.serving.requests import parse_generate
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
 from asyncrl.inference.messages import PauseMode
-from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.routing import Routers
 
 LAYERS, EXPERTS, PER_TOKEN, DENSE = 3, 5, 2, 1

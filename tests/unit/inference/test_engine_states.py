@@ -21,7 +21,7 @@ from asyncrl.inference.embedded.model import model_io
 from asyncrl.inference.embedded.model.states import SlotStates
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.messages import PauseMode
-from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.parity import UnsupportedModelError
 
 VOCABULARY = 64
 TOLERANCE = 1e-4

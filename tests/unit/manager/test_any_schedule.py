@@ -2,7 +2,7 @@
 
 Gate, prompt queue, manager, sample buffer and ledger are the real ones. Processes, messages and what outlives them (the
 manager's log, the last step, the inboxes, checkpoints, the file of used prompts) are played as `manager/client.py`,
-`rollout/loop.py`, `trainer/trajectories/intake.py`, `master/train_loop.py` and `master/books/reports.py` have them.
+`rollout/loop.py`, `trainer/trajectories/receiver.py`, `master/train_loop.py` and `master/books/reports.py` have them.
 
     messages   a call's reply is lost, a call arrives late, again, or after those that were made later; a trajectory
                reaches the trainer late, never, twice, or without its acknowledgement

@@ -84,7 +84,7 @@ def test_the_prompt_is_not_played_once_the_trainer_says_that_it_is_used() -> Non
 def test_the_prompt_is_not_played_where_the_second_attempt_was_given_up_for_good() -> None:
     service = begun()
     assert ask(service, "second") == [0]
-    ended = [m.FinishedRollout("second", accepted=False, reason="bad_prompt")]
+    ended = [m.FinishedRollout("second", accepted=False, reason="invalid_prompt")]
     call(service, "/finish_rollout", worker=WORKER, incarnation=1, finished=ended)
     drop(service, "first", "stale")
     assert ask(service, "third") == [1]

@@ -94,7 +94,7 @@ def test_the_plan_is_the_one_that_the_rules_give_word_by_word(data: st.DataObjec
 def test_minibatches_follow_the_documented_permutation() -> None:
     permutation = np.random.default_rng([7, 3]).permutation(6)
     expected = {int(group): position % 3 for position, group in enumerate(permutation)}
-    assert minibatches_of_groups([(1.0, 0.0)] * 6, Dealing(3, seed=7), 3)[:, 0].tolist() == [
+    assert minibatches_of_groups([True] * 6, Dealing(3, seed=7), 3)[:, 0].tolist() == [
         expected[group] for group in range(6)
     ]
 
@@ -102,8 +102,7 @@ def test_minibatches_follow_the_documented_permutation() -> None:
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(1, 4), st.integers(0, 5))
 def test_groups_with_a_signal_are_dealt_evenly(signals: list[bool], minibatches: int, version: int) -> None:
     signals = signals * minibatches
-    rewards = [(0.0, 1.0) if signal else (0.5, 0.5) for signal in signals]
-    minibatch_G = minibatches_of_groups(rewards, Dealing(minibatches), version)[:, 0]
+    minibatch_G = minibatches_of_groups(signals, Dealing(minibatches), version)[:, 0]
     assert np.bincount(minibatch_G, minlength=minibatches).tolist() == [len(signals) // minibatches] * minibatches
     with_signal = np.bincount(minibatch_G[np.array(signals)], minlength=minibatches)
     assert max(with_signal) - min(with_signal) <= 1

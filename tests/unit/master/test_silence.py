@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.comm.request_reply.client import PeerGone, RequestClient, RequestTimeout
 from asyncrl.master import process
-from asyncrl.master.process import RanksSilent, unless_silent
+from asyncrl.master.process import RanksUnresponsive, await_while_responsive
 from asyncrl.trainer.messages import IsStepRunning, StepRunning
 
 
@@ -42,7 +42,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def watched(running: Any, ranks: Sequence[Rank], stop: asyncio.Event) -> None:
     async with asyncio.timeout(60.0):
-        await unless_silent(running, cast(Sequence[RequestClient], ranks), stop, 7.0)
+        await await_while_responsive(running, cast(Sequence[RequestClient], ranks), stop, 7.0)
 
 
 async def forever() -> None:
@@ -65,7 +65,7 @@ async def test_those_who_do_not_answer_after_a_stop_are_named_and_what_waits_for
         finally:
             ended.append("cancelled")
 
-    with pytest.raises(RanksSilent, match="from model_worker/1, model_worker/3 for 7 s"):
+    with pytest.raises(RanksUnresponsive, match="from model_worker/1, model_worker/3 for 7 s"):
         await watched(running(), [Rank(None), Rank(SILENT), Rank(None), Rank(SILENT)], stop)
     assert ended == ["cancelled"]
 
@@ -85,7 +85,7 @@ async def test_a_connection_that_is_made_again_is_no_silence_and_one_that_is_not
     stop = asyncio.Event()
     stop.set()
     back = Rank(GONE, None, GONE, None)
-    with pytest.raises(RanksSilent, match="from model_worker/1 for"):
+    with pytest.raises(RanksUnresponsive, match="from model_worker/1 for"):
         await watched(forever(), [back, Rank(None, None, None, GONE)], stop)
     assert back.asked == 5
 

@@ -41,7 +41,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
-from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
@@ -53,7 +53,7 @@ from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
 from asyncrl.trainer.parallel.layout import Layout
-from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.trainer.parallel.world import training_world
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
@@ -232,7 +232,7 @@ def trainer(
     config = configured("d1")
     config.model.attn_implementation = attention
     config.trainer.share_prefixes = share_prefixes
-    loader = FlatLoader(config, Place(), torch.device("cpu"))
+    loader = FlatLoader(config, RankPosition(), torch.device("cpu"))
     return loader.policy(str(candidate.folder), Dtype.float32, OptimizerConfig())
 
 

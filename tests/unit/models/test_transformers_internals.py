@@ -45,7 +45,7 @@ def test_a_cache_layer_defines_what_it_did() -> None:
 
 
 def test_every_type_of_layer_that_is_packed_is_there_and_of_a_new_one_somebody_hears() -> None:
-    """Packed attention is tried on those that are sorted in, and no others: see `trainer.model.proof`."""
+    """Packed attention is tried on those that are sorted in, and no others: see `trainer.model.layout_parity`."""
     packed = internals.PLAIN_LAYERS | internals.RECURRENT_LAYERS | internals.TOKENWISE_LAYERS
     elsewhere = {
         "chunked_attention",

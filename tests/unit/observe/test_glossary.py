@@ -14,7 +14,7 @@ from asyncrl.comm.drop_reasons import FAILURES, DropReason
 from asyncrl.manager.fleet.decisions import ServerState
 from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
 from asyncrl.observe.glossary import GROUPS, METRICS, OBSERVED, Metric, find, find_figure
-from asyncrl.rollout.offload.meter import Activity
+from asyncrl.rollout.user_code_pool.timing import Activity
 
 PACKAGE = Path(asyncrl.__file__).parent
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -102,6 +102,7 @@ def test_names_that_the_code_makes_from_lists_are_in_the_table() -> None:
         ("rollout/dropped_failed: reward a/b.py:score", "rollout/dropped_failed: <code>"),
         ("rollout/dropped_zero_variance", "rollout/dropped_<reason>"),
         ("reward/tool/search", "reward/<name>"),
+        ("reward/role/judge", "reward/role/<role>"),
         ("tool/search/calls", "tool/<name>/calls"),
         ("tool/search/pages", "tool/<name>/<number>"),
     ],

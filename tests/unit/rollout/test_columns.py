@@ -21,9 +21,9 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.rollout.episode import judge
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.scoring import Rewards, load_rewards
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.trainer.batches.step_batch import build_step_batch
 
 MakeRewards = Callable[..., list[NamedRewardConfig]]
@@ -165,13 +165,13 @@ async def test_numbers_beside_the_score_are_parts_and_do_not_count(
     rewards: MakeRewards,
 ) -> None:
     several = rewards(("extras", []), ("one", []))
-    async with Offloader(ExperimentConfig().rollout.user_code) as offloader:
+    async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
         with reward_parts() as parts:
-            total = await Rewards(load_rewards(several[0], several), offloader).answer({}, "x")
+            total = await Rewards(load_rewards(several[0], several), runner).answer({}, "x")
         assert total == 1.5
         assert parts.means() == {"extras": 0.5, "extras.format": 1.0, "extras.right": 1.0, "one": 1.0}
         with reward_parts() as parts:
-            assert await Rewards(load_rewards(several[0], ()), offloader).answer({}, "x") == 0.5
+            assert await Rewards(load_rewards(several[0], ()), runner).answer({}, "x") == 0.5
         assert parts.means() == {"format": 1.0, "right": 1.0}
 
 
@@ -180,20 +180,20 @@ async def test_a_mapping_without_a_score_or_with_a_metrics_name_is_refused(
     rewards: MakeRewards, name: str, said: str
 ) -> None:
     (config,) = rewards((name, []))
-    async with Offloader(ExperimentConfig().rollout.user_code) as offloader:
+    async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
         with pytest.raises(UserCodeError) as caught:
-            await Rewards(load_rewards(config, ()), offloader).answer({}, "x")
+            await Rewards(load_rewards(config, ()), runner).answer({}, "x")
         assert said in str(caught.value)
 
 
 async def test_each_row_is_scored_by_the_rewards_of_its_source(rewards: MakeRewards) -> None:
     several = rewards(("one", ["gsm8k"]), ("ten", ["code"]))
-    async with Offloader(ExperimentConfig().rollout.user_code) as offloader:
-        scored = Rewards(load_rewards(several[0], several), offloader)
+    async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
+        scored = Rewards(load_rewards(several[0], several), runner)
         assert await scored.answer({"source": "gsm8k"}, "x") == 1.0
         assert await scored.answer({"source": "code"}, "x") == 10.0
         with pytest.raises(UserCodeError, match="has none for rows of source 'poems'"):
             await scored.answer({"source": "poems"}, "x")
-        everywhere = Rewards(load_rewards(several[0], rewards(("one", ["gsm8k"]), ("ten", []))), offloader)
+        everywhere = Rewards(load_rewards(several[0], rewards(("one", ["gsm8k"]), ("ten", []))), runner)
         assert await everywhere.answer({"source": "gsm8k"}, "x") == 11.0
         assert await everywhere.answer({}, "x") == 10.0

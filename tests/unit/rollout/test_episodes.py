@@ -29,10 +29,10 @@ from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
 from asyncrl.plugins.chat.request import Limits
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.rollout.episode import Tries, run_group
+from asyncrl.rollout.episode import RetryLimits, run_group
 
 PROMPT = Prompt("e0-0", 0, {"prompt": "?"}, (1, 2), 3, SamplingParams(seed=5))
-ONCE = Tries()
+ONCE = RetryLimits()
 LIMIT_S = 120.0
 
 
@@ -78,7 +78,7 @@ async def roll_out(
     policy: Policy | None = None,
     made: list[Env] | None = None,
     prompt: Prompt = PROMPT,
-    tries: Tries = ONCE,
+    tries: RetryLimits = ONCE,
     make: Callable[[list[Env]], Env] | None = None,
 ) -> Sequence[Sample]:
     samples, _ = await roll_out_counted(run, policy, made, prompt, tries, make)
@@ -90,7 +90,7 @@ async def roll_out_counted(
     policy: Policy | None = None,
     made: list[Env] | None = None,
     prompt: Prompt = PROMPT,
-    tries: Tries = ONCE,
+    tries: RetryLimits = ONCE,
     make: Callable[[list[Env]], Env] | None = None,
     rules: ChatPolicy | None = None,
 ) -> tuple[Sequence[Sample], dict[str, float]]:
@@ -247,13 +247,13 @@ async def test_a_member_that_fails_is_tried_again_alone_with_other_numbers_in_an
         return 1.0
 
     policy = Policy()
-    samples = await roll_out(fails_twice, policy, made, tries=Tries(3))
+    samples = await roll_out(fails_twice, policy, made, tries=RetryLimits(3))
     assert [sample.episode for sample in samples] == [0, 1, 2], "no conversation of a try that failed is trained"
     assert tries == [1, 1, 1], "a fresh environment each time"
     assert len(set(policy.seeds)) == 5
     assert [env.closed for env in made] == [True] * 5
     tries.clear()
-    samples, counted = await roll_out_counted(fails_twice, policy, made, tries=Tries(2))
+    samples, counted = await roll_out_counted(fails_twice, policy, made, tries=RetryLimits(2))
     assert [sample.episode for sample in samples] == [0, 2]
     assert counted[f"rollout/lost_episodes: agent fails_twice {how}"] == 1.0
 
@@ -271,10 +271,10 @@ async def test_an_episode_that_fails_once_its_context_is_full_names_the_setting(
 
     full = ChatPolicy(Limits(max_context=len(PROMPT.input_ids)))
     with pytest.raises(KeyError) as caught:
-        await roll_out_counted(goes_on, tries=Tries(1, least=9), rules=full)
+        await roll_out_counted(goes_on, tries=RetryLimits(1, least=9), rules=full)
     assert "generation.context_length left no room" in str(caught.value.__notes__)
     assert "agent goes_on raised KeyError after its context was full (generation.context_length)" in caplog.text
-    _, counted = await roll_out_counted(goes_on, tries=Tries(1))
+    _, counted = await roll_out_counted(goes_on, tries=RetryLimits(1))
     assert counted["rollout/lost_episodes: agent goes_on raised KeyError"] == 1.0
 
 
@@ -287,7 +287,7 @@ async def test_too_few_episodes_left_are_the_error_of_the_last_one_that_was_give
 
     assert len(await roll_out(one_remains)) == 1
     with pytest.raises(KeyError, match="no such field"):
-        await roll_out(one_remains, tries=Tries(2, least=2))
+        await roll_out(one_remains, tries=RetryLimits(2, least=2))
 
 
 async def test_an_answer_that_cannot_be_scored_is_asked_for_anew_and_costs_no_other() -> None:
@@ -304,7 +304,7 @@ async def test_an_answer_that_cannot_be_scored_is_asked_for_anew_and_costs_no_ot
     made: list[Env] = []
     policy = Policy()
     agent = SingleTurnAgent(tokenizer=CharTokenizer())
-    samples = await roll_out(agent, policy, made, make=Picky, tries=Tries(3))
+    samples = await roll_out(agent, policy, made, make=Picky, tries=RetryLimits(3))
     assert [sample.episode for sample in samples] == [0, 1, 2]
     assert [request.n for request in policy.asked] == [3, 1, 1]
     assert len(set(policy.seeds)) == 3

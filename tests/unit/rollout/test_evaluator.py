@@ -26,7 +26,7 @@ from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.plugins.datasets.prompts import BadPrompt
+from asyncrl.plugins.datasets.prompts import InvalidPrompt
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.rollout.episode import run_group
@@ -34,9 +34,9 @@ from asyncrl.rollout.evaluation.evaluator import Evaluator
 from asyncrl.rollout.evaluation.kept_answers import Answer, KeptAnswers
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.messages import EvaluatedAnswer
-from asyncrl.rollout.offload.meter import Activity, current_meter
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.timing import Activity, current_meter
 
 SETS = evaluation_sets(ExperimentConfig(eval=EvalConfig(sets=[EvalSetConfig("all"), EvalSetConfig("two", size=2)])))
 
@@ -64,7 +64,7 @@ async def score(data: Mapping[str, Any], completion: str) -> float:
 
 
 @dataclass
-class FakePlugins:
+class FakeComponents:
     agent: Agent
     n_samples: int = 1
 
@@ -84,7 +84,7 @@ class FakePlugins:
 
     def eval_prompt(self, name: str, row: int, member: int) -> Prompt:
         if row == 3:
-            raise BadPrompt("too long")
+            raise InvalidPrompt("too long")
         return Prompt(f"{name}-{row}-{member}", row, {"prompt": ""}, (row + member,), 1, SamplingParams())
 
 
@@ -92,8 +92,8 @@ SINGLE_TURN = SingleTurnAgent(tokenizer=CharTokenizer())
 
 
 def evaluator(client: FakeClient, agent: Agent = SINGLE_TURN, n_samples: int = 1, **share: int) -> Evaluator:
-    plugins = cast(Plugins, FakePlugins(agent, n_samples))
-    return Evaluator(plugins, cast(RolloutClient, client), **{"index": 0, "workers": 1, "max_concurrent": 2} | share)
+    components = cast(UserComponents, FakeComponents(agent, n_samples))
+    return Evaluator(components, cast(RolloutClient, client), **{"index": 0, "workers": 1, "max_concurrent": 2} | share)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +118,10 @@ async def test_the_answers_are_kept_by_row_and_member_with_their_verdicts() -> N
         async def keep(self, name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
             seen.append((name, version, {row: [each.right for each in group] for row, group in answers.items()}))
 
-    plugins = cast(Plugins, FakePlugins(SINGLE_TURN, 2))
-    keeping = Evaluator(plugins, cast(RolloutClient, FakeClient()), index=1, workers=2, max_concurrent=2, keep=Keeps())
+    components = cast(UserComponents, FakeComponents(SINGLE_TURN, 2))
+    keeping = Evaluator(
+        components, cast(RolloutClient, FakeClient()), index=1, workers=2, max_concurrent=2, keep=Keeps()
+    )
     await keeping.evaluate("all", 7)
     assert seen == [("all", 7, {1: [True, False]})], "row 3 makes no prompt"
 

@@ -12,8 +12,8 @@ from asyncrl.api.generation import FinishReason
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.queue.order import PromptRef
-from asyncrl.rollout.episode import Tries
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.episode import RetryLimits
+from asyncrl.rollout.user_code.components import UserComponents
 
 CODE = """
 from dataclasses import replace
@@ -75,35 +75,35 @@ def configured(tmp_path: Path, tiny_model: Path) -> Callable[..., ExperimentConf
     return make
 
 
-async def played(plugins: Plugins, policy: Policy) -> tuple[int, dict[str, float]]:
-    async with plugins.offloader:
-        prompt = plugins.prompts.train(PromptRef("p", 0, 0))
-        samples, counted = await plugins.play_to_train(prompt, policy, Tries())
+async def played(components: UserComponents, policy: Policy) -> tuple[int, dict[str, float]]:
+    async with components.runner:
+        prompt = components.prompts.train(PromptRef("p", 0, 0))
+        samples, counted = await components.play_to_train(prompt, policy, RetryLimits())
     return len(samples), counted
 
 
 async def test_a_greedy_answer_is_rewarded_and_not_trained(configured: Callable[..., ExperimentConfig]) -> None:
-    plugins, policy = Plugins(configured()), Policy()
-    samples, counted = await played(plugins, policy)
+    components, policy = UserComponents(configured()), Policy()
+    samples, counted = await played(components, policy)
     greedy = [asked for asked in policy.asked if asked.temperature == 0.0]
     assert samples == GROUP
     assert len(greedy) == 1
-    assert counted["agent/greedy_reward"] == len(plugins.tokenizer.decode([5]))
+    assert counted["agent/greedy_reward"] == len(components.tokenizer.decode([5]))
 
 
 async def test_an_agent_that_chooses_how_it_samples_is_greedy_in_every_call(
     configured: Callable[..., ExperimentConfig],
 ) -> None:
     policy = Policy()
-    samples, counted = await played(Plugins(configured("twice")), policy)
+    samples, counted = await played(UserComponents(configured("twice")), policy)
     assert samples == 2 * GROUP
     assert sorted(asked.temperature for asked in policy.asked) == [0.0] * 2 + [0.3] * GROUP + [1.0] * GROUP
-    prompt = Plugins(configured()).prompts.train(PromptRef("p", 0, 0))
+    prompt = UserComponents(configured()).prompts.train(PromptRef("p", 0, 0))
     assert counted["agent/greedy_reward"] == len(prompt.input_ids) + 1, "the mean over the episode's samples"
 
 
 async def test_a_prompt_that_the_agent_rejects_has_no_baseline(configured: Callable[..., ExperimentConfig]) -> None:
-    samples, counted = await played(Plugins(configured("silent")), Policy())
+    samples, counted = await played(UserComponents(configured("silent")), Policy())
     assert samples == 0
     assert "agent/greedy_reward" not in counted
 
@@ -112,10 +112,10 @@ async def test_other_advantages_and_evaluation_play_no_greedy_answer(
     configured: Callable[..., ExperimentConfig],
 ) -> None:
     policy = Policy()
-    assert "agent/greedy_reward" not in (await played(Plugins(configured(advantage="grpo")), policy))[1]
-    plugins = Plugins(configured())
-    async with plugins.offloader:
-        await plugins.play(plugins.prompts.train(PromptRef("p", 0, 0)), policy)
+    assert "agent/greedy_reward" not in (await played(UserComponents(configured(advantage="grpo")), policy))[1]
+    components = UserComponents(configured())
+    async with components.runner:
+        await components.play(components.prompts.train(PromptRef("p", 0, 0)), policy)
     assert all(asked.temperature == 1.0 for asked in policy.asked)
 
 
@@ -130,6 +130,6 @@ def test_where_one_greedy_episode_has_no_comparable_reward_remax_is_refused(
     configured: Callable[..., ExperimentConfig], given: dict[str, str], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^algorithm\.advantage\.name=remax: .*{why}"):
-        Plugins(configured(**given))
-    Plugins(configured(advantage="grpo", **given))
-    Plugins(configured(**given), training=False)
+        UserComponents(configured(**given))
+    UserComponents(configured(advantage="grpo", **given))
+    UserComponents(configured(**given), training=False)

@@ -15,7 +15,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import load_plugin
 from asyncrl.config.run_dir import DATA_RECORD_FILE, run_dir_of
 from asyncrl.config.setting import ChoiceConfig, ConfigError
-from asyncrl.plugins.datasets.record import DataRecord
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.settings import SourceConfig
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
@@ -192,7 +192,7 @@ def test_nothing_is_copied_where_all_rollout_workers_are_on_the_launchers_host(
     config.fileroot = str(tmp_path)
     run_dir_of(config).mkdir(parents=True)
     keep_inputs(config)
-    config.system.shared = False
+    config.system.shared_filesystem = False
     config.system.hosts = [HostConfig(runs=["rollout_worker"]), HostConfig(name="b", runs=["generation_server"])]
     keep_inputs(config)
     assert not list(run_dir_of(config).iterdir())

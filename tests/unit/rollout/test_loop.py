@@ -42,15 +42,15 @@ from asyncrl.manager.messages import (
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat, make_prompt
+from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt, PromptFormat, make_prompt
 from asyncrl.plugins.datasets.queue.order import DataOrder, PromptRef
-from asyncrl.rollout.episode import Tries, run_group
+from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.loop import MAX_ATTEMPTS, MAX_FAILURES_IN_A_ROW, RolloutLoop
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.meter import current_meter
 from asyncrl.rollout.settings import RolloutConfig
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.timing import current_meter
 
 GROUP = 2
 ORDER = DataOrder(1000, 0)
@@ -95,7 +95,7 @@ def made_prompt(ref: PromptRef) -> Prompt:
 
 
 @dataclass
-class FakePlugins:
+class FakeComponents:
     agent: Agent
 
     train: Callable[[PromptRef], Prompt] = made_prompt
@@ -104,7 +104,7 @@ class FakePlugins:
     def prompts(self) -> Any:
         return SimpleNamespace(train=self.train)
 
-    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: Tries) -> Any:
+    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Any:
         return await run_group(self.agent, lambda: NoEnv(), prompt, policy, self.client, tries)
 
     def client(self, policy: GenerationClient, prompt: Prompt) -> ChatClient:
@@ -175,10 +175,10 @@ async def run(
         pushed.append(trajectory)
 
     gate.goal = gate.goal or gate.admit
-    plugins = FakePlugins(agent) if train_prompt is None else FakePlugins(agent, train_prompt)
+    components = FakeComponents(agent) if train_prompt is None else FakeComponents(agent, train_prompt)
     manager, client = cast(ManagerClient, gate), cast(RolloutClient, SimpleNamespace(generate=generate))
     config = config or RolloutConfig(max_concurrent=8)
-    parts = cast(Plugins, plugins), manager, client, push, config
+    parts = cast(UserComponents, components), manager, client, push, config
     loop = RolloutLoop(*parts, right_at=right_at, least_episodes=least_episodes)
     working = asyncio.create_task(loop.run())
     done = asyncio.create_task(gate.done.wait())
@@ -294,8 +294,8 @@ async def roll_out_until(enough: Callable[[], bool], gate: ServiceGate, flat: Ca
         """Nobody trains it."""
 
     config = RolloutConfig(max_concurrent=8, filters=[ChoiceConfig("zero_variance", {"return_prompt": True})])
-    plugins, manager = cast(Plugins, FakePlugins(agent, train_prompt)), cast(ManagerClient, gate)
-    loop = RolloutLoop(plugins, manager, cast(RolloutClient, None), push, config)
+    components, manager = cast(UserComponents, FakeComponents(agent, train_prompt)), cast(ManagerClient, gate)
+    loop = RolloutLoop(components, manager, cast(RolloutClient, None), push, config)
     working = asyncio.create_task(loop.run())
     try:
         async with asyncio.timeout(LIMIT_S):
@@ -328,7 +328,7 @@ async def test_a_prompt_that_a_filter_returns_is_tried_with_other_seeds_and_drop
     tries = Counter(gate.seen)
     assert tries[gate.seen[0]] == max(tries.values()) == RolloutConfig().filter_tries
     dropped = gate.service.gate.books().dropped
-    assert dropped.keys() == {"zero_variance", "zero_variance_given_up"}
+    assert dropped.keys() == {"zero_variance", "zero_variance_exhausted"}
 
 
 async def test_shaping_changes_the_rewards_that_are_trained() -> None:
@@ -380,12 +380,12 @@ async def test_a_row_that_makes_no_prompt_is_dropped_for_good_at_once() -> None:
 
     def too_long(ref: PromptRef) -> Prompt:
         if ref.order == 1:
-            raise BadPrompt("row 7 is too long")
+            raise InvalidPrompt("row 7 is too long")
         return made_prompt(ref)
 
     await run(gate, always(1.0, 0.0), train_prompt=too_long)
     (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
-    assert (dropped.reason, dropped.return_prompt) == ("bad_prompt", False)
+    assert (dropped.reason, dropped.return_prompt) == ("invalid_prompt", False)
 
 
 async def test_a_row_that_is_too_long_is_left_out_and_is_no_failure() -> None:
@@ -400,7 +400,7 @@ async def test_a_row_that_is_too_long_is_left_out_and_is_no_failure() -> None:
     (dropped,) = [ended for ended in gate.finished.values() if not ended.accepted]
     assert (dropped.reason, dropped.return_prompt) == ("overlong_prompt", False)
     assert failure("overlong_prompt") is None, "nobody has to look into what the settings ask for"
-    assert failure("bad_prompt") is not None
+    assert failure("invalid_prompt") is not None
 
 
 async def test_bad_rows_that_come_before_the_first_answer_end_nothing() -> None:
@@ -410,7 +410,7 @@ async def test_bad_rows_that_come_before_the_first_answer_end_nothing() -> None:
 
     def first_are_bad(ref: PromptRef) -> Prompt:
         if 4 <= ref.order < 4 + MAX_FAILURES_IN_A_ROW + 4:
-            raise BadPrompt(f"row {ref.row} is too long")
+            raise InvalidPrompt(f"row {ref.row} is too long")
         return made_prompt(ref)
 
     async def slow(request: GenerationRequest, rollout_id: str, *, route: Route | None = None) -> GenerationResult:
@@ -769,12 +769,12 @@ async def test_two_workers_play_the_data_order_between_them() -> None:
     gates = [SharedGate(service, f"rollout_worker/{index}") for index in range(2)]
     config = RolloutConfig(max_concurrent=2, filters=[ChoiceConfig("zero_variance")])
     client = cast(RolloutClient, SimpleNamespace(generate=answer))
-    plugins = cast(Plugins, FakePlugins(always(1.0, 1.0)))
+    components = cast(UserComponents, FakeComponents(always(1.0, 1.0)))
 
     async def push(trajectory: Trajectory) -> None:
         raise AssertionError("all groups are without variance")
 
-    loops = [RolloutLoop(plugins, cast(ManagerClient, gate), client, push, config) for gate in gates]
+    loops = [RolloutLoop(components, cast(ManagerClient, gate), client, push, config) for gate in gates]
     working = [asyncio.create_task(loop.run()) for loop in loops]
     try:
         async with asyncio.timeout(LIMIT_S):

@@ -26,8 +26,8 @@ from asyncrl.api import (
     SamplingParams,
     ToolCall,
 )
-from asyncrl.rollout.offload.child.agent import ChildAgent, answer, outcome_of
-from asyncrl.rollout.offload.messages import LENGTH, Answer, Reply, Target, packed
+from asyncrl.rollout.user_code_pool.child.agent import ChildAgent, answer, outcome_of
+from asyncrl.rollout.user_code_pool.messages import LENGTH, Answer, Reply, Target, packed
 
 MINE = """
 def run(prompt, env, client, *, chat):
@@ -40,6 +40,8 @@ def run(prompt, env, client, *, chat):
     seen["session"] = client.endpoint()
     seen["reset"], seen["step"] = env.reset(seed=3, options={"data": {}}), env.step("go")
     seen["samples"] = client.samples(0.5)
+    judge = client.conversation("judge")
+    seen["judge"], seen["judge_session"] = judge.chat(messages), client.endpoint("judge")
     SEEN.update(seen)
     return seen["samples"]
 """
@@ -61,6 +63,7 @@ SAMPLE = Sample(
     token_rewards=np.array([0.0, 0.0, 0.3], np.float32),
     reward_parts={"a": 1.0},
     metrics={"b": 2.0},
+    group="judge",
 )
 PROMPT = Prompt("p", 4, {"prompt": "?", "more": [1]}, (1, 2), 3, SamplingParams(seed=7), 2)
 
@@ -68,6 +71,8 @@ PROMPT = Prompt("p", 4, {"prompt": "?", "more": [1]}, (1, 2), 3, SamplingParams(
 class Client:
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.judge: Client | None = None
+        self.opened = 0
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self.asked.append(request)
@@ -83,7 +88,13 @@ class Client:
     def samples(self, reward: float = 0.0) -> list[Sample]:
         return [replace(SAMPLE, reward=reward), SAMPLE]
 
+    def conversation(self, group: str) -> Client:
+        self.judge = self.judge or Client()
+        assert group == "judge"
+        return self.judge
+
     async def endpoint(self) -> Any:
+        self.opened += 1
         return SimpleNamespace(base_url="http://x/v1", root_url="http://x", api_key="sk")
 
 
@@ -103,7 +114,7 @@ def same(one: Sample, other: Sample) -> bool:
     arrays = ("tokens", "loss_mask", "behave_logprobs", "versions", "token_rewards")
     equal = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
     types = all(getattr(one, name).dtype == getattr(other, name).dtype for name in arrays)
-    names = ("reward", "truncated", "episode", "reward_parts", "metrics")
+    names = ("reward", "truncated", "episode", "reward_parts", "metrics", "group")
     return equal and types and all(getattr(one, name) == getattr(other, name) for name in names)
 
 
@@ -133,6 +144,9 @@ def test_what_an_agent_in_a_process_is_given_is_what_the_worker_has(child: Any) 
     assert (seen["prompt"], seen["chat"]) == (PROMPT, True)
     assert seen["reply"] == REPLY
     assert (seen["ids"], seen["result"]) == ((8, 9), RESULT)
+    assert client.judge is not None
+    assert (client.judge.asked, client.judge.opened) == ([[{"role": "user", "content": "?"}], {}], 1)
+    assert (seen["judge"], seen["judge_session"].api_key) == (REPLY, "sk")
     assert seen["session"] == SimpleNamespace(base_url="http://x/v1", root_url="http://x", api_key="sk")
     assert seen["reset"] == ("seed 3", {"options": {"data": {}}})
     assert seen["step"] == ("go", 1.0, True, False, {})

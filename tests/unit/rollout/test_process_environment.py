@@ -24,13 +24,13 @@ from asyncrl.api import (
 from asyncrl.api.agent import agent_of
 from asyncrl.comm.drop_reasons import lost_episodes
 from asyncrl.plugins.chat.client import EpisodeClient
-from asyncrl.rollout.episode import Tries, run_group
-from asyncrl.rollout.offload.child.environment import ProcessEnvironment
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.messages import Target
-from asyncrl.rollout.offload.meter import metered
-from asyncrl.rollout.offload.offloader import EpisodeProcesses, Offloader
+from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.settings import UserCodeConfig
+from asyncrl.rollout.user_code_pool.child.environment import ProcessEnvironment
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
+from asyncrl.rollout.user_code_pool.timing import metered
 
 LIMIT_S = 120.0
 MINE = """
@@ -127,21 +127,21 @@ Make = Callable[..., ProcessEnvironment]
 
 
 @pytest.fixture
-async def offloader() -> AsyncIterator[Offloader]:
+async def runner() -> AsyncIterator[UserCodeRunner]:
     settings = UserCodeConfig(process_memory_mb=1024, process_children=8)
-    async with Offloader(settings, EpisodeProcesses(processes=2, episodes=2)) as made:
+    async with UserCodeRunner(settings, EpisodeProcesses(processes=2, episodes=2)) as made:
         yield made
 
 
 @pytest.fixture
-def make(offloader: Offloader, tmp_path: Path) -> Make:
+def make(runner: UserCodeRunner, tmp_path: Path) -> Make:
     """`make(name, **args)`: an environment of that class above."""
     file = tmp_path / "mine.py"
     file.write_text(MINE)
 
     def environment(name: str, **args: Any) -> ProcessEnvironment:
         reward: RewardFunction = length
-        return ProcessEnvironment(Target(f"{file}:{name}", args), reward, f"env mine.py:{name}", LIMIT_S, offloader)
+        return ProcessEnvironment(Target(f"{file}:{name}", args), reward, f"env mine.py:{name}", LIMIT_S, runner)
 
     return environment
 
@@ -230,7 +230,7 @@ async def test_what_an_environment_does_wrong_costs_its_episode_is_counted_and_t
             prompt,
             Policy(),
             lambda client, own: EpisodeClient(client, own, own.member, None),
-            Tries(),
+            RetryLimits(),
         )
         assert [deeds[sample.episode] for sample in samples] == ["fine", "prints_100_mb", "fine"]
         step = "env mine.py:Hostile.step"

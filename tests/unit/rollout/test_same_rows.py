@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl.config.run_dir import DATA_RECORD_FILE
 from asyncrl.config.setting import ConfigError
+from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.files import FileDataset
-from asyncrl.plugins.datasets.record import DataRecord
 from asyncrl.rollout.process import RolloutWorker
 
 
@@ -27,13 +27,13 @@ def test_a_file_that_was_cut_off_since_it_was_checked_is_refused(
     file.write_text("\n".join(lines[:left]))
     config = SimpleNamespace(dataset=SimpleNamespace(path=str(file)))
     worker: Any = SimpleNamespace(_data_record=tmp_path / DATA_RECORD_FILE, config=config)
-    plugins: Any = SimpleNamespace(prompts=SimpleNamespace(train_set=FileDataset(path=str(file))))
+    components: Any = SimpleNamespace(prompts=SimpleNamespace(train_set=FileDataset(path=str(file))))
     check = cast(Any, RolloutWorker._check_same_data)
     if message is None:
-        check(worker, plugins)
+        check(worker, components)
         return
     with pytest.raises(ConfigError, match=message) as caught:
-        check(worker, plugins)
+        check(worker, components)
     assert "the data changed while the run started" in str(caught.value)
 
 

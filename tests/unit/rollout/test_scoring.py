@@ -31,12 +31,12 @@ from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.plugins.rewards.settings import NamedRewardConfig
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.messages import USE, Call
-from asyncrl.rollout.offload.meter import metered
-from asyncrl.rollout.offload.processes import Lease
 from asyncrl.rollout.scoring import episode_of
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.messages import USE, Call
+from asyncrl.rollout.user_code_pool.processes import Lease
+from asyncrl.rollout.user_code_pool.timing import metered
 
 TOKENIZER = CharTokenizer()
 LIMIT_S = 150.0
@@ -270,12 +270,16 @@ def called_in() -> list[int]:
 
 
 async def roll_out(config: ExperimentConfig, size: int = 3) -> tuple[Sequence[Sample], dict[str, float], list[int]]:
-    plugins = Plugins(config)
+    components = UserComponents(config)
     prompt = Prompt("p", 0, {"prompt": "1"}, tuple(TOKENIZER.encode("1")), size, SamplingParams())
-    async with plugins.offloader, asyncio.timeout(LIMIT_S):
+    async with components.runner, asyncio.timeout(LIMIT_S):
         with metered() as meter:
             samples, counted = await run_group(
-                plugins.agent, plugins.environments.of_group(size), prompt, Policy(), plugins.conversations.client
+                components.agent,
+                components.environments.of_group(size),
+                prompt,
+                Policy(),
+                components.conversations.client,
             )
     return samples, meter.metrics() | counted, called_in()
 
@@ -395,7 +399,7 @@ def test_where_an_agent_cannot_run_is_refused(
 ) -> None:
     config.agent.path, config.agent.run_in = config.reward.path.replace(":twos", f":{agent}"), run_in
     with pytest.raises(ConfigError, match=f"agent.run_in={run_in}: {message}"):
-        Plugins(config)
+        UserComponents(config)
     config.agent.run_in = RunIn.loop
     assert any(problem.startswith("agent.run_in=loop") for problem in check(config))
 
@@ -430,7 +434,7 @@ def test_where_an_environment_cannot_run_is_refused(
 def test_an_asynchronous_environment_in_a_thread_is_refused(config: ExperimentConfig) -> None:
     config.env.path, config.env.run_in = config.reward.path.replace(":twos", ":AwaitingEnv"), RunIn.thread
     with pytest.raises(ConfigError, match=r"env.run_in=thread: .*AwaitingEnv' has an `async def step`"):
-        Plugins(config)
+        UserComponents(config)
 
 
 @pytest.mark.parametrize(
@@ -465,11 +469,11 @@ async def test_an_environment_that_raises_or_forgets_to_await_its_reward_is_name
 def test_a_plain_function_with_queues_and_a_coroutine_in_a_thread_are_refused(config: ExperimentConfig) -> None:
     config.agent.path = config.reward.path.replace(":twos", ":PlainQueues")
     with pytest.raises(ConfigError, match=r"PlainQueues: `collect_trajectory` is a plain `def`"):
-        Plugins(config)
+        UserComponents(config)
     config.agent = ExperimentConfig().agent
     config.rewards = [part(config, "later", run_in="thread")]
     with pytest.raises(ConfigError, match=r"rewards\[0\].run_in=thread: .* is `async def`"):
-        Plugins(config)
+        UserComponents(config)
 
 
 def test_the_settings_of_rewards_are_checked(config: ExperimentConfig) -> None:
@@ -508,5 +512,5 @@ def test_an_episode_is_what_the_policy_wrote_and_what_it_was_told() -> None:
 def test_an_agent_keeps_its_name_where_it_is_adapted(config: ExperimentConfig) -> None:
     config.agent.path = config.reward.path.replace(":twos", ":OwnAgent")
     config.rewards = [part(config, "Ranks")]
-    agent: Agent = Plugins(config).agent
+    agent: Agent = UserComponents(config).agent
     assert type(agent).__name__ == "OwnAgent"

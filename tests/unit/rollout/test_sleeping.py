@@ -18,7 +18,7 @@ from asyncrl.manager.service import WorkerLeases
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
 
 MINE = '''
 import os
@@ -110,7 +110,7 @@ async def test_what_sleeps_holds_up_nothing_but_itself_and_is_named(
     config.env.path, config.reward.path = f"{module}:{'Sleeps' if sleeper == 'step' else 'Quick'}", f"{module}:sleeps"
     config.rollout.user_code.slow_call_s, config.rollout.user_code.processes, config.env.processes = 0.001, 2, 2
     (config.env if sleeper == "step" else config.reward).run_in = run_in
-    plugins, gate, pushed = Plugins(config), Gate(), list[Trajectory]()
+    components, gate, pushed = UserComponents(config), Gate(), list[Trajectory]()
 
     async def push(trajectory: Trajectory) -> None:
         pushed.append(trajectory)
@@ -118,11 +118,11 @@ async def test_what_sleeps_holds_up_nothing_but_itself_and_is_named(
     def sleeping() -> int:
         return len(list(tmp_path.glob(f"{sleeper}-*")))
 
-    parts: Any = plugins, cast(ManagerClient, gate)
+    parts: Any = components, cast(ManagerClient, gate)
     client = cast(RolloutClient, SimpleNamespace(generate=answer))
     loop = RolloutLoop(*parts, client, push, config.rollout)
     beats, leases = 0, WorkerLeases(lease_s=60.0)
-    async with plugins.offloader, asyncio.timeout(120):
+    async with components.runner, asyncio.timeout(120):
         working = asyncio.create_task(loop.run())
         while beats < BEATS or sleeping() < at_a_time:  # as the manager's client, which renews the lease
             leases.renew("rollout_worker/0", asyncio.get_running_loop().time())

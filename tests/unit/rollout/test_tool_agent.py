@@ -32,8 +32,8 @@ from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 from asyncrl.plugins.rewards.text import numeric_match
 from asyncrl.plugins.tools.settings import ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox
-from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.tools import RunTools
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
 FOLDER = Path(__file__).resolve().parents[3] / "experiments" / "tool_calculator"
 SOURCE = (FOLDER / "chat_template.jinja").read_text()
@@ -60,8 +60,8 @@ class Script:
 
 @pytest.fixture
 async def tools():
-    async with Offloader(ExperimentConfig().rollout.user_code) as offloader:
-        yield RunTools([ToolConfig(path="asyncrl.plugins.tools.calculator:calculator")], (), offloader).toolbox
+    async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
+        yield RunTools([ToolConfig(path="asyncrl.plugins.tools.calculator:calculator")], (), runner).toolbox
 
 
 def _prompt(question: str, answer: str) -> Prompt:

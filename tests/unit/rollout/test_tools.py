@@ -15,11 +15,11 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.tools.checks import check
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import MAX_ARGUMENT_CHARS, ToolFailure
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.meter import metered
-from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.tools import RunTools, check_format
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
+from asyncrl.rollout.user_code_pool.timing import metered
 
 TOOLS = '''
 import os
@@ -168,13 +168,13 @@ def module(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-async def offloader():
-    async with Offloader(UserCodeConfig(process_memory_mb=1024)) as made:
+async def runner():
+    async with UserCodeRunner(UserCodeConfig(process_memory_mb=1024)) as made:
         yield made
 
 
-def _tools(offloader: Offloader, module: str, *names: str, **settings: Any) -> RunTools:
-    return RunTools([ToolConfig(path=f"{module}:{name}", **settings) for name in names], (), offloader)
+def _tools(runner: UserCodeRunner, module: str, *names: str, **settings: Any) -> RunTools:
+    return RunTools([ToolConfig(path=f"{module}:{name}", **settings) for name in names], (), runner)
 
 
 async def _call(tools: RunTools, name: str, arguments: Any, **data: Any):
@@ -183,8 +183,8 @@ async def _call(tools: RunTools, name: str, arguments: Any, **data: Any):
 
 
 @pytest.mark.parametrize("place", ["auto", "loop", "thread", "process"])
-async def test_a_function_is_called_wherever_it_runs(offloader, module, place):
-    tools = _tools(offloader, module, "add", run_in=place)
+async def test_a_function_is_called_wherever_it_runs(runner, module, place):
+    tools = _tools(runner, module, "add", run_in=place)
     result, metrics = await _call(tools, "add", {"a": 2})
     assert (result.text, result.is_error) == ("3", False)
     assert metrics["tool/add/calls"] == 1
@@ -193,8 +193,8 @@ async def test_a_function_is_called_wherever_it_runs(offloader, module, place):
 
 
 @pytest.mark.parametrize("place", ["auto", "process"])
-async def test_an_asynchronous_function_is_called(offloader, module, place):
-    assert (await _call(_tools(offloader, module, "later", run_in=place), "later", {"a": 2}))[0].text == "3"
+async def test_an_asynchronous_function_is_called(runner, module, place):
+    assert (await _call(_tools(runner, module, "later", run_in=place), "later", {"a": 2}))[0].text == "3"
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ async def test_an_asynchronous_function_is_called(offloader, module, place):
         ("no_result", "thread", "returned an invalid result"),
     ],
 )
-async def test_a_tool_that_fails_gives_an_error_text_and_is_counted(offloader, module, name, place, told):
-    tools = _tools(offloader, module, name, "add", run_in=place, timeout_s=0.3 if name == "hangs" else 120.0)
+async def test_a_tool_that_fails_gives_an_error_text_and_is_counted(runner, module, name, place, told):
+    tools = _tools(runner, module, name, "add", run_in=place, timeout_s=0.3 if name == "hangs" else 120.0)
     for _ in range(2):
         result, metrics = await _call(tools, name, {"a": 1})
         assert result.is_error
@@ -225,23 +225,23 @@ async def test_a_tool_that_fails_gives_an_error_text_and_is_counted(offloader, m
         assert (await _call(tools, "add", {"a": 1}))[0].text == "2"
 
 
-async def test_a_tool_that_wants_too_much_memory_is_refused_it(offloader, module):
-    result, _ = await _call(_tools(offloader, module, "wants_10_gb", run_in="process"), "wants_10_gb", {"a": 1})
+async def test_a_tool_that_wants_too_much_memory_is_refused_it(runner, module):
+    result, _ = await _call(_tools(runner, module, "wants_10_gb", run_in="process"), "wants_10_gb", {"a": 1})
     assert result.is_error
     assert "MemoryError" in result.text
 
 
-async def test_what_a_tool_prints_is_no_result_and_fills_no_log(offloader, module, capfd):
-    result, _ = await _call(_tools(offloader, module, "prints_100_mb", run_in="process"), "prints_100_mb", {"a": 1})
+async def test_what_a_tool_prints_is_no_result_and_fills_no_log(runner, module, capfd):
+    result, _ = await _call(_tools(runner, module, "prints_100_mb", run_in="process"), "prints_100_mb", {"a": 1})
     assert result.text == "done"
     assert len(capfd.readouterr().err) < 1 << 20
 
 
-async def test_a_huge_result_is_cut_or_refused(offloader, module):
-    result, _ = await _call(_tools(offloader, module, "returns_100_mb"), "returns_100_mb", {"a": 1})
+async def test_a_huge_result_is_cut_or_refused(runner, module):
+    result, _ = await _call(_tools(runner, module, "returns_100_mb"), "returns_100_mb", {"a": 1})
     assert len(result.text) < 10_000
     assert "characters left out" in result.text
-    result, _ = await _call(_tools(offloader, module, "returns_100_mb", run_in="process"), "returns_100_mb", {"a": 1})
+    result, _ = await _call(_tools(runner, module, "returns_100_mb", run_in="process"), "returns_100_mb", {"a": 1})
     assert result.is_error
 
 
@@ -257,8 +257,8 @@ async def test_a_huge_result_is_cut_or_refused(offloader, module):
         ("add", {"a": "x" * (MAX_ARGUMENT_CHARS + 1)}, "characters"),
     ],
 )
-async def test_calls_that_make_no_sense_are_told_so(offloader, module, name, arguments, told):
-    result, metrics = await _call(_tools(offloader, module, "add"), name, arguments)
+async def test_calls_that_make_no_sense_are_told_so(runner, module, name, arguments, told):
+    result, metrics = await _call(_tools(runner, module, "add"), name, arguments)
     assert result.is_error
     assert told in result.text
     assert len(result.text.encode()) < 1100
@@ -266,17 +266,17 @@ async def test_calls_that_make_no_sense_are_told_so(offloader, module, name, arg
     assert metrics[f"tool/{counted}/errors"] == 1
 
 
-async def test_arguments_of_settings_and_samples_reach_a_function(offloader, module):
+async def test_arguments_of_settings_and_samples_reach_a_function(runner, module):
     for place in ("thread", "process"):
-        tools = _tools(offloader, module, "scaled", run_in=place)
+        tools = _tools(runner, module, "scaled", run_in=place)
         assert (await _call(tools, "scaled", {"a": 2}, tool_args={"scaled": {"factor": 3}}))[0].text == "6"
         assert " no value for the argument 'factor'" in (await _call(tools, "scaled", {"a": 2}))[0].text
-        tools = _tools(offloader, module, "scaled", run_in=place, args={"factor": 5})
+        tools = _tools(runner, module, "scaled", run_in=place, args={"factor": 5})
         assert (await _call(tools, "scaled", {"a": 2}))[0].text == "10"
 
 
-async def test_a_class_keeps_what_belongs_to_a_sample_until_its_end(offloader, module):
-    tools = _tools(offloader, module, "Counter")
+async def test_a_class_keeps_what_belongs_to_a_sample_until_its_end(runner, module):
+    tools = _tools(runner, module, "Counter")
     live = type(tools.toolbox.tools["counter"].tool).live
     async with (
         tools.toolbox.session({"tool_args": {"counter": {"start": 10}}}) as one,
@@ -310,8 +310,8 @@ GSM8K_OF_VERL = {
 """A row as verl's `gsm8k_multiturn_w_tool.py` writes them, after a round through Parquet."""
 
 
-async def test_a_row_in_verls_form_gives_each_method_its_arguments(offloader, module):
-    tools = _tools(offloader, module, "Told", "add")
+async def test_a_row_in_verls_form_gives_each_method_its_arguments(runner, module):
+    tools = _tools(runner, module, "Told", "add")
     told = tools.toolbox.tools["told"].tool.told
     async with tools.toolbox.session(GSM8K_OF_VERL) as session:
         assert (await session.call(ToolCall("a", "told", {}))).text == "72 m"
@@ -320,8 +320,8 @@ async def test_a_row_in_verls_form_gives_each_method_its_arguments(offloader, mo
 
 
 @pytest.mark.parametrize("place", ["thread", "process"])
-async def test_a_function_takes_what_the_row_gives_to_its_calls(offloader, module, place):
-    tools = _tools(offloader, module, "scaled", run_in=place)
+async def test_a_function_takes_what_the_row_gives_to_its_calls(runner, module, place):
+    tools = _tools(runner, module, "scaled", run_in=place)
     given = {"scaled": {"create_kwargs": {"factor": 3}, "execute_kwargs": {"factor": 4}}}
     assert (await _call(tools, "scaled", {"a": 2}, tools_kwargs=given))[0].text == "8"
     given = {"scaled": {"execute_kwargs": {"faktor": 4}}}
@@ -344,27 +344,27 @@ async def test_a_function_takes_what_the_row_gives_to_its_calls(offloader, modul
         ),
     ],
 )
-async def test_arguments_of_a_row_that_reach_no_tool_are_an_error(offloader, module, row, message):
+async def test_arguments_of_a_row_that_reach_no_tool_are_an_error(runner, module, row, message):
     with pytest.raises(ValueError, match=message):
-        _tools(offloader, module, "scaled").toolbox.session(row)
+        _tools(runner, module, "scaled").toolbox.session(row)
 
 
-async def test_a_tool_that_was_not_called_is_neither_begun_nor_rewarded(offloader, module):
-    async with _tools(offloader, module, "Counter").toolbox.session({}) as session:
+async def test_a_tool_that_was_not_called_is_neither_begun_nor_rewarded(runner, module):
+    async with _tools(runner, module, "Counter").toolbox.session({}) as session:
         assert await session.rewards() == {}
         assert session.metrics == {}
 
 
-async def test_a_reward_that_fails_fails_the_sample(offloader, module):
-    tools = _tools(offloader, module, "BadReward")
+async def test_a_reward_that_fails_fails_the_sample(runner, module):
+    tools = _tools(runner, module, "BadReward")
     async with tools.toolbox.session({}) as session:
         assert "not finite" in (await session.call(ToolCall("a", "bad_reward", {}))).text
         with pytest.raises((ToolFailure, UserCodeError), match="no reward"):
             await session.rewards()
 
 
-async def test_the_rollouts_metrics_are_means_over_samples_that_used_tools(offloader, module):
-    tools = _tools(offloader, module, "add")
+async def test_the_rollouts_metrics_are_means_over_samples_that_used_tools(runner, module):
+    tools = _tools(runner, module, "add")
     with metered() as meter:
         for calls in (1, 3, 0):
             async with tools.toolbox.session({}) as session:
@@ -387,10 +387,10 @@ async def test_the_rollouts_metrics_are_means_over_samples_that_used_tools(offlo
         ([{"path": "builtins:dict"}], "asyncrl.api.Tool"),
     ],
 )
-async def test_a_tool_that_cannot_be_loaded_is_refused_by_its_setting(offloader, module, settings, message):
+async def test_a_tool_that_cannot_be_loaded_is_refused_by_its_setting(runner, module, settings, message):
     configs = [ToolConfig(**{**each, "path": each["path"].format(module=module)}) for each in settings]
     with pytest.raises(ConfigError, match=r"tools\[[01]\]") as caught:
-        RunTools(configs, (), offloader)
+        RunTools(configs, (), runner)
     assert message in str(caught.value)
 
 
@@ -455,8 +455,8 @@ def test_a_model_that_cannot_be_told_of_the_tools_is_refused(source, parser, mes
             check_format(config, source)
 
 
-async def test_tools_of_servers_that_are_not_connected_yet_are_not_left_out_silently(offloader):
-    tools = RunTools((), [McpServerConfig(name="s", command="python")], offloader)
+async def test_tools_of_servers_that_are_not_connected_yet_are_not_left_out_silently(runner):
+    tools = RunTools((), [McpServerConfig(name="s", command="python")], runner)
     with pytest.raises(RuntimeError, match="MCP servers are connected"):
         _ = tools.toolbox.schemas
     with pytest.raises(RuntimeError, match="MCP servers are connected"):

@@ -9,10 +9,10 @@ import pytest
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.rollout.checks import check
-from asyncrl.rollout.offload.errors import UserCodeError
 from asyncrl.rollout.rehearsal import MadeUpPolicy
 from asyncrl.rollout.settings import EvalSetConfig
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
 
 MINE = """
 class Choosy:
@@ -50,7 +50,7 @@ def test_what_cannot_be_loaded_is_one_error(
     config.model.path = str(tiny_model)
     getattr(config, group).path = path.format(**places)
     with pytest.raises(ConfigError) as caught:
-        Plugins(config)
+        UserComponents(config)
     assert str(caught.value).startswith(message.format(**places))
     assert len(str(caught.value).splitlines()) == 1
 
@@ -59,10 +59,10 @@ async def test_an_environment_that_cannot_be_built_is_one_error(tmp_path: Path, 
     (tmp_path / "mine.py").write_text(MINE)
     config = ExperimentConfig()
     config.model.path, config.env.path = str(tiny_model), f"{tmp_path / 'mine.py'}:Choosy"
-    plugins = Plugins(config)
-    async with plugins.offloader:
+    components = UserComponents(config)
+    async with components.runner:
         with pytest.raises(UserCodeError, match=r"env\.path=.*LookupError: no table"):
-            await plugins.environments.one().reset()
+            await components.environments.one().reset()
 
 
 FUNCTIONS = """
@@ -94,10 +94,10 @@ def test_a_function_as_an_agent_is_checked_before_anything_starts(
         (problem,) = found
         assert message in problem
         with pytest.raises(ConfigError, match=r"^agent\.path="):
-            Plugins(config)
+            UserComponents(config)
     else:
         assert found == []
-        assert type(Plugins(config).agent).__name__ == name
+        assert type(UserComponents(config).agent).__name__ == name
 
 
 SETS = """
@@ -136,12 +136,12 @@ async def test_each_evaluation_set_is_played_by_its_own_agent_environment_and_re
     }
     config.eval.sets = [EvalSetConfig(name, str(rows), **own) for name, own in code.items()]
     assert [problem for problem in check(config) if problem.startswith("eval")] == []
-    plugins = Plugins(config)
-    policy = MadeUpPolicy(plugins.tokenizer, 1)
+    components = UserComponents(config)
+    policy = MadeUpPolicy(components.tokenizer, 1)
     found = {}
-    async with plugins.offloader, plugins.tools:
+    async with components.runner, components.tools:
         for name in code:
-            samples, _ = await plugins.play_to_evaluate(name, plugins.prompts.evaluation(name, 0, 0), policy)
+            samples, _ = await components.play_to_evaluate(name, components.prompts.evaluation(name, 0, 0), policy)
             found[name] = [sample.total_reward for sample in samples]
     assert (found["scored"], found["told"]) == ([0.5], [0.75])
     assert found["plain"] not in ([0.5], [0.75])
@@ -153,4 +153,4 @@ def test_a_sets_code_that_cannot_be_loaded_is_named_by_its_own_setting(tmp_path:
     config.model.path = str(tiny_model)
     config.eval.agent = {"path": f"{tmp_path}/mine.py:Choosy"}
     with pytest.raises(ConfigError, match=r"^eval\.agent\.path=.*LookupError: no table"):
-        Plugins(config)
+        UserComponents(config)

@@ -16,10 +16,10 @@ from asyncrl.plugins.rewards.math_answer import math_answer_reward
 from asyncrl.plugins.rewards.settings import NamedRewardConfig, RewardConfig
 from asyncrl.plugins.rewards.text import exact_match, f1, numeric_match
 from asyncrl.plugins.sandbox import SandboxUnavailable
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.meter import metered
-from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.scoring import Rewards, load_rewards
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
+from asyncrl.rollout.user_code_pool.timing import metered
 
 MINE = """
 from asyncrl.api import run_in, verdict
@@ -46,8 +46,8 @@ class Sometimes:
 
 async def told(single: RewardConfig, several: Any, *answers: str) -> tuple[float, bool | None]:
     """The last answer's reward, and the verdict on it."""
-    async with Offloader(ExperimentConfig().rollout.user_code) as offloader:
-        rewards = Rewards(load_rewards(single, several), offloader)
+    async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
+        rewards = Rewards(load_rewards(single, several), runner)
         with metered() as meter:
             for answer in answers:
                 value = await rewards.answer({}, answer)

@@ -21,9 +21,9 @@ from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
-from asyncrl.runtime.last_step import LastStep
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
@@ -130,12 +130,12 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, Proce
             setattr(getattr(config, group), name, False if value == "false" else value)
         config.system.restarts_per_process = restarts
         run_dir_of(config).mkdir(parents=True)
-        last_step = LastStep(run_dir_of(config))
-        last_step.begin()
+        memory_checkpoint = MemoryCheckpoint(run_dir_of(config))
+        memory_checkpoint.begin()
         stage, display = Stage(tmp_path, {f"{kind}/0": action for kind, action in script.items()}), Notes()
         monkeypatch.setattr(launcher_module, "open_backend", lambda name, run_dir: stage)
         code = Launcher(config, display).run()
-        last_step.remove()
+        memory_checkpoint.remove()
         assert stage.closed
         return code, stage, "\n".join(display.notes)
 
@@ -406,7 +406,7 @@ def test_a_leader_that_asks_for_all_each_time_uses_the_budget_up(play: Play) -> 
 
 
 @pytest.mark.usefixtures("trainer")
-@pytest.mark.parametrize("setting", ["checkpoint.keep_last_step=false", "samples.replay=/kept"])
+@pytest.mark.parametrize("setting", ["checkpoint.in_memory=false", "samples.replay=/kept"])
 def test_where_no_step_is_kept_a_leaders_death_takes_the_whole_run_back(play: Play, setting: str) -> None:
     leaders: list[Played] = []
 
@@ -433,7 +433,7 @@ def test_where_the_last_step_is_lost_the_whole_run_goes_back_to_its_checkpoint(
             worker.end(0)
             return
         if missing == "the folder":
-            LastStep(run_dir_of(config)).remove()
+            MemoryCheckpoint(run_dir_of(config)).remove()
         else:
             with open_resolver(config, run_dir_of(config)) as resolver:
                 resolver.add(names.model_version_key(names.ACTOR), names.PublishedVersion(1, "there").encode())

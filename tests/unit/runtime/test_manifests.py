@@ -79,7 +79,7 @@ JOB_SET: dict[str, Any] = {
 
 def a_run() -> ExperimentConfig:
     config = ExperimentConfig(experiment_name="math_grpo", trial_name="t1", fileroot="/data/runs")
-    config.checkpoint.keep_last_step = True
+    config.checkpoint.in_memory = True
     config.generation.servers = 2
     system = config.system
     system.launcher = "kubernetes"

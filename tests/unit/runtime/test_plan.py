@@ -17,7 +17,7 @@ from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.kinds import GPU_ALLOCATOR
-from asyncrl.runtime.last_step import trains_elsewhere
+from asyncrl.runtime.memory_checkpoint import trains_elsewhere
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.settings import HostConfig, SystemConfig
 from asyncrl.runtime.worker_plan import WorkerPlan
@@ -220,7 +220,7 @@ def own_disks() -> ExperimentConfig:
     config = several_hosts(c=["generation_server"], b=["generation_server"])
     system = config.system
     system.hosts[0].runs.append("rollout_worker")
-    system.hosts[1].fileroot, system.shared, config.generation.servers = "/scratch/runs", False, 3
+    system.hosts[1].fileroot, system.shared_filesystem, config.generation.servers = "/scratch/runs", False, 3
     system.name_resolve, system.name_resolve_root = NameBackend.etcd3, "10.0.0.1:2379"
     return config
 
@@ -246,7 +246,7 @@ def test_rollout_workers_may_be_on_hosts_with_disks_of_their_own_and_what_they_r
     assert brings_inputs(config)
     assert [host.name for host in staging_hosts(config)] == ["", "b", "c", "d"]
     assert plans_of(config, gpus=2)["staging_server/3"].host.run_dir.startswith("/d/")
-    config.system.shared = True
+    config.system.shared_filesystem = True
     assert not brings_inputs(config)
 
 
@@ -278,7 +278,7 @@ def set_to(path: str, value: object) -> Callable[[ExperimentConfig], None]:
         (lambda config: setattr(config.system.hosts[2], "address", "10.0.0.2"), "has '10.0.0.2' 2 times"),
         (set_to("manager.weight_transport", "distributed"), "manager.weight_transport='distributed' reaches"),
         (set_to("generation.sglang.urls", ["http://10.0.0.9:30000"]), "generation.sglang.urls: the run cannot copy"),
-        (set_to("system.shared", True), "fileroot='/scratch/runs' is for hosts with disks of their own"),
+        (set_to("system.shared_filesystem", True), "fileroot='/scratch/runs' is for hosts with disks of their own"),
     ],
 )
 def test_what_needs_a_shared_folder_is_refused_by_name_where_there_is_none(
@@ -292,7 +292,7 @@ def test_what_needs_a_shared_folder_is_refused_by_name_where_there_is_none(
 
 def test_ranks_may_be_on_several_hosts_and_the_last_step_is_kept_there() -> None:
     config = several_hosts(b=["generation_server", "rollout_worker", "model_worker"])
-    assert config.checkpoint.keep_last_step
+    assert config.checkpoint.in_memory
     assert list(check(config)) == []
     assert trains_elsewhere(config)
     assert not trains_elsewhere(several_hosts(b=["generation_server", "rollout_worker"]))

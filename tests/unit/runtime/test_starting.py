@@ -168,7 +168,7 @@ def test_a_process_counts_its_progress_in_its_status_until_it_has_started(
 ) -> None:
     monkeypatch.setattr(worker.Effort, "grew", lambda self: True)
     config = ExperimentConfig()
-    config.system.encrypt, config.system.heartbeat_s = False, 0.5
+    config.system.encrypt, config.system.lease_s = False, 0.5
     write_run_config(config, tmp_path)
 
     class Loads(Worker):

@@ -17,9 +17,9 @@ from asyncrl.runtime.trials.summary import summary_lines
 def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_path: Path) -> None:
     books = GateBooks(submitted=12, running=0, finished_untrained=0, trained=8, dropped={"stale": 3}, abandoned=1)
     failed = [{"version": 5, "set": "hard", "reason": "no answer within 300 s"}]
-    journal = Mock(evaluations=[], evaluations_failed=failed)
+    metrics_log = Mock(evaluations=[], evaluations_failed=failed)
     figures = {"reward_mean": 0.5, "len_mean": 33.4, "truncated": 0.125, "prompts": 8.0}
-    journal.last_evaluations.return_value = {
+    metrics_log.last_evaluations.return_value = {
         "held_out": {"version": 6, "accuracy": 0.5, "pass@4": 0.75, **figures},
         "graded": {"version": 5, **figures},
     }
@@ -27,7 +27,7 @@ def test_the_summary_tells_steps_books_accuracies_and_failed_evaluations(tmp_pat
         note_restart(tmp_path, what, "was killed by signal SIGKILL")
     note_went_on(tmp_path, "rollout_worker/0", 1.5)
     note_went_on(tmp_path, "rollout_worker/0", 3.0)
-    write_summary(tmp_path, 6, 6, books, journal)
+    write_summary(tmp_path, 6, 6, books, metrics_log)
     lines = summary_lines(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["restarts"] == {"rollout_worker/0": 2, WHOLE_RUN: 1}
     assert lines[:6] == [

@@ -13,7 +13,7 @@ from asyncrl.runtime.trials.trial import Trial
 def test_who_joined_is_given_up_when_the_whole_run_begins_again(tmp_path: Path) -> None:
     """It is no child of the launcher, and what it has in hand is of a policy that there is not any more."""
     config = ExperimentConfig()
-    config.fileroot, config.rollout.workers, config.checkpoint.keep_last_step = str(tmp_path), 2, False
+    config.fileroot, config.rollout.workers, config.checkpoint.in_memory = str(tmp_path), 2, False
     trial = Trial(config, print)
     trial.run_dir.mkdir(parents=True)
     own, joined = (names.incarnation_key(names.ROLLOUT_WORKER, index) for index in (1, 2))

@@ -154,7 +154,7 @@ sys.exit(Waits(WorkerSpec("waits", 3, Path(sys.argv[1]), incarnation=1)).start()
 
 def test_what_finds_another_in_its_place_ends_at_once_and_touches_nothing(tmp_path: Path) -> None:
     config = ExperimentConfig()
-    config.system.encrypt, config.system.heartbeat_s = False, 1.0
+    config.system.encrypt, config.system.lease_s = False, 1.0
     write_run_config(config, tmp_path)
     command = [sys.executable, "-c", WAITS, str(tmp_path)]
     with (
@@ -211,7 +211,7 @@ sys.exit(Announces(WorkerSpec("announces", 0, Path(sys.argv[1]), incarnation=1))
 
 def test_what_was_given_up_and_announces_something_ends_there_and_writes_nothing_more(tmp_path: Path) -> None:
     config = ExperimentConfig()
-    config.system.encrypt, config.system.heartbeat_s = False, 3600.0  # so it does not find out in another way
+    config.system.encrypt, config.system.lease_s = False, 3600.0  # so it does not find out in another way
     write_run_config(config, tmp_path)
     command, pipe = [sys.executable, "-c", ANNOUNCES, str(tmp_path)], subprocess.PIPE
     with (

@@ -62,7 +62,7 @@ def test_a_step_reports_what_metrics_need(
     config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
 ) -> None:
     stats = run_step(config, make_rank(config), make_batch())["actor_train"]
-    needed = {"ppo/clip_fraction", "ppo/behave_weight_mean", "ppo/behave_kl", "entropy", "grad_norm", "lr", "loss"}
+    needed = {"ppo/clip_fraction", "ppo/behave_imp_weight_mean", "ppo/behave_kl", "entropy", "grad_norm", "lr", "loss"}
     assert needed <= stats.keys()
     assert stats["tokens/trained"] == float(make_batch()["loss_mask"].sum())
     assert len(stats["ppo/loss_per_minibatch"]) == 2
@@ -432,7 +432,7 @@ def test_a_reward_model_scores_whole_sequences(
     from transformers import AutoModelForSequenceClassification
 
     from asyncrl.master.graph.types import Call, Graph
-    from asyncrl.trainer.parallel.place import World
+    from asyncrl.trainer.parallel.rank_position import World
     from asyncrl.trainer.roles import build_rank
 
     model = AutoModelForSequenceClassification.from_pretrained(str(qwen_dir), num_labels=1)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.trainer.host_folders import Holding, KeptStepLost, chosen
+from asyncrl.trainer.host_folders import Holding, MemoryCheckpointLost, chosen
 
 
 def held(version: int, *lacking: str, lineage: int = 0) -> Holding:
@@ -35,7 +35,7 @@ def test_a_version_that_a_host_never_committed_is_passed_over() -> None:
 def test_nobody_goes_back_behind_a_version_that_others_may_have_seen(
     holdings: dict[str, tuple[Holding, ...]], message: str
 ) -> None:
-    with pytest.raises(KeptStepLost, match=message):
+    with pytest.raises(MemoryCheckpointLost, match=message):
         chosen(holdings)
 
 
@@ -76,7 +76,7 @@ def test_a_start_takes_what_others_have_seen_or_knows_that_it_is_lost(
         cluster.keep(version + 1, lineage, commits)
         if 0 <= lost < hosts:
             cluster.memory[lost] = []
-            with pytest.raises(KeptStepLost):
+            with pytest.raises(MemoryCheckpointLost):
                 cluster.begin_again()
             return
         version = cluster.begin_again()

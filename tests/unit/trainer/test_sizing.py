@@ -20,8 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.config.setting import Dtype
+from asyncrl.trainer.batches.micro_batch import upload
+from asyncrl.trainer.batches.micro_batch_layout import blocks
 from asyncrl.trainer.model.loading import Critic
-from asyncrl.trainer.model.packed_attention import PACKED, attention_blocks
+from asyncrl.trainer.model.packed_attention import PACKED, DeviceBlock
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation
@@ -178,10 +180,11 @@ def kept_by_autograd(model: PreTrainedModel, lengths: list[int]) -> int:
         return tensor
 
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    blocks = attention_blocks(lengths, torch.device("cpu"))
+    device = torch.device("cpu")
+    told = [DeviceBlock(block.with_indices(upload(block.indices(), device))) for block in blocks(lengths)]
     ids = torch.randint(0, BASE["vocab_size"], positions.shape)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(input_ids=ids, position_ids=positions, use_cache=False, attention_blocks=blocks)
+        model.base_model(input_ids=ids, position_ids=positions, use_cache=False, attention_blocks=told)
     return sum(size for size, _ in kept.values())
 
 

@@ -93,7 +93,7 @@ class Launch:
             running.append(ticket)
         if self.version == 0 and self.ledger.lineage == 0:
             self.drop(running.pop(), "zero_variance", PromptGoes.returned, again=1)
-            self.drop(running.pop(), "bad_prompt", PromptGoes.given_up)
+            self.drop(running.pop(), "invalid_prompt", PromptGoes.given_up)
             lost = running.pop()
             self.gate.give_up(lost.rollout_id)
             self.events.dropped(lost.rollout_id, WORKER_LOST, PromptGoes.returned)
@@ -117,10 +117,10 @@ class Launch:
         self.ledger.step(batch, self.gate.books() if reported else None)
         books = self.gate.books()
         write_books(self.folder, self.version, books)
-        failed = books.dropped.get("bad_prompt", 0) - self.rows_dropped.get("bad_prompt", 0)
+        failed = books.dropped.get("invalid_prompt", 0) - self.rows_dropped.get("invalid_prompt", 0)
         self.rows_dropped = dict(books.dropped)
         row = {"policy_version": self.version, **batch_statistics(batch), "restarts": 0}
-        row["rollout/dropped_bad_prompt"] = failed
+        row["rollout/dropped_invalid_prompt"] = failed
         weights = {"model.safetensors": safetensors(self.version), "config.json": b"{}"}
         tensors = {"w": TensorEntry((2, 3), "F32", "model.safetensors")}
         write_folder(self.folder / "weights" / "actor" / f"v{self.version}", "actor", self.version, weights, tensors)
@@ -153,7 +153,7 @@ class Launch:
             "version": self.version,
             "ledger": state["ledger"],
             "buffer": {"used_prompts": packed(self.used)},
-            "journal": {"rows": self.held, "evaluations": self.evaluations},
+            "metrics_log": {"rows": self.held, "evaluations": self.evaluations},
             "dropped": state["dropped"],
         }
         text = json.dumps({"version": self.version, "master_state": master}).encode()

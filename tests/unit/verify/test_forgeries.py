@@ -35,13 +35,13 @@ UNKNOWABLE = {
     "metrics: rollout/context_len_max",
     "metrics: rollout/truncated",
     "metrics: restarts",
-    "metrics: rollout/dropped_bad_prompt",  # removed: rows name the reasons that occurred
+    "metrics: rollout/dropped_invalid_prompt",  # removed: rows name the reasons that occurred
     "config: eval",
     "config: samples",
     *(f"ledger: swap 2 {kind}" for kind in ("admitted", "finished", "dropped", "abandoned")),
     *(f"ledger: swap {pair}" for pair in ("admitted and finished", "finished and admitted", "finished and trained")),
-    "checkpoints/v2/state.json: master_state.journal",
-    "checkpoints/v5/state.json: master_state.journal",
+    "checkpoints/v2/state.json: master_state.metrics_log",
+    "checkpoints/v5/state.json: master_state.metrics_log",
     "samples: episode",
 }
 """What nothing else in a run says, or what the order of two lines does not change."""

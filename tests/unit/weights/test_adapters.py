@@ -21,7 +21,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.messages import Publish as PublishRequest
 from asyncrl.trainer.model.lora import adapter_config, add_adapters
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.settings import LoraConfig, LoraPublish
 from asyncrl.trainer.versions import Versions

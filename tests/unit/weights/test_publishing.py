@@ -21,7 +21,7 @@ from asyncrl.trainer.model.loading import load_causal_lm
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.model_files.loading import read_checkpoint
 from asyncrl.weights.versions import publishing as weights
-from asyncrl.weights.versions.canary import CANARY_FILE, Canary, read_canary
+from asyncrl.weights.versions.logprob_probe import PROBE_FILE, LogprobProbe, read_probe
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, verify
 from asyncrl.weights.versions.published import TensorSpec, WholeModel
 from asyncrl.weights.versions.shared_files import SharedFiles
@@ -201,15 +201,15 @@ def test_collect_keeps_what_is_asked_for_and_clears_leftovers(qwen_dir: Path, tm
 def test_what_is_announced_fits_what_is_on_disk_and_holds_no_weights(qwen_dir: Path, tmp_path: Path) -> None:
     path, _ = publish(qwen_dir, tmp_path / "weights")
     model = load_causal_lm(qwen_dir, "float32", "sdpa", CPU)
-    canary = Canary.of([(1, 2)], [(0.0, -1.0)])
+    probe = LogprobProbe.of([(1, 2)], [(0.0, -1.0)])
     root = tmp_path / "announced"
     announced = weights.publish(
-        WholeModel(model), root, role="actor", version=2, ranks=Ranks(), shared=None, canary=canary
+        WholeModel(model), root, role="actor", version=2, ranks=Ranks(), shared=None, probe=probe
     )
     manifest = verify(announced)
     manifest.check_same_tensors(verify(path))
-    assert manifest.files.keys() == {CANARY_FILE}
-    assert read_canary(announced) == canary
+    assert manifest.files.keys() == {PROBE_FILE}
+    assert read_probe(announced) == probe
     assert weights.collect(root, "actor", {3}) == [2]
 
 

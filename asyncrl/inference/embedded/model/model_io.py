@@ -76,7 +76,7 @@ class ModelRunner:
         model: in evaluation mode, on its device and in its dtype; its attention implementation is set here.
         max_total_tokens: bound of the KV cache, in positions.
         record_routing: whether the experts that it chooses are recorded; steps are then computed eagerly.
-        lean: whether weights are not copied in a faster layout and steps not recorded, as in a proof.
+        lean: whether weights are not copied in a faster layout and steps not recorded, as in a parity check.
 
     Raises:
         UnsupportedModelError: it has no routers whose choices could be recorded.
@@ -107,7 +107,7 @@ class ModelRunner:
         self.patterns = AttentionPattern.of(model.config)
         """Those that it may have."""
         self.pattern = 0
-        """Index of the model's pattern; the proof finds it."""
+        """Index of the model's pattern; the parity check finds it."""
         self._attends = any(memory.keys for memory in self._memories)
         self._draws_masks = self._attends and not attention_is_replaceable(model)
         self._linears = PackedLinears((), ()) if lean else PackedLinears.of(model)

@@ -15,6 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from asyncrl.api import Tokenizer
+from asyncrl.api.picture import PlacedPicture, check_spans
+from asyncrl.inference.embedded.serving.pictures import PictureCache
 from asyncrl.inference.embedded.types import GenerationInput, SamplingSpec
 from asyncrl.inference.messages import GenerateRequest
 from asyncrl.inference.seeds import derive_seed
@@ -200,8 +202,32 @@ def _rids(rid: str | list[str] | None, prompts: int, copies: int) -> list[str]:
     return rid if copies == 1 else [f"{item}_{index}" for item in rid for index in range(copies)]
 
 
-def parse_generate(raw: bytes, tokenizer: Tokenizer | None, eos_token_ids: tuple[int, ...]) -> GenerateCall:
-    """Turn the body of `/generate` into a call.
+def _pictures(
+    request: GenerateRequest, prompts: Sequence[Sequence[int]], cache: PictureCache | None
+) -> Sequence[tuple[PlacedPicture, ...]]:
+    """The pictures of each prompt."""
+    refs = request.pictures
+    if refs is None or not any(refs):
+        return [()] * len(prompts)
+    if cache is None:
+        raise handler_error("pictures: the model takes none")
+    if request.input_ids is None or len(refs) != len(prompts):
+        raise handler_error(f"pictures has {len(refs)} lists: give input_ids, and a list for each of its prompts")
+    for own, prompt in zip(refs, prompts, strict=True):
+        try:
+            check_spans(own, len(prompt))
+        except ValueError as error:
+            raise handler_error(f"pictures: {error}") from error
+    return cache.placed(refs)
+
+
+def parse_generate(
+    raw: bytes,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: tuple[int, ...],
+    cache: PictureCache | None = None,
+) -> GenerateCall:
+    """Turn the body of `/generate` into a call; `cache` has the pictures, and is None if the model takes none.
 
     A seed given once for several samples is split: sample i of those that share it draws from `derive_seed(seed, i)`.
     One given for a single sample is that sample's stream itself.
@@ -209,6 +235,7 @@ def parse_generate(raw: bytes, tokenizer: Tokenizer | None, eos_token_ids: tuple
     Raises:
         Refusal: the body is refused.
         RequestError: a sampling value is out of range.
+        MissingPicture: the cache lacks a picture.
     """
     request = decode(raw, GenerateRequest)
     for name in UNSUPPORTED_FIELDS:
@@ -225,15 +252,16 @@ def parse_generate(raw: bytes, tokenizer: Tokenizer | None, eos_token_ids: tuple
     start = -1 if request.logprob_start_len is None or not request.return_logprob else request.logprob_start_len
     routing_from = request.routed_experts_start_len if request.return_routed_experts else -1
     rids = _rids(request.rid, len(prompts), n)
+    pictures = _pictures(request, prompts, cache)
     inputs = []
-    for position, (prompt, spec) in enumerate(zip(prompts, specs, strict=True)):
+    for position, (prompt, spec, shown) in enumerate(zip(prompts, specs, pictures, strict=True)):
         ids = tuple(prompt)
         for copy in range(n):
             index = position * n + copy
             sampled = spec
             if spec.seed is not None and (n > 1 or (shared and len(prompts) > 1)):
                 sampled = replace(spec, seed=derive_seed(spec.seed, index if shared else copy))
-            inputs.append(GenerationInput(rids[index], ids, sampled, start, routing_from))
+            inputs.append(GenerationInput(rids[index], ids, sampled, start, routing_from, shown))
     return GenerateCall(
         inputs=tuple(inputs),
         as_list=listed or n > 1,

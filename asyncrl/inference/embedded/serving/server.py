@@ -1,6 +1,7 @@
 """The embedded engine behind the part of SGLang's native HTTP API that a run uses.
 
     POST /generate                    token ids or text in; batches, n samples each, stop tokens and strings, streams
+    POST /pictures                    the bytes of a picture, for requests that name it by hash
     POST /pause_generation            modes abort, retract, in_place
     POST /continue_generation
     POST /abort_request               by prefix of the request id, or all
@@ -30,9 +31,11 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from asyncrl.api import Tokenizer
+from asyncrl.api.picture import MAX_BYTES, Picture, PictureError
 from asyncrl.comm.http.server import Handler, HttpServer, Refused, Route, json_response
 from asyncrl.inference.embedded.engine import COMMAND_TIMEOUT_S, GenerationEngine
 from asyncrl.inference.embedded.serving import info
+from asyncrl.inference.embedded.serving.pictures import MissingPicture, PictureCache
 from asyncrl.inference.embedded.serving.prometheus import build_registry
 from asyncrl.inference.embedded.serving.replies import sample_reply
 from asyncrl.inference.embedded.serving.requests import (
@@ -43,13 +46,22 @@ from asyncrl.inference.embedded.serving.requests import (
     parse_generate,
 )
 from asyncrl.inference.embedded.types import EngineStoppedError, GenerationOutput, Job, RequestError
-from asyncrl.inference.messages import AbortRequest, ContinueRequest, PauseRequest, UpdateWeightsRequest
+from asyncrl.inference.messages import (
+    AbortRequest,
+    ContinueRequest,
+    MissingPictures,
+    PauseRequest,
+    PictureRequest,
+    UpdateWeightsRequest,
+)
 from asyncrl.weights.model_files.loading import DamagedWeights, WeightUpdateError
 
 logger = logging.getLogger(__name__)
 
 MAX_PROMPTS_BYTES = 64 << 20
-"""Largest body of `/generate`, in bytes: 256 prompts of 32k tokens fit. Any other body is small."""
+"""Largest body of `/generate`, in bytes: 256 prompts of 32k tokens fit. Any other body but a picture's is small."""
+MAX_PICTURE_BODY = MAX_BYTES * 4 // 3 + 1024
+"""Largest body of `/pictures`, in bytes: base64 in JSON."""
 
 
 @dataclass(slots=True)
@@ -79,9 +91,11 @@ class GenerationApp:
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._name = engine.model_path or engine.model.config.model_type
+        self._pictures = PictureCache() if engine.takes_pictures else None
         self._registry, self._latency = build_registry(engine, self._name)
         routes = {
             "/generate": Route(_refusing(self._generate), "POST", MAX_PROMPTS_BYTES),
+            "/pictures": Route(_refusing(self._picture), "POST", MAX_PICTURE_BODY),
             "/pause_generation": Route(_refusing(self._pause), "POST"),
             "/continue_generation": Route(_refusing(self._continue), "POST"),
             "/abort_request": Route(_refusing(self._abort), "POST"),
@@ -96,7 +110,7 @@ class GenerationApp:
 
     async def _generate(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         received = time.monotonic()
-        call = parse_generate(body, self._tokenizer, self._engine.eos_token_ids)
+        call = parse_generate(body, self._tokenizer, self._engine.eos_token_ids, self._pictures)
         if call.stream:
             return await self._stream(request, call, received)
         job = Job(call.inputs)
@@ -151,6 +165,13 @@ class GenerationApp:
             raise
         self._latency.observe(time.monotonic() - received)
         return response
+
+    async def _picture(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        if self._pictures is None:
+            raise handler_error("the model takes no pictures")
+        picture = await asyncio.to_thread(Picture.received, decode(body, PictureRequest).data)
+        self._pictures.add(picture)
+        return json_response({"sha256": picture.sha256})
 
     async def _pause(self, request: web.BaseRequest, body: bytes) -> web.Response:
         await self._command(self._engine.pause(decode(body, PauseRequest).mode))
@@ -212,8 +233,10 @@ def _refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamRe
             return await handler(request, body)
         except Refusal as error:
             raise Refused(400, error.body, "malformed") from error
-        except RequestError as error:
+        except (RequestError, PictureError) as error:
             raise Refused(400, handler_error(str(error)).body, "malformed") from error
+        except MissingPicture as error:
+            raise Refused(409, MissingPictures([*error.hashes]), "missing_pictures") from error
         except WeightUpdateError as error:
             body_of_failure = {"success": False, "message": str(error), "num_paused_requests": 0}
             if isinstance(error, DamagedWeights):

@@ -36,8 +36,8 @@ from asyncrl.trainer.engines.sharded.stage import (
 )
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
+from asyncrl.trainer.model.layout_parity import Layout
 from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
-from asyncrl.trainer.model.proof import Layout
 from asyncrl.trainer.model.scoring import logits_function
 from asyncrl.trainer.settings import LoraConfig
 from asyncrl.weights.checkpoints.distributed import StoredTensors
@@ -52,7 +52,7 @@ class BuildPlan:
     """Plan of how a role's model is spread over ranks and stored.
 
     Attributes:
-        mesh: of all ranks, with the axes `asyncrl.trainer.parallel.place.MESH_AXES`.
+        mesh: of all ranks, with the axes `asyncrl.trainer.parallel.rank_position.MESH_AXES`.
         attention: how sequences are laid out, and transformers' name of the attention function.
         dtype: of the arithmetic.
         trained: parameters are then held in fp32, whatever `dtype`; else in `dtype`.

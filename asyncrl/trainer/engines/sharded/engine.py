@@ -35,7 +35,7 @@ from asyncrl.trainer.engines.base import (
     ValueEngine,
     ValueLoss,
 )
-from asyncrl.trainer.engines.residence import local
+from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.engines.sharded.adamw import ShardedAdamW
 from asyncrl.trainer.engines.sharded.build import (
@@ -46,7 +46,7 @@ from asyncrl.trainer.engines.sharded.gathering import Gathering, several_collect
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours, Outputs, Pipeline
 from asyncrl.trainer.model.lora import Merged, adapters_off, is_adapter
 from asyncrl.trainer.model.scoring import EntropyMode
-from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.weights.model_files.adapters import published_name
 from asyncrl.weights.versions.published import Published, TensorSpec
@@ -68,7 +68,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         built: Built,
         plan: BuildPlan,
         *,
-        place: Place,
+        place: RankPosition,
         neighbours: Neighbours | None,
         tied_stages: dist.ProcessGroup | None,
         tokens_per_micro_batch: int,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.trainer.engines.residence import local
-from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.engines.host_offload import local
+from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.parallel.worker_grid import Coordinates
 from asyncrl.weights.model_files.folder import FolderTensor
 from asyncrl.weights.versions.published import TensorSpec
@@ -67,7 +67,7 @@ class Gathering:
     stages: Mapping[str, int]
     folder: Mapping[str, FolderTensor]
     mine: Mapping[str, Tensor]
-    place: Place
+    place: RankPosition
     device: torch.device
 
     def published_specs(self) -> list[TensorSpec]:

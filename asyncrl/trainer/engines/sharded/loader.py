@@ -1,9 +1,9 @@
 """Loads this rank's parts of models: each built by all ranks of the grid together, so that they fail together.
 
-The proof of a layout (`trainer.model.proof`) needs a whole model. It looks for tokens of one sequence that reach
-another's, which lies in the code of the layers and not in their number or values. So the grid's first rank proves a
-model of the same configuration with random weights, a small vocabulary and as few layers as have one of each kind, and
-sends the result to the others.
+The parity check of a layout (`trainer.model.layout_parity`) needs a whole model. It looks for tokens of one sequence
+that reach another's, which lies in the code of the layers and not in their number or values. So the grid's first rank
+proves a model of the same configuration with random weights, a small vocabulary and as few layers as have one of each
+kind, and sends the result to the others.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from asyncrl.trainer.engines.sharded.build import BuildPlan, Built, build_critic
 from asyncrl.trainer.engines.sharded.engine import ShardedPolicyEngine, ShardedValueEngine
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.model.layout_parity import Layout, layouts, refuse_longer_than_independent, select_attention
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.model.proof import Layout, layouts, refuse_longer_than_independent, select_attention
-from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
 
 
 class ShardedLoader(EngineLoader):
     """Loads this rank's parts of models, as `config` sets them, at `place`."""
 
-    def __init__(self, config: ExperimentConfig, place: Place, device: torch.device) -> None:
+    def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None:
         self._config, self._place, self._device = config, place, device
         self._neighbours = _neighbours(place)
         self._settled: dict[tuple[str, torch.dtype], Layout] = {}  # roles often have one model
@@ -104,7 +104,7 @@ class ShardedLoader(EngineLoader):
         }
 
 
-def _neighbours(place: Place) -> Neighbours | None:
+def _neighbours(place: RankPosition) -> Neighbours | None:
     """This rank's pipeline; None where there is one stage."""
     assert place.mesh is not None
     if place.backwards is None:
@@ -118,7 +118,7 @@ _LAYERS = 2
 
 
 def settled_layout(
-    path: str, config: ExperimentConfig, dtype: torch.dtype, device: torch.device, place: Place
+    path: str, config: ExperimentConfig, dtype: torch.dtype, device: torch.device, place: RankPosition
 ) -> Layout:
     """The first layout of `model.attn_implementation` that is right for the model in `path`. Called by all ranks of
     the grid.

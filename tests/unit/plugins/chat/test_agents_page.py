@@ -18,7 +18,7 @@ from asyncrl.config.own_settings import complete_own_settings
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
 
 from .conftest import TEMPLATES, FakePolicy
 
@@ -89,15 +89,15 @@ class TurnsOfAGroup(FakePolicy):
 
 
 async def roll_out(config: ExperimentConfig, tokenizer: ChatTokenizer, *turns: Sequence[str]) -> Sequence[Sample]:
-    plugins = Plugins(config)
+    components = UserComponents(config)
     (end_id,) = tokenizer.encode("<|im_end|>")
     policy = TurnsOfAGroup(end_id, tokenizer, turns)
     ids = tuple(tokenizer.encode("What is 3 + 4?"))
     row = {"prompt": "What is 3 + 4?", "answer": "7"}
     prompt = Prompt("p", 0, row, ids, 3, SamplingParams(max_new_tokens=16, seed=7))
-    async with plugins.offloader, asyncio.timeout(60):
+    async with components.runner, asyncio.timeout(60):
         samples, _ = await run_group(
-            plugins.agent, plugins.environments.of_group(3), prompt, policy, plugins.conversations.client
+            components.agent, components.environments.of_group(3), prompt, policy, components.conversations.client
         )
     return samples
 

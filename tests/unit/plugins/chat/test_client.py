@@ -26,7 +26,7 @@ from asyncrl.api import (
     ToolCall,
     ToolSchema,
 )
-from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient, EpisodeOver
+from asyncrl.plugins.chat.client import ChatPolicy, ConversationEnded, EpisodeClient
 from asyncrl.plugins.chat.drift import DriftError
 from asyncrl.plugins.chat.parsers import Parsed
 from asyncrl.plugins.chat.request import Finish, Limits, Phase
@@ -184,7 +184,7 @@ def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
 
     async def episode() -> None:
         for number in range(data.draw(st.integers(1, 8))):
-            with contextlib.suppress(EpisodeOver):
+            with contextlib.suppress(ConversationEnded):
                 await act(number)
 
     asyncio.run(episode())
@@ -387,7 +387,7 @@ async def test_a_full_context_ends_with_length_and_names_the_setting(
     assert (empty.finish_reason, empty.completion.token_ids) == (ChatFinish.length, [])
     assert f"generation.context_length={len(ids) + 1}" in caplog.text
     assert client.metrics["chat/limit_context_length"] == 1
-    with pytest.raises(EpisodeOver, match=r"generation\.context_length"):
+    with pytest.raises(ConversationEnded, match=r"generation\.context_length"):
         await client.chat(more)
     (sample,) = client.samples()
     assert sample.truncated
@@ -493,3 +493,26 @@ async def test_two_results_of_a_turn_that_a_template_shows_one_of(chat_format: M
     (sample,) = client.samples()
     assert_exact(sample, policy.said)
     assert Finish(client.turns[0].request.finish or "") is Finish.tool_calls
+
+
+async def test_conversations_of_an_episode_record_apart_and_name_their_samples(
+    chat_format: MakeFormat, prompt: Prompt
+) -> None:
+    chat = chat_format("qwen3")
+    policy = random_policy(chat)
+    client = EpisodeClient(policy, prompt, 0, chat)
+    judge = client.conversation("judge")
+    assert client.conversation("judge") is judge is judge.conversation("judge")
+    await converse(client, 2)
+    await converse(judge, 2)
+    assert policy.asked[0].input_ids == policy.asked[2].input_ids, "a branch of its own"
+    assert policy.asked[0].sampling.seed != policy.asked[2].sampling.seed, "no two draw the same numbers"
+    (own, judged), (alone,) = client.samples(1.0), judge.samples(0.25)
+    assert [(own.group, own.reward), (judged.group, judged.reward)] == [("", 1.0), ("judge", 1.0)]
+    assert (alone.group, alone.reward) == ("judge", 0.25)
+    assert_exact(own, policy.said[:2])
+    assert_exact(alone, policy.said[2:])
+    assert client.metrics["chat/calls"] == 4
+    for name in ("", "x" * 65):
+        with pytest.raises(ValueError, match="comparison group"):
+            client.conversation(name)

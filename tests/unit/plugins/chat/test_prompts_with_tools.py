@@ -18,7 +18,7 @@ from asyncrl.plugins.datasets.prompts import OverlongPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
 
 from .conftest import TEMPLATES
 
@@ -62,11 +62,11 @@ def ref(row: int) -> PromptRef:
 def test_a_prompts_tokens_are_those_of_the_agents_first_call(
     config: Callable[..., ExperimentConfig], template: str
 ) -> None:
-    plugins = Plugins(config(template=template))
-    prompt = plugins.prompts.train(ref(0))
-    client = plugins.conversations.client(cast(GenerationClient, None), prompt)
-    assert prompt.input_ids == client.prompt_ids(messages_of(prompt), tools=plugins.tools.toolbox.schemas)
-    assert '"name": "calculator"' in plugins.tokenizer.decode(list(prompt.input_ids))
+    components = UserComponents(config(template=template))
+    prompt = components.prompts.train(ref(0))
+    client = components.conversations.client(cast(GenerationClient, None), prompt)
+    assert prompt.input_ids == client.prompt_ids(messages_of(prompt), tools=components.tools.toolbox.schemas)
+    assert '"name": "calculator"' in components.tokenizer.decode(list(prompt.input_ids))
 
 
 def test_a_model_with_fewer_positions_than_prompt_and_answer_is_refused_with_what_mends_it(
@@ -106,7 +106,7 @@ def test_the_survey_and_the_limit_count_the_tools(config: Callable[..., Experime
     with pytest.raises(ConfigError, match="none of 2 rows makes a prompt; row 0 has a prompt of"):
         check_prompts(with_tools)
     with pytest.raises(OverlongPrompt, match=f"{shown.tools} of them what the template says of the tools"):
-        Plugins(with_tools).prompts.train(ref(0))
+        UserComponents(with_tools).prompts.train(ref(0))
     with_tools.dataset.max_prompt_tokens = shown.longest - 1
     assert check_prompts(with_tools)["dataset"].overlong == 1
 
@@ -117,8 +117,8 @@ def test_tools_count_only_where_the_agent_takes_them(
 ) -> None:
     made = config(agent)
     assert (check_prompts(made)["dataset"].tools > 0) is counted
-    ids = list(Plugins(made).prompts.train(ref(0)).input_ids)
-    assert ("calculator" in Plugins(made).tokenizer.decode(ids)) is counted
+    ids = list(UserComponents(made).prompts.train(ref(0)).input_ids)
+    assert ("calculator" in UserComponents(made).tokenizer.decode(ids)) is counted
 
 
 def test_it_says_that_those_of_mcp_servers_are_not_counted_yet(config: Callable[..., ExperimentConfig]) -> None:
@@ -134,10 +134,10 @@ def test_a_shortened_prompt_is_what_agents_that_converse_in_messages_see(
     made: Any = config()
     made.dataset.max_prompt_tokens = check_prompts(made)["dataset"].longest - 10
     made.dataset.overlong = overlong
-    plugins = Plugins(made)
-    prompt = plugins.prompts.train(ref(1))
+    components = UserComponents(made)
+    prompt = components.prompts.train(ref(1))
     assert len(prompt.input_ids) <= made.dataset.max_prompt_tokens
     assert 10 < len(messages_of(prompt)[0]["content"]) < len("word " * 30) - 5
-    client = plugins.conversations.client(cast(GenerationClient, None), prompt)
-    assert prompt.input_ids == client.prompt_ids(messages_of(prompt), tools=plugins.tools.toolbox.schemas)
+    client = components.conversations.client(cast(GenerationClient, None), prompt)
+    assert prompt.input_ids == client.prompt_ids(messages_of(prompt), tools=components.tools.toolbox.schemas)
     assert prompt.data["answer"] == "7"

@@ -15,8 +15,8 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.inference.settings import finds_stop_strings
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.tools.settings import ToolConfig
+from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code.conversations import chat_policy
-from asyncrl.rollout.user_code.plugins import Plugins
 
 from .conftest import TEMPLATES
 
@@ -103,8 +103,8 @@ def test_tools_are_offered_in_the_prompts_of_those_agents_that_take_them(
     config.model.path, config.dataset.chat_template = str(tmp_path / "model"), str(tmp_path / "template.jinja")
     config.dataset.max_prompt_tokens = 1000
     config.eval.agent = {"path": "asyncrl.plugins.agents.tool_agent:ToolAgent"}
-    plugins = Plugins(config)
-    trained = plugins.prompts.train(PromptRef("p", 0, 0))
-    evaluated = plugins.prompts.evaluation("held_out", 0, 0)
-    shown = [plugins.tokenizer.decode(list(prompt.input_ids)) for prompt in (trained, evaluated)]
+    components = UserComponents(config)
+    trained = components.prompts.train(PromptRef("p", 0, 0))
+    evaluated = components.prompts.evaluation("held_out", 0, 0)
+    shown = [components.tokenizer.decode(list(prompt.input_ids)) for prompt in (trained, evaluated)]
     assert ["calculator" in text for text in shown] == [False, True]

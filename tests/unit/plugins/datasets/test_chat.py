@@ -16,9 +16,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from asyncrl.plugins.datasets.prompts import BadPrompt, OverlongPrompt, PromptFormat
+from asyncrl.plugins.datasets.prompt_stats import measure_prompts
+from asyncrl.plugins.datasets.prompts import InvalidPrompt, OverlongPrompt, PromptFormat
 from asyncrl.plugins.datasets.settings import Overlong
-from asyncrl.plugins.datasets.survey import survey
 from asyncrl.plugins.datasets.templates.chat import ChatError, ChatTemplate, template_source
 from asyncrl.plugins.datasets.tokenizers import FastTokenizer, load_tokenizer, special_tokens
 
@@ -343,13 +343,13 @@ def test_a_survey_counts_what_is_too_long_and_what_makes_no_prompt(folder: Path)
             return {"prompt": rows[index]}
 
     chat = ChatTemplate(QWEN, {})
-    found = survey(Rows(), PromptFormat(load_tokenizer(folder), chat, 100))
+    found = measure_prompts(Rows(), PromptFormat(load_tokenizer(folder), chat, 100))
     assert (found.rows, found.looked_at, found.overlong, found.bad) == (5, 5, 2, 1)
     assert "ends with the role 'assistant'" in found.first_bad
     assert found.first is not None
     assert found.first == (chat.render("short"), len(load_tokenizer(folder).encode(chat.render("short"))))
     assert any("2 are longer than dataset.max_prompt_tokens=100" in line for line in found.lines(100, Overlong.filter))
-    assert survey(Rows(), PromptFormat(load_tokenizer(folder), chat, 100), limit=2).overlong == 1
+    assert measure_prompts(Rows(), PromptFormat(load_tokenizer(folder), chat, 100), limit=2).overlong == 1
 
 
 def test_a_survey_shows_the_first_prompt_as_it_is_cut_and_counts_those_that_no_cut_makes_fit(folder: Path) -> None:
@@ -361,16 +361,16 @@ def test_a_survey_shows_the_first_prompt_as_it_is_cut_and_counts_those_that_no_c
             return {"prompt": [LONG, "short", LONG][index]}
 
     tokenizer, chat = load_tokenizer(folder), ChatTemplate(QWEN, {})
-    found = survey(Rows(), PromptFormat(tokenizer, chat, 100, Overlong.left))
+    found = measure_prompts(Rows(), PromptFormat(tokenizer, chat, 100, Overlong.left))
     assert (found.overlong, found.bad) == (2, 0)
     assert found.first is not None
     assert 90 < found.first[1] <= 100
     assert LONG[-10:] in found.first[0]
-    hopeless = survey(Rows(), PromptFormat(tokenizer, chat, 5, Overlong.left))
+    hopeless = measure_prompts(Rows(), PromptFormat(tokenizer, chat, 5, Overlong.left))
     assert (hopeless.overlong, hopeless.bad, hopeless.first) == (0, 3, None)
     assert hopeless.first_bad == "row 0: even without the user's text it is longer than dataset.max_prompt_tokens=5"
 
 
 def test_messages_without_a_template_make_no_prompt(folder: Path) -> None:
-    with pytest.raises(BadPrompt, match="no chat template; set dataset"):
+    with pytest.raises(InvalidPrompt, match="no chat template; set dataset"):
         PromptFormat(load_tokenizer(folder)).encode({"prompt": [{"role": "user", "content": "x"}]})

@@ -21,11 +21,11 @@ from asyncrl.plugins.envs.gymnasium_env import GymnasiumEnv
 from asyncrl.plugins.envs.gymnasium_vector import VectorGames
 from asyncrl.rollout.checks import check
 from asyncrl.rollout.episode import run_group
-from asyncrl.rollout.offload.errors import UserCodeError
-from asyncrl.rollout.offload.meter import Activity
-from asyncrl.rollout.offload.offloader import Code, Offloader
 from asyncrl.rollout.settings import UserCodeConfig
-from asyncrl.rollout.user_code.plugins import Plugins
+from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner
+from asyncrl.rollout.user_code_pool.timing import Activity
 
 TOKENIZER = CharTokenizer()
 DRY = {"is_slippery": False}
@@ -127,12 +127,12 @@ async def test_a_group_plays_and_each_turn_has_its_reward(tiny_model: Path, vect
     settings = config(tiny_model)
     settings.env.vectorized = vectorized
     assert [problem for problem in check(settings) if problem.startswith(("env", "agent"))] == []
-    plugins = Plugins(settings)
+    components = UserComponents(settings)
     prompt = Prompt("p", 0, {"prompt": "0", "seed": 3}, tuple(TOKENIZER.encode("0")), 3, SamplingParams(seed=1))
     policy = Walking()
-    async with plugins.offloader, asyncio.timeout(150):
+    async with components.runner, asyncio.timeout(150):
         samples, _ = await run_group(
-            plugins.agent, plugins.environments.of_group(3), prompt, policy, plugins.conversations.client
+            components.agent, components.environments.of_group(3), prompt, policy, components.conversations.client
         )
     assert [sample.episode for sample in samples] == [0, 1, 2]
     assert [sample.total_reward for sample in samples] == [1.0, -0.5, -0.5]
@@ -154,11 +154,11 @@ async def test_a_member_that_stops_early_keeps_nobody_waiting(tiny_model: Path, 
     settings = config(tiny_model)
     settings.env.vectorized = vectorized
     settings.agent.args["max_turns"] = 2
-    plugins = Plugins(settings)
+    components = UserComponents(settings)
     prompt = Prompt("p", 0, {"prompt": "0"}, tuple(TOKENIZER.encode("0")), 2, SamplingParams(seed=1))
-    async with plugins.offloader, asyncio.timeout(150):
+    async with components.runner, asyncio.timeout(150):
         samples, _ = await run_group(
-            plugins.agent, plugins.environments.of_group(2), prompt, Walking(), plugins.conversations.client
+            components.agent, components.environments.of_group(2), prompt, Walking(), components.conversations.client
         )
     assert [sample.truncated for sample in samples] == [True, True]
     assert [sample.metrics["turns"] for sample in samples] == [2.0, 2.0]
@@ -255,21 +255,21 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "asyncrl_words:AsyncrlWords-v0"
 
 
-def vector_of(id: str, size: int, step_s: float = 120.0, **kwargs: Any) -> tuple[Offloader, list[Any]]:
-    offloader = Offloader(UserCodeConfig())
+def vector_of(id: str, size: int, step_s: float = 120.0, **kwargs: Any) -> tuple[UserCodeRunner, list[Any]]:
+    runner = UserCodeRunner(UserCodeConfig())
 
     async def call(function: Any, *args: Any) -> Any:
         limit_s = step_s if function.__name__ == "_step" else 120.0
-        return await offloader.call(Code("env words.step", Activity.env, limit_s, RunIn.thread), function, *args)
+        return await runner.call(Code("env words.step", Activity.env, limit_s, RunIn.thread), function, *args)
 
     games = VectorGames(call, size, id=id, kwargs=kwargs)
-    return offloader, [games.member() for _ in range(size)]
+    return runner, [games.member() for _ in range(size)]
 
 
 async def test_games_of_an_async_vector_play_in_processes_and_texts_come_through(words: str) -> None:
     before = set(psutil.Process().children(recursive=True))
-    offloader, members = vector_of(words, 2, vectorization_mode="async")
-    async with offloader, asyncio.timeout(150):
+    runner, members = vector_of(words, 2, vectorization_mode="async")
+    async with runner, asyncio.timeout(150):
         seen = await asyncio.gather(*(member.reset(seed=1) for member in members))
         pids = {int(text[1:]) for text, _ in seen}
         assert len(pids) == 2
@@ -285,8 +285,8 @@ async def test_games_of_an_async_vector_play_in_processes_and_texts_come_through
 
 @pytest.mark.parametrize("deed", ["exit", "hang", "raise"])
 async def test_an_async_vector_in_which_a_game_fails_is_killed_and_nobody_waits(words: str, deed: str) -> None:
-    offloader, members = vector_of(words, 2, 1.0 if deed == "hang" else 120.0, vectorization_mode="async")
-    async with offloader, asyncio.timeout(150):
+    runner, members = vector_of(words, 2, 1.0 if deed == "hang" else 120.0, vectorization_mode="async")
+    async with runner, asyncio.timeout(150):
         seen = await asyncio.gather(*(member.reset() for member in members))
         processes = [psutil.Process(int(text[1:])) for text, _ in seen]
         steps = members[0].step(deed), members[1].step("word")
@@ -326,14 +326,14 @@ async def test_what_a_vector_cannot_do_is_refused_by_name(words: str) -> None:
         (words, shared, "env.args.kwargs.vector_kwargs.shared_memory=true: texts do not come through"),
         ("CartPole-v1", {"vectorization_mode": "vector_entry_point"}, "it takes one seed for all games"),
     ):
-        offloader, members = vector_of(id, 2, **kwargs)
-        async with offloader, asyncio.timeout(150):
+        runner, members = vector_of(id, 2, **kwargs)
+        async with runner, asyncio.timeout(150):
             outcomes = await asyncio.gather(*(member.reset(seed=1) for member in members), return_exceptions=True)
             assert all(message in str(outcome) for outcome in outcomes), outcomes
             for member in members:
                 await member.close()
-    offloader, members = vector_of("CartPole-v1", 2, vectorization_mode="vector_entry_point")
-    async with offloader, asyncio.timeout(150):
+    runner, members = vector_of("CartPole-v1", 2, vectorization_mode="vector_entry_point")
+    async with runner, asyncio.timeout(150):
         await asyncio.gather(*(member.reset() for member in members))
         assert (await asyncio.gather(*(member.step("1") for member in members)))[0][1] == 1.0
         for member in members:

@@ -13,20 +13,20 @@ from asyncrl.plugins.sandbox import Limits, Sandbox, SandboxUnavailable
 LOOK_AROUND = """
 import os, socket
 
-def tried(name, function):
+def play_with_retries(name, function):
     try:
         print(name, function())
     except OSError as error:
         print(name, type(error).__name__)
 
-tried("network", lambda: socket.create_connection(("1.1.1.1", 53), 1))
-tried("own host", lambda: socket.create_connection(("127.0.0.1", 22), 1))
-tried("library", lambda: open(os.path.dirname(os.__file__) + "/written", "w"))
-tried("root", lambda: open("/written", "w"))
-tried("users", lambda: open("/etc/passwd").read())
-tried("others", lambda: [os.kill(pid, 9) for pid in range(3, 10)])
-tried("remount", lambda: os.chroot("/work"))
-tried("own folder", lambda: open("mine.txt", "w").write("1"))
+play_with_retries("network", lambda: socket.create_connection(("1.1.1.1", 53), 1))
+play_with_retries("own host", lambda: socket.create_connection(("127.0.0.1", 22), 1))
+play_with_retries("library", lambda: open(os.path.dirname(os.__file__) + "/written", "w"))
+play_with_retries("root", lambda: open("/written", "w"))
+play_with_retries("users", lambda: open("/etc/passwd").read())
+play_with_retries("others", lambda: [os.kill(pid, 9) for pid in range(3, 10)])
+play_with_retries("remount", lambda: os.chroot("/work"))
+play_with_retries("own folder", lambda: open("mine.txt", "w").write("1"))
 print("environment", sorted(os.environ), sorted(os.listdir("/work")))
 """
 FORK_BOMB = """

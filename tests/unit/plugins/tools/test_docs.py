@@ -15,8 +15,8 @@ from asyncrl.api import Tool, ToolCall, as_tool
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.tools.checks import check
 from asyncrl.plugins.tools.settings import ToolConfig
-from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.tools import RunTools
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "tools.md").read_text()
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")}
@@ -77,8 +77,8 @@ async def test_the_class_is_a_tool_and_the_agent_of_ones_own_calls_it(tmp_path: 
     class Prompt:
         data = {"prompt": "?", "tool_args": {"note": {"notes": ["before"]}}}  # noqa: RUF012
 
-    async with Offloader(ExperimentConfig().rollout.user_code) as offloader:
-        tools = RunTools([ToolConfig(path=f"{tmp_path / 'notes.py'}:Notes")], (), offloader).toolbox
+    async with UserCodeRunner(ExperimentConfig().rollout.user_code) as runner:
+        tools = RunTools([ToolConfig(path=f"{tmp_path / 'notes.py'}:Notes")], (), runner).toolbox
         assert isinstance(tools.tools["note"].tool, Tool)
         assert await namespace["run"](Prompt(), None, Client(), tools=tools) == 1.0
         async with tools.session(Prompt.data) as session:

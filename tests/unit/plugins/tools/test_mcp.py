@@ -14,9 +14,9 @@ import pytest
 from asyncrl.api import ToolCall
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.tools.settings import McpServerConfig
-from asyncrl.rollout.offload.offloader import Offloader
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.tools import RunTools
+from asyncrl.rollout.user_code_pool.runner import UserCodeRunner
 from asyncrl.runtime.launcher import STOP_LIMIT_S
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S, LEAVE_LIMIT_S
 
@@ -92,8 +92,8 @@ def server(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-async def offloader():
-    async with Offloader(UserCodeConfig()) as made:
+async def runner():
+    async with UserCodeRunner(UserCodeConfig()) as made:
         yield made
 
 
@@ -117,9 +117,9 @@ async def _call(tools: RunTools, name: str, arguments: dict) -> str:
         return (await session.call(ToolCall("id", name, arguments))).text
 
 
-async def test_a_server_over_stdio_serves_many_samples_and_is_gone_afterwards(offloader, server):
+async def test_a_server_over_stdio_serves_many_samples_and_is_gone_afterwards(runner, server):
     before = _children()
-    async with RunTools((), [_over_stdio(server, tools=["add", "fails", "talks"])], offloader) as tools:
+    async with RunTools((), [_over_stdio(server, tools=["add", "fails", "talks"])], runner) as tools:
         assert [schema["function"]["name"] for schema in tools.toolbox.schemas] == ["add", "fails", "talks"]
         assert tools.toolbox.schemas[0]["function"]["description"] == "Adds two numbers."
         said = await asyncio.gather(*(_call(tools, "add", {"a": number}) for number in range(50)))
@@ -130,18 +130,18 @@ async def test_a_server_over_stdio_serves_many_samples_and_is_gone_afterwards(of
     assert _left(before) == []
 
 
-async def test_a_server_that_dies_costs_a_call_and_is_started_again(offloader, server):
+async def test_a_server_that_dies_costs_a_call_and_is_started_again(runner, server):
     before = _children()
-    async with RunTools((), [_over_stdio(server, tools=["add", "dies"])], offloader) as tools:
+    async with RunTools((), [_over_stdio(server, tools=["add", "dies"])], runner) as tools:
         for _ in range(2):
             assert (await _call(tools, "dies", {})).startswith("Error: ")
             assert await _call(tools, "add", {"a": 1}) == "2"
     assert _left(before) == []
 
 
-async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(offloader, server, tmp_path):
+async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(runner, server, tmp_path):
     config, begun = _over_stdio(server, tools=["add", "slow"]), tmp_path / "begun"
-    async with RunTools((), [config], offloader) as tools:
+    async with RunTools((), [config], runner) as tools:
         hanging = asyncio.create_task(_call(tools, "slow", {"begun": str(begun)}))
         async with asyncio.timeout(LIMIT_S):
             while not begun.exists():  # noqa: ASYNC110
@@ -156,7 +156,7 @@ async def test_a_call_that_hangs_ends_at_its_limit_and_others_go_on(offloader, s
         assert await _call(tools, "add", {"a": 2}) == "3"
 
 
-async def test_a_server_over_http_is_called_the_same_way(offloader, server):
+async def test_a_server_over_http_is_called_the_same_way(runner, server):
     command = [sys.executable, server, "http"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: ASYNC220
         try:
@@ -169,7 +169,7 @@ async def test_a_server_over_http_is_called_the_same_way(offloader, server):
                 )
                 for name in ("one", "two")
             ]
-            async with RunTools((), configs, offloader) as tools:
+            async with RunTools((), configs, runner) as tools:
                 assert await _call(tools, "one_add", {"a": 1}) == "2"
                 assert await _call(tools, "two_add", {"a": 1, "b": 5}) == "6"
                 process.kill()
@@ -189,21 +189,21 @@ async def test_a_server_over_http_is_called_the_same_way(offloader, server):
         ({"tools": ["nothing"]}, r"mcp\[0\]: mcp server 'calc' has no tool 'nothing'; it has: add"),
     ],
 )
-async def test_a_server_that_does_not_serve_is_refused_at_the_start(offloader, server, change, message):
+async def test_a_server_that_does_not_serve_is_refused_at_the_start(runner, server, change, message):
     before = _children()
     config = _over_stdio(server)
     for name, value in change.items():
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=message):
-        async with RunTools((), [config], offloader):
+        async with RunTools((), [config], runner):
             pass
     assert _left(before) == []
 
 
-async def test_two_tools_of_one_name_are_refused(offloader, server):
+async def test_two_tools_of_one_name_are_refused(runner, server):
     configs = [_over_stdio(server, tools=["add"]), _over_stdio(server, tools=["add"])]
     with pytest.raises(ConfigError, match=r"mcp\[1\].prefix=''.*both called 'add'"):
-        async with RunTools((), configs, offloader):
+        async with RunTools((), configs, runner):
             pass
 
 
@@ -216,12 +216,12 @@ threading.Thread(target=threading.Event().wait).start()  # stdin's end is no end
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_server_that_does_not_end_delays_the_worker_no_longer_than_a_connection_may(
-    offloader, server, caplog, monkeypatch
+    runner, server, caplog, monkeypatch
 ):
     monkeypatch.setattr("asyncrl.rollout.tools.CLOSE_LIMIT_S", CLOSE_LIMIT_S)
     stubborn = Path(server).with_name("stubborn.py")
     stubborn.write_text(STUBBORN + SERVER)
-    async with RunTools((), [_over_stdio(str(stubborn), tools=["talks"])], offloader) as tools:
+    async with RunTools((), [_over_stdio(str(stubborn), tools=["talks"])], runner) as tools:
         program = psutil.Process(int(await _call(tools, "talks", {})))
     assert f"did not close within {CLOSE_LIMIT_S / 2:g} s" in caplog.text
     assert program.is_running()

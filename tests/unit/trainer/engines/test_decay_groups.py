@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.trainer.engines.decay_groups import decay_groups, embedding_names
 from asyncrl.trainer.engines.flat import FlatLoader
-from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 
 ARCHITECTURES = [
@@ -68,7 +68,7 @@ def test_norms_and_biases_never_decay_and_every_matrix_does(architecture: str) -
 
 @pytest.mark.parametrize("decay_embeddings", [True, False])
 def test_a_loaded_model_decays_as_configured(decay_embeddings: bool, config: ExperimentConfig, llama_dir: Path) -> None:
-    loader = FlatLoader(config, Place(), torch.device("cpu"))
+    loader = FlatLoader(config, RankPosition(), torch.device("cpu"))
     optimizer = OptimizerConfig(lr=0.5, weight_decay=0.5, decay_embeddings=decay_embeddings)
     policy = loader.policy(str(llama_dir), config.model.dtype, optimizer)
     before = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}

@@ -21,6 +21,7 @@ from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import StatValues
 from asyncrl.trainer.model.loading import load_causal_lm
 from asyncrl.trainer.roles import TrainingRank
+from asyncrl.trainer.trajectories.inbox import record_of
 
 MakeRank = Callable[[ExperimentConfig], TrainingRank]
 RunStep = Callable[..., dict[str, StatValues]]
@@ -87,7 +88,7 @@ def test_losses_are_those_of_the_reference_loop(
         report = oracle.train_step()
         stats = run_step(config, rank, batch_of(rollouts, config, version))["actor_train"]
         np.testing.assert_allclose(stats["ppo/loss_per_minibatch"], report.losses, rtol=0, atol=1e-5)
-        compared = ("ppo/clip_fraction", "ppo/behave_weight_mean", "ppo/behave_kl", "entropy")
+        compared = ("ppo/clip_fraction", "ppo/behave_imp_weight_mean", "ppo/behave_kl", "entropy")
         for key in report.stats.keys() & compared:  # the loop reports none for a step without a signal
             assert stats[key] == pytest.approx(report.stats[key], abs=1e-4), key
 
@@ -95,7 +96,7 @@ def test_losses_are_those_of_the_reference_loop(
 def batch_of(groups: list[list[Any]], config: ExperimentConfig, version: int) -> StepBatch:
     trajectories = [Trajectory(f"r{order}", f"p{order}", order, tuple(group)) for order, group in enumerate(groups)]
     dealing = Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs, config.seed)
-    rewards = [[sample.reward for sample in group] for group in groups]
-    dealt = minibatches_of_groups(rewards, dealing, version).tolist()
+    signals = [record_of(trajectory, 0).has_signal for trajectory in trajectories]
+    dealt = minibatches_of_groups(signals, dealing, version).tolist()
     own = config.rollout.columns
     return build_step_batch(trajectories, dealt, version=version, num_minibatches=dealing.optimizer_steps, own=own)

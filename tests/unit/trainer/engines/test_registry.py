@@ -16,7 +16,7 @@ from asyncrl.trainer.engines import ENGINES, Engine
 from asyncrl.trainer.engines.base import EngineLoader, engine_loader
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
 from asyncrl.trainer.parallel.checks import problems
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.placement import engine_of, placement
 from asyncrl.trainer.roles import build_rank
 from asyncrl.trainer.settings import OptimizerConfig

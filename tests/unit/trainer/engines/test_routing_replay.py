@@ -22,7 +22,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
-from asyncrl.models.proof import UnsupportedModelError
+from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.routers import ROUTERS
 from asyncrl.models.routing import UNRECORDED, Routers
 from asyncrl.trainer.batches.micro_batch import MicroBatch
@@ -30,7 +30,7 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
-from asyncrl.trainer.parallel.place import Place
+from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.trainer.settings import AttentionImplementation
 
@@ -205,7 +205,9 @@ def policy(model: PreTrainedModel, tmp_path: Path, *, replay: bool = True, **set
     config.trainer.gradient_checkpointing = settings.pop("checkpointing", False)
     config.model.attn_implementation = settings.pop("attention", AttentionImplementation.sdpa)
     assert not settings
-    return FlatLoader(config, Place(), torch.device("cpu")).policy(str(tmp_path), Dtype.float32, config.optimizer)
+    return FlatLoader(config, RankPosition(), torch.device("cpu")).policy(
+        str(tmp_path), Dtype.float32, config.optimizer
+    )
 
 
 def perturbed(model: PreTrainedModel) -> PreTrainedModel:

@@ -83,9 +83,9 @@ def test_by_default_a_version_is_what_all_servers_can_take(adapted: ExperimentCo
     adapted.model.lora.publish = LoraPublish.merged
     assert not publishes_adapters(adapted)
     adapted.model.lora.publish = LoraPublish.auto
-    adapted.system.shared = False
+    adapted.system.shared_filesystem = False
     assert not publishes_adapters(adapted)
-    adapted.system.shared, adapted.generation.backend = True, GenerationBackend.sglang
+    adapted.system.shared_filesystem, adapted.generation.backend = True, GenerationBackend.sglang
     adapted.generation.sglang.python = "/bin/true"
     assert not publishes_adapters(adapted)
     for transport in ("disk", "tensor", "distributed"):
@@ -101,12 +101,12 @@ def test_adapters_alone_are_refused_where_servers_take_whole_weights(adapted: Ex
     assert publishes_adapters(adapted)
     assert list(check(adapted)) == []
     adapted.generation.backend, adapted.manager.weight_transport = GenerationBackend.sglang, "tensor"
-    adapted.system.shared = False
+    adapted.system.shared_filesystem = False
     assert list(check(adapted)) == [
         "model.lora.publish='adapter': generation.backend='sglang' loads whole weights; use merged, or auto",
         "model.lora.publish='adapter': manager.weight_transport='tensor' sends whole weights; use merged, or auto",
-        "model.lora.publish='adapter': system.shared=false: adapters name the folder of their base model, which is "
-        "another on each host; use merged, or auto",
+        "model.lora.publish='adapter': system.shared_filesystem=false: adapters name the folder of their base model, "
+        "which is another on each host; use merged, or auto",
     ]
 
 

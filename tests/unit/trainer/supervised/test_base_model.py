@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from asyncrl.trainer.supervised.base_model import BaseModelError, base_model_dir, ensure_base_model
+from asyncrl.config.load import experiments_dir, load_supervised
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer, model_files
+from asyncrl.plugins.rewards.arithmetic import arithmetic_reward
+from asyncrl.reference import ReferenceConfig, ReferenceTrainer
+from asyncrl.trainer.supervised.base_model import (
+    SHIPPED_DIR,
+    SHIPPED_FILE,
+    BaseModelError,
+    base_model_dir,
+    ensure_base_model,
+    existing_base_model,
+    shipped_dir,
+)
+from asyncrl.trainer.supervised.loop import SFTProgress, make_base_model
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, SFTConfig, SFTPhaseConfig
 
 pytestmark = pytest.mark.slow
 
+SHIPPED = ("sft", "tool_calculator_base")
 TINY = {"model_type": "qwen2", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -75,3 +94,68 @@ def test_nobody_else_can_hold_the_lock_of_the_models_folder(tmp_path: Path) -> N
     (tmp_path / "models").chmod(0o777)
     with pytest.raises(BaseModelError, match="models has mode 0777, so others can write"):
         ensure_base_model(config)
+
+
+def shipped_record(experiment: str) -> dict[str, Any]:
+    file = shipped_dir(load_supervised(experiment)) / SHIPPED_FILE
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
+
+
+@pytest.mark.parametrize("experiment", SHIPPED)
+def test_the_package_has_the_base_model_of_the_recipe_as_it_is(experiment: str) -> None:
+    """A recipe that was changed needs `python benchmarks/base_model.py --ship`."""
+    folder = shipped_dir(load_supervised(experiment))
+    files = {name: file for name, file in model_files(folder).items() if name != SHIPPED_FILE}
+    assert {name: sha256(file.read_bytes()).hexdigest() for name, file in files.items()} == shipped_record(experiment)[
+        "sha256"
+    ]
+
+
+def test_the_package_has_no_base_model_of_a_former_recipe() -> None:
+    expected = {shipped_dir(load_supervised(experiment)).name for experiment in SHIPPED}
+    assert {folder.name for folder in (experiments_dir() / SHIPPED_DIR).iterdir()} == expected
+
+
+@pytest.mark.parametrize("experiment", SHIPPED)
+def test_the_first_start_copies_the_packages_model(
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = replace(load_supervised(experiment), fileroot=str(tmp_path / "runs"))
+    assert existing_base_model(config) == shipped_dir(config)
+    folder = ensure_base_model(config)
+    assert folder.is_relative_to(tmp_path / "runs")
+    assert {name: file.read_bytes() for name, file in model_files(folder).items()} == {
+        name: file.read_bytes() for name, file in model_files(shipped_dir(config)).items()
+    }
+    assert "copied from the package" in capsys.readouterr().out
+    assert existing_base_model(config) == folder
+
+
+@pytest.mark.parametrize("experiment", SHIPPED)
+def test_the_recipe_begins_as_it_did_when_the_packages_model_was_made(experiment: str, tmp_path: Path) -> None:
+    expected, losses = shipped_record(experiment)["first_losses"], []
+
+    class Enough(Exception):
+        pass
+
+    def progress(row: SFTProgress) -> None:
+        losses.append(row.loss)
+        if len(losses) == len(expected):
+            raise Enough
+
+    with pytest.raises(Enough):
+        make_base_model(load_supervised(experiment), tmp_path / "model", progress=progress)
+    assert losses == pytest.approx(expected, rel=0.01)
+
+
+def test_the_demos_base_model_is_right_as_often_as_its_record_says() -> None:
+    """A base that is never right, or always, leaves RL nothing to select."""
+    folder, problems = shipped_dir(load_supervised("sft")), 256
+    dataset = ArithmeticDataset(split="held_out", num_rows=problems)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = ReferenceTrainer(ReferenceConfig(), model, load_tokenizer(folder), dataset, arithmetic_reward)
+    accuracy = trainer.greedy_accuracy(dataset)
+    assert 0.3 < accuracy < 0.5
+    assert accuracy == pytest.approx(shipped_record("sft")["greedy_accuracy"], abs=0.06)

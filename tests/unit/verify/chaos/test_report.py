@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl.commands import chaos
+from asyncrl.verify.chaos.fault_costs import Done
 from asyncrl.verify.chaos.plan import Fault, FaultKind
-from asyncrl.verify.chaos.record import Done
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
 from asyncrl.verify.chaos.run import Watched
 
@@ -91,7 +91,7 @@ def test_the_plan_of_an_experiment_hits_each_kind_and_says_what_it_leaves_out(
 
 
 def test_deaths_that_would_take_the_runs_one_restart_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = plan_lines(capsys, "--kills=8", "--pauses=6", "checkpoint.keep_last_step=false")
+    lines = plan_lines(capsys, "--kills=8", "--pauses=6", "checkpoint.in_memory=false")
     assert any("left out: kills of the trainer's side" in line for line in lines)
     assert not any("kill model_worker" in line or "kill master_worker" in line for line in lines)
     assert any("pause model_worker" in line for line in lines)

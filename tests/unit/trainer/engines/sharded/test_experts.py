@@ -21,7 +21,7 @@ from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers
 from asyncrl.trainer.messages import SaveCheckpoint
 from asyncrl.trainer.model.lora import add_adapters
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import LoraConfig
 from asyncrl.weights.versions.manifest import FileEntry

@@ -15,9 +15,9 @@ import torch
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
-from asyncrl.trainer.host_folders import KeptStepLost
+from asyncrl.trainer.host_folders import MemoryCheckpointLost
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.weights.versions.manifest import FileEntry
 
@@ -40,11 +40,11 @@ def build(config: ExperimentConfig, world: World) -> TrainingRank:
 def keep(rank: TrainingRank, root: Path, version: int, commits: str) -> None:
     """The state of a step, by all ranks; the leaders on the hosts `commits` make it visible there."""
     path, everyone = root / f"v{version}", rank.world.everyone
-    rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}, of_last_step=True))
-    written = everyone.all_gather_bytes(msgspec.json.encode(rank.last_step.share(path).result(LIMIT_S)))
+    rank.save_checkpoint(SaveCheckpoint(str(path), version, {"version": version}, in_memory=True))
+    written = everyone.all_gather_bytes(msgspec.json.encode(rank.memory_checkpoint.share(path).result(LIMIT_S)))
     files = [msgspec.json.decode(each, type=dict[str, FileEntry]) for each in written]
     if rank.folders.leads and rank.world.rank_hosts[rank.world.worker] in commits:
-        rank.last_step.commit(path, {k: v for each in files for k, v in each.items()}, keep=1, protected=())
+        rank.memory_checkpoint.commit(path, {k: v for each in files for k, v in each.items()}, keep=1, protected=())
     everyone.together(lambda: None, "committing")
 
 
@@ -84,13 +84,13 @@ def test_ranks_continue_from_what_lies_on_their_own_hosts(
 
     def go_on(world: World) -> tuple[int, Statistics]:
         rank = build(config, on_hosts(world, hosts))
-        state = rank.load_last_step(root_of(world), torn=False)
+        state = rank.load_memory_checkpoint(root_of(world), invalid=False)
         return state["version"], step(config, rank, state["version"])
 
     def lost(world: World) -> str:
         rank = build(config, on_hosts(world, hosts))
-        with pytest.raises(KeptStepLost) as error:
-            rank.load_last_step(root_of(world), torn=False)
+        with pytest.raises(MemoryCheckpointLost) as error:
+            rank.load_memory_checkpoint(root_of(world), invalid=False)
         return str(error.value)
 
     expected = [(goes_on_at, told) for told in on_ranks(config, begin)]
@@ -115,21 +115,21 @@ def test_a_host_that_could_not_keep_all_or_a_file_that_is_damaged_loses_the_step
         rank = build(config, on_hosts(world, "ab"))
         root = root_of(world)
         root.mkdir(parents=True)
-        assert rank.load_last_step(root, torn=False) is None
+        assert rank.load_memory_checkpoint(root, invalid=False) is None
         keep(rank, root, 1, "ab")
         told = []
-        with pytest.raises(KeptStepLost) as error:
-            rank.load_last_step(root, torn=world.worker == 1)
+        with pytest.raises(MemoryCheckpointLost) as error:
+            rank.load_memory_checkpoint(root, invalid=world.worker == 1)
         told.append(str(error.value))
-        assert rank.load_last_step(root, torn=False) == {"version": 1}
+        assert rank.load_memory_checkpoint(root, invalid=False) == {"version": 1}
         if world.worker == 1:
             with (root / "v1" / "shard-00001-of-00002.safetensors").open("r+b") as file:
                 file.seek(-1, os.SEEK_END)
                 last = file.read(1)[0]
                 file.seek(-1, os.SEEK_END)
                 file.write(bytes([last ^ 1]))
-        with pytest.raises(KeptStepLost) as error:
-            rank.load_last_step(root, torn=False)
+        with pytest.raises(MemoryCheckpointLost) as error:
+            rank.load_memory_checkpoint(root, invalid=False)
         return [*told, str(error.value)]
 
     for told in on_ranks(config, lost):

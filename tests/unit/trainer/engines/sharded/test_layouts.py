@@ -32,7 +32,7 @@ from asyncrl.trainer.engines.flat import FlatEngine
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.model.lora import is_adapter, plain_name
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import build_rank
 from asyncrl.trainer.settings import LoraPublish
 from asyncrl.weights.model_files.adapters import published_name
@@ -90,7 +90,7 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
         )
         if config.moe.replay_routing:
             everything = [_routed(trajectory, config) for trajectory in everything]
-        dealt = minibatches_of_groups([(1.0, 0.0)] * len(everything), dealing, version=0).tolist()
+        dealt = minibatches_of_groups([True] * len(everything), dealing, version=0).tolist()
         mine: list[Trajectory] = everything[place.data.rank :: place.data.world]
         told: dict[str, Any] = {"stats": []}
         for version in range(2):

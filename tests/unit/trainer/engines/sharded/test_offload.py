@@ -17,11 +17,11 @@ from asyncrl.config.setting import ChoiceConfig, Dtype
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.engines import adamw
 from asyncrl.trainer.engines.flat import FlatEngine
-from asyncrl.trainer.engines.residence import local
+from asyncrl.trainer.engines.host_offload import local
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.messages import SaveCheckpoint
-from asyncrl.trainer.parallel.place import World
+from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.settings import LearningRateSchedule, MomentsOn, ReferenceMode
 from asyncrl.weights.versions.manifest import FileEntry
@@ -72,10 +72,10 @@ def train(step: Any) -> Train:
             told["stats"].append(step(config, rank, 1))
             told["on device"].append(on_device(rank))
         for role, engine in rank.engines.items():
-            with engine.resident():
+            with engine.on_device():
                 told[role] = {name: _numbers(whole(tensor)) for name, tensor in engine.state()[0].items()}
         policy = rank.policy("actor")
-        with policy.resident():
+        with policy.on_device():
             owners = {spec.name: 0 for spec in policy.published_specs()}
             told["published"] = {name: _numbers(tensor) for name, tensor in policy.gather(owners)}
             told["scored"] = np.concatenate(policy.score_sequences([[3, 1, 4], [1, 5]]))

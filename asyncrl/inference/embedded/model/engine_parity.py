@@ -1,0 +1,240 @@
+"""The engine against transformers at load: prompts that branch into slots, steps of decoding, a slot that is copied in
+between, a prompt scored.
+
+A model that this passes is served; every other is refused with its name, the reason and what serves it. What only shows
+in longer sequences than the parity check has is proven on a copy with short lengths (`asyncrl.models.short_lengths`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.inference.embedded.decoding.cache import LENGTH_STEP
+from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.models.parity import (
+    LENGTHS,
+    Difference,
+    Tokens,
+    UnsupportedModelError,
+    forks,
+    plain_logprobs,
+    probe_for,
+    short_tolerance,
+    told,
+    tolerance,
+)
+from asyncrl.models.short_lengths import short_model, spoken
+from asyncrl.models.transformers_internals import (
+    CHUNKED_LAYERS,
+    PLAIN_LAYERS,
+    RECURRENT_LAYERS,
+    TOKENWISE_LAYERS,
+    attention_is_replaceable,
+    batch_independent_limit,
+    keeps_recurrent_state,
+    layer_types,
+)
+
+_log = logging.getLogger(__name__)
+
+STEPS = 5
+"""Tokens of each sequence that are decoded one by one; what is before goes into its slot as a prompt."""
+_LATE = 2
+"""The others join so many steps after the first, while those go on."""
+_FIRST = 4
+"""Sequences that join first."""
+_POSITIONS = (2 * len(LENGTHS) + 2) * (max(LENGTHS) + 2 * LENGTH_STEP)
+
+
+def refuse_unserved(model: PreTrainedModel, longest: int) -> None:
+    """Refuse what slots cannot hold, and what only sequences of up to `longest` tokens would show.
+
+    Raises:
+        UnsupportedModelError: the model has it.
+    """
+    kinds = layer_types(model.config)
+    unserved = sorted(kinds - PLAIN_LAYERS - CHUNKED_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS)
+    if keeps_recurrent_state(model) and not kinds & RECURRENT_LAYERS:
+        raise _refusal(model, "it carries a state from token to token in a form of its own, not in transformers' cache")
+    if unserved:
+        raise _refusal(model, f"its layers {unserved} do not look at all keys or at the last of a window")
+    limit = batch_independent_limit(model.config)
+    if limit is not None and longest > limit:
+        raise _refusal(
+            model,
+            f"a context of {longest} tokens was asked for, and its rotary positions (longrope) change for all "
+            f"sequences of a batch once one is longer than {limit}. Use generation.context_length={limit} or less",
+        )
+
+
+def check_parity(runner: ModelRunner, longest: int) -> None:
+    """Find a way in which `runner` computes what transformers' plain forward does, and leave it set to that.
+
+    Several sequences share the batch: of the model, and of a copy whose lengths they are longer than.
+
+    Args:
+        longest: tokens of the longest sequence that will be served.
+
+    Raises:
+        UnsupportedModelError: they differ by more than rounding, or the model cannot be computed so.
+    """
+    model, subject, sharing = runner.model, _Subject(runner), runner.pairs_per_token
+    own = "" if attention_is_replaceable(model) else "it has an attention of its own; "
+    fault, hint = "", ""
+    # An attention may go by places in a row, not by positions, as MPT's does.
+    for pairs_per_token in dict.fromkeys((sharing, None)):
+        reach = longest if pairs_per_token is None else max(longest, runner.prefill_tokens)
+        short = subject.with_short_lengths(reach)
+        for pattern in range(len(runner.patterns)):
+            hint, found = "", subject.fault(pattern, pairs_per_token)
+            if found is None and short is not None:
+                hint = f"generation.context_length={short.shortest - 1} or less, or "
+                found = short.fault(pattern, pairs_per_token)
+            if found is None:
+                if pairs_per_token != sharing:
+                    _log.info("%s: %sprefixes in common are prefilled for each sample", type(model).__name__, own)
+                return
+            fault = found
+    raise _refusal(model, f"{own}{fault}", hint)
+
+
+class _Subject:
+    """A model that its runner has to compute right, and what transformers' plain forward makes of it.
+
+    Args:
+        runner: computes the model.
+        original: of a copy with short lengths, what it is a copy of.
+        lengths: of a copy, the fields that were lowered and the original's values.
+
+    Raises:
+        UnsupportedModelError: transformers cannot compute it.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, original: _Subject | None = None, lengths: Mapping[str, int] | None = None
+    ) -> None:
+        self._runner, self._original, self._lengths = runner, original, lengths or {}
+        self._rounding = 0.0
+        model = runner.model
+        self._sequences: list[list[int]] = _sequences(model) if original is None else original._sequences
+        try:
+            self.plain = [plain_logprobs(model, tokens) for tokens in self._sequences]
+            runner.find_states()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+            dtype = str(model.dtype).removeprefix("torch.")
+            raise _refusal(model, f"transformers' own forward of it in {dtype} fails: {told(error)}") from error
+
+    def with_short_lengths(self, reach: int) -> _Subject | None:
+        """A copy of which the sequences are longer than the lengths that rows of `reach` tokens come up to, if any."""
+        model, fitting = self._runner.model, max(len(tokens) for tokens in self._sequences)
+        short = short_model(model, dict(model.named_parameters(remove_duplicate=False)), reach, fitting)
+        if short is None:
+            return None
+        return _Subject(ModelRunner(short.model, _POSITIONS, lean=True), self, short.lengths)
+
+    @property
+    def shortest(self) -> int:
+        """The shortest length that was lowered."""
+        return min(self._lengths.values())
+
+    def fault(self, pattern: int, pairs_per_token: int | None) -> str | None:
+        """Describe how the runner's results for the sequences are wrong; None if they are right.
+
+        Args:
+            pattern: which of the runner's it is set to.
+            pairs_per_token: as of the runner, which is set to it.
+        """
+        runner = self._runner
+        runner.pattern, runner.pairs_per_token = pattern, pairs_per_token
+        try:
+            decoded = _decoded(runner, self._sequences)
+            scored = [_scored(runner, tokens) for tokens in self._sequences]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            fault: str | None = f"its forward with slots fails: {told(error)}"
+        else:
+            tails = [its[-len(mine) :] for its, mine in zip(self.plain, decoded, strict=True)]
+            difference = Difference.of([*tails, *self.plain], [*decoded, *scored])
+            self._rounding = difference.mean
+            fault = difference.beyond(self._allowed())
+        return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
+
+    def _allowed(self) -> float:
+        dtype = self._runner.model.dtype
+        if self._original is None:
+            return tolerance(dtype)
+        effect = Difference.of(self._original.plain, self.plain).mean
+        return short_tolerance(dtype, effect, self._original._rounding)
+
+
+def _sequences(model: PreTrainedModel) -> list[list[int]]:
+    probes = probe_for(model)
+    forked = forks(probes)
+    first = [*probes[:2], *forked[:2]]  # they join as branches of one row
+    held = first[-1][: len(first[-1]) - 1 - STEPS + _LATE]  # by its slot when the others join, one of them as its copy
+    empty = probes[0][: STEPS + 1]  # of which nothing is prefilled
+    return [*first, *probes[2:], *forked[2:], [*held, *empty], empty]
+
+
+def _refusal(model: PreTrainedModel, reason: str, other: str = "") -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} is not served by the embedded engine: {reason}. Use {other}generation.backend=sglang"
+    )
+
+
+@torch.inference_mode()
+def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
+    """Log-probabilities of the last tokens of `sequences`, decoded together in a cache of their own, [STEPS] each."""
+    steps = min(STEPS, min(len(tokens) for tokens in sequences) - 1)
+    prompts = [tuple(tokens[: len(tokens) - 1 - steps]) for tokens in sequences]
+    cache, runner.cache = runner.cache, runner.new_cache(_POSITIONS)
+    try:
+        logprobs: list[list[Tensor]] = [[] for _ in sequences]
+        _join(runner, prompts, range(_FIRST), {})
+        for step in range(steps + _LATE):
+            if step == _LATE:
+                held = {tuple(sequences[row][: len(prompts[row]) + step]): row for row in range(_FIRST)}
+                _join(runner, prompts, range(_FIRST, len(sequences)), held)
+            rows = _FIRST if step < _LATE else len(sequences)
+            begun = [0 if row < _FIRST else _LATE for row in range(rows)]
+            fed = [min(step - begun[row], steps - 1) for row in range(rows)]  # at the end: once more
+            places = [len(prompts[row]) + fed[row] for row in range(rows)]
+            runner.cache.reserve(rows, max(places) + 1, rows, max(places))
+            tokens_R = torch.tensor([sequences[row][place] for row, place in enumerate(places)], device=runner.device)
+            logits_RV = runner.decode(tokens_R, torch.tensor(places, device=runner.device), full_rows=False)
+            for row, place in enumerate(places):
+                if len(logprobs[row]) < steps:
+                    logprobs[row].append(logits_RV[row].float().log_softmax(-1)[sequences[row][place + 1]])
+        return [torch.stack(each) for each in logprobs]
+    finally:
+        runner.cache = cache
+
+
+def _join(
+    runner: ModelRunner, prompts: Sequence[tuple[int, ...]], rows: range, held: Mapping[tuple[int, ...], int]
+) -> None:
+    """Copy the prompts of `rows` from rows before them that hold them, and prefill the others."""
+    live = max((len(tokens) for tokens in held), default=0)
+    runner.cache.reserve(rows.stop, max(live, max(len(prompts[row]) for row in rows)) + 1, rows.start, live)
+    slots_of: dict[tuple[int, ...], list[int]] = {}
+    for row in rows:
+        if (source := held.get(prompts[row])) is not None:
+            target, source_1 = (torch.tensor([slot], device=runner.device) for slot in (row, source))
+            runner.cache.move(target, source_1, len(prompts[row]))
+        else:
+            slots_of.setdefault(prompts[row], []).append(row)
+    runner.prefill(slots_of)
+
+
+@torch.inference_mode()
+def _scored(runner: ModelRunner, tokens: Tokens) -> Tensor:
+    scores = runner.prompt_logprobs(tuple(tokens), 0)[1:]
+    return torch.tensor([score for score in scores if score is not None], device=runner.device)

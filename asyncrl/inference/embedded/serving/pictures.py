@@ -1,0 +1,69 @@
+"""The pictures that a server keeps for requests which name them: each content once, up to a limit in bytes.
+
+A request names its pictures by hash. Those that are not here are sent once, by whoever asks, and asked again. What was
+used longest ago is dropped first; a running request holds its own pictures, so a drop costs only another journey.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from asyncrl.api.picture import Picture, PictureRef, PlacedPicture
+
+CACHE_BYTES = 512 << 20
+"""Some 2000 pictures of 448 x 448 as PNG."""
+
+
+class MissingPicture(LookupError):
+    """Pictures that a request names are not kept here; `hashes` are theirs."""
+
+    def __init__(self, hashes: Sequence[str]) -> None:
+        super().__init__(f"{len(hashes)} pictures are not kept here: send their bytes to /pictures, then ask again")
+        self.hashes = hashes
+
+
+class PictureCache:
+    """Pictures by hash, the least recently used first. For one thread.
+
+    Args:
+        max_bytes: most bytes that are kept; one picture is kept however large.
+
+    Attributes:
+        received: pictures received since the start.
+    """
+
+    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, Picture] = OrderedDict()
+        self.nbytes = 0
+        self.received = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, picture: Picture) -> None:
+        """Keep `picture`."""
+        self.received += 1
+        if picture.sha256 not in self._kept:
+            self._kept[picture.sha256] = picture
+            self.nbytes += len(picture.data)
+        self._kept.move_to_end(picture.sha256)
+        while self.nbytes > self._max_bytes and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self.nbytes -= len(dropped.data)
+
+    def placed(self, prompts: Sequence[Sequence[PictureRef]]) -> list[tuple[PlacedPicture, ...]]:
+        """Return the pictures of each prompt.
+
+        Raises:
+            MissingPicture: some are not kept here.
+        """
+        wanted = dict.fromkeys(ref.sha256 for refs in prompts for ref in refs)
+        if missing := [sha256 for sha256 in wanted if sha256 not in self._kept]:
+            raise MissingPicture(missing)
+        for sha256 in wanted:
+            self._kept.move_to_end(sha256)
+        return [
+            tuple(PlacedPicture(ref.position, ref.length, self._kept[ref.sha256]) for ref in refs) for refs in prompts
+        ]

@@ -1,0 +1,123 @@
+"""After each weight update: does the server score fixed prompts as the trainer did when it published the weights?
+
+What differs by more than rounding is another model than the trainer's: weights of another version, some that were not
+replaced, or something stale in a cache. The server is then quarantined and updated again, caches flushed, until it
+agrees. What the check cannot see is a change that is smaller than the rounding of the type the server computes in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.comm.http.calls import HttpError
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
+from asyncrl.inference.client import GenerationServerClient
+from asyncrl.manager.fleet.decisions import Target
+from asyncrl.weights.versions.logprob_probe import LogprobProbe, read_probe
+from asyncrl.weights.versions.manifest import ManifestError
+
+FLOAT32_TOLERANCE = 1e-3
+"""Nats. Two ways to compute the same in float32 differ by some 1e-5 where log-probabilities are around -10."""
+COARSE_TOLERANCE = 0.5
+"""Nats. bfloat16 has 8 bits of mantissa: logits between 16 and 32 are rounded to multiples of 0.125."""
+
+
+class WeightsDiffer(HttpError):
+    """The server scores the probe otherwise than the trainer did."""
+
+
+def logprob_check_tolerance(config: ExperimentConfig) -> float:
+    """`manager.logprob_check_tolerance` in nats, or a default for the data types if it is null."""
+    if config.manager.logprob_check_tolerance is not None:
+        return config.manager.logprob_check_tolerance
+    exact = config.model.dtype == config.generation.dtype == Dtype.float32
+    return FLOAT32_TOLERANCE if exact else COARSE_TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A token of the probe, as trainer and server score it."""
+
+    sequence: int
+    place: int
+    trained: float
+    served: float
+
+    @property
+    def difference(self) -> float:
+        return abs(self.trained - self.served)
+
+
+def _scored(probe: LogprobProbe, starts: Sequence[int], served: Sequence[Sequence[float]]) -> list[_Scored]:
+    """All tokens after position `starts[i]` of sequence i, of which `served[i]` are the server's log-probabilities."""
+    return [
+        _Scored(index, start + 1 + offset, each.logprobs[start + 1 + offset], value)
+        for index, (each, start, values) in enumerate(zip(probe.sequences, starts, served, strict=True))
+        for offset, value in enumerate(values)
+    ]
+
+
+class LogprobCheck:
+    """An `UpdateCheck`: raises `WeightsDiffer` where a token's log-probability is off by more than the tolerance.
+
+    Weights without a probe pass: they are not of asyncrl's trainer.
+
+    Args:
+        tolerance: nats, above 0.
+        timeout_s: limit of the request.
+
+    Attributes:
+        differences: by server the greatest difference at its last check, in nats.
+        alarms: checks that found a greater one than allowed.
+    """
+
+    def __init__(self, tolerance: float, timeout_s: float, log: logging.Logger) -> None:
+        self.tolerance = tolerance
+        self.differences: dict[int, float] = {}
+        self.alarms = 0
+        self._timeout_s = timeout_s
+        self._log = log
+
+    async def __call__(self, server: int, client: GenerationServerClient, target: Target) -> None:
+        """Check the server with this index, which should serve `target`.
+
+        Raises:
+            WeightsDiffer: it does not.
+            HttpError: it did not answer.
+        """
+        try:
+            probe = await asyncio.to_thread(read_probe, Path(target.path))
+        except (ManifestError, OSError) as error:
+            raise HttpError(f"the probe of v{target.version} cannot be read: {error}") from error
+        if probe is None:
+            return
+        starts = [len(each.token_ids) // 2 for each in probe.sequences]  # what is before may come from a cache
+        served = await asyncio.gather(
+            *(
+                client.prompt_logprobs(each.token_ids, start, timeout_s=self._timeout_s)
+                for each, start in zip(probe.sequences, starts, strict=True)
+            )
+        )
+        self._compare(server, target.version, _scored(probe, starts, served))
+
+    def _compare(self, server: int, version: int, scored: Sequence[_Scored]) -> None:
+        worst = max(scored, key=lambda each: each.difference)
+        difference = worst.difference
+        self.differences[server] = difference
+        if difference <= self.tolerance:
+            self._log.info("generation server %d agrees with the trainer on v%d to %.1e", server, version, difference)
+            return
+        self.alarms += 1
+        message = (
+            f"generation server {server} does not serve the trainer's v{version}: it gives token {worst.place} of "
+            f"the probe's sequence {worst.sequence} the log-probability {worst.served:.6g}, the trainer "
+            f"{worst.trained:.6g}; the difference {difference:.3g} is above "
+            f"manager.logprob_check_tolerance={self.tolerance:g}"
+        )
+        self._log.error("%s; the server is updated again. Raise the tolerance if this is rounding", message)
+        raise WeightsDiffer(message)

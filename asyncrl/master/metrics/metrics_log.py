@@ -1,0 +1,261 @@
+"""Rows of metrics, one per train step and one for the model before training, and the run's evaluations.
+
+A row is held until the evaluation of its version has ended (`RowQueue`); the held ones are part of a checkpoint, so
+that a resumed run has every row exactly once too. What a restart cuts off is evaluated again, where the servers still
+have that version or get it again; elsewhere it counts as failed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.comm.drop_reasons import FAILURES, DropReason, is_filter_reason
+from asyncrl.config.evaluation_sets import evaluation_sets
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR
+from asyncrl.manager.client import GateStatus
+from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
+from asyncrl.master.data.collector import Collector
+from asyncrl.master.metrics.evaluation_statistics import evaluation_statistics
+from asyncrl.master.metrics.metric_rows import Row, RowQueue, batch_statistics
+from asyncrl.master.peers.policy_versions import Outcomes
+from asyncrl.observe.metrics import MetricsWriter, read_rows
+from asyncrl.observe.sample_tables import SampleTables
+from asyncrl.observe.tail import JsonlTail
+from asyncrl.runtime.trials.restart_log import restarts_in, seconds_in
+
+_log = logging.getLogger(__name__)
+
+DROPPED_GROUPS = "/dropped_groups"
+"""End of the name under which a filter call of the graph counts what it dropped."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Running totals as of the last row; a row has the difference."""
+
+    at: float
+    tokens: int = 0
+    samples: int = 0
+    stale: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    idle_s: float = 0.0
+
+    @property
+    def filtered(self) -> int:
+        """Rollouts that filters dropped."""
+        return sum(count for reason, count in self.dropped.items() if is_filter_reason(reason))
+
+
+class MetricsLog:
+    """Rows and evaluations of one run.
+
+    Args:
+        collector, buffer: their counters are in the rows.
+    """
+
+    def __init__(self, config: ExperimentConfig, collector: Collector, buffer: SampleBuffer) -> None:
+        self.evaluations: list[Row] = []
+        self.evaluations_failed: list[Row] = []
+        self._config = config
+        self._sets = evaluation_sets(config)
+        self._collector = collector
+        self._buffer = buffer
+        self._rows = RowQueue()
+        self._written: dict[int, Row] = {}  # when it was opened
+        self._metrics: MetricsWriter | None = None
+        self._restart_log: JsonlTail | None = None
+        self._tables: SampleTables | None = None
+        self._restarts, self._restart_s = 0, 0.0  # over all launches
+        self._started_at = 0.0
+        self._totals = _Totals(0.0)
+
+    def open(
+        self,
+        run_dir: Path,
+        version: int,
+        now: float,
+        dropped: Mapping[str, int],
+        state: dict[str, Any] | None = None,
+        served: int = 0,
+        idle_s: float = 0.0,
+    ) -> None:
+        """Begin to write after step `version`; `state` is that of its checkpoint, of no use where that is version 0.
+
+        `dropped`: by reason, what was dropped up to then. `served`: the version that can be evaluated now.
+        `idle_s`: so long the gate let no rollout run up to then.
+        """
+        first_step = version + 1 if version else 0
+        self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
+        self._restart_log = JsonlTail(run_dir / RESTARTS_FILE)
+        if (samples := self._config.samples).every and samples.tables:
+            self._tables = SampleTables(run_dir / SAMPLES_DIR, samples.tables, version)
+        self._started_at = now
+        stale = self._buffer.dropped[DropReason.stale]
+        self._totals = _Totals(now, stale=stale, dropped=dropped, idle_s=idle_s)
+        if version == 0 and self.evaluations_due(0):
+            self._rows.add(0, {"policy_version": 0}, awaits_evaluation=True)
+        if version == 0 or state is None:
+            return
+        self.evaluations, self.evaluations_failed = list(state["evaluations"]), list(state["evaluations_failed"])
+        written = self._written = {row["step"]: row for row in read_rows(run_dir / METRICS_FILE)}
+        for step, row in ((held["step"], held["row"]) for held in state["rows"]):
+            if step in written:  # its evaluation ended after the checkpoint was written
+                self._take_in(step, written[step])
+                continue
+            cut_off = not any(name.startswith("eval/") for name in row)
+            if cut_off and step != served:
+                for name in self.evaluations_due(step):
+                    row |= self._failed(step, name, "cut off by a restart")
+            self._rows.add(step, row, awaits_evaluation=cut_off and step == served and bool(self.evaluations_due(step)))
+        self._write_ready()
+
+    def _take_in(self, step: int, row: Row) -> None:
+        """Remember the evaluation of version `step` that an earlier launch wrote into `row`."""
+        measured = {}
+        for name, value in row.items():
+            if name.startswith("eval/") and name.endswith("/failed"):
+                of = name.removeprefix("eval/").removesuffix("/failed")
+                self._failed(step, of, "failed in an earlier launch; see its log")
+            elif name.startswith("eval/"):
+                measured[name] = value
+        if measured:
+            self.evaluations.append({"version": step, **measured})
+
+    def evaluations_due(self, version: int) -> list[str]:
+        """The sets that `version` is to be evaluated on: of each every `interval`-th, the initial and the last one."""
+        total = self._config.total_train_steps
+        return [each.name for each in self._sets if each.is_due(version, total)]
+
+    def step(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
+        """The step that made `version` from `batch` is complete; `measured` are its statistics and times."""
+        before, collector, stale = self._totals, self._collector, self._buffer.dropped[DropReason.stale]
+        tokens, samples = collector.generated_tokens, collector.generated_samples
+        after = _Totals(now, tokens, samples, stale, gate.dropped, gate.idle_s)
+        step_s = max(now - before.at, 1e-9)
+        row = {"policy_version": version, **batch_statistics(batch), **measured}
+        row |= {
+            "time/step_s": step_s,
+            "time/elapsed_s": now - self._started_at,
+            "time/generation_idle_s": after.idle_s - before.idle_s,
+            "throughput/gen_tokens_per_s": (after.tokens - before.tokens) / step_s,
+            "throughput/train_tokens_per_s": row["tokens/batch"] / max(row["time/train_s"], 1e-9),
+            "rollout/dropped_stale": after.stale - before.stale,
+            "buffer/size": len(self._buffer),
+            "restarts": self._count_restarts(),
+            "time/restarts_s": self._restart_s,
+        }
+        row |= {
+            f"rollout/dropped_{reason}": after.dropped.get(reason, 0) - before.dropped.get(reason, 0)
+            for reason in sorted({*FAILURES, *after.dropped} - {DropReason.stale})  # the buffer counts that one
+        }
+        if after.samples > before.samples:
+            row["rollout/received_len_mean"] = (after.tokens - before.tokens) / (after.samples - before.samples)
+        filtered_in_graph = [count for name, count in measured.items() if name.endswith(DROPPED_GROUPS)]
+        if filtered_in_graph or self._config.rollout.filters:
+            row["filter" + DROPPED_GROUPS] = after.filtered - before.filtered + sum(filtered_in_graph)
+        self._totals = after
+        self._rows.add(version, row, awaits_evaluation=bool(self.evaluations_due(version)))
+        self._write_ready()
+
+    def step_again(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
+        """As `step`, by a master that was started again after the step, whose row may have been written."""
+        if version in self._written:
+            self._take_in(version, self._written[version])
+        else:
+            self.step(version, batch, measured, gate, now)
+
+    def awaits_evaluation(self) -> int | None:
+        """The oldest version whose row waits for its evaluation."""
+        return self._rows.awaited()
+
+    def evaluated(self, version: int, outcomes: Outcomes, seconds: Mapping[str, float]) -> None:
+        """The evaluation of `version` has ended, on each set with its result or for the reason why there is none.
+
+        Args:
+            seconds: that each set took.
+        """
+        measured: Row = {}
+        failed: Row = {}
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, str):
+                failed |= self._failed(version, name, outcome)
+                continue
+            statistics = evaluation_statistics(name, outcome)
+            measured |= statistics | {f"eval/{name}/seconds": seconds[name]}
+            _log.info("evaluation of version %d on %s: %s", version, name, statistics)
+            if (outcome.min_version, outcome.max_version) != (version, version):
+                answered = f"{outcome.min_version} to {outcome.max_version}"
+                _log.warning("the evaluation of version %d on %s was answered by versions %s", version, name, answered)
+        if measured:
+            self.evaluations.append({"version": version, **measured})
+        self._rows.evaluated(version, measured | failed)
+        self._write_ready()
+
+    def scores(self, metric: str) -> dict[int, float]:
+        """The values of `metric` by evaluated version."""
+        return {evaluation["version"]: evaluation[metric] for evaluation in self.evaluations if metric in evaluation}
+
+    def awaited_evaluations(self, versions: Iterable[int]) -> set[int]:
+        """Those of `versions` whose evaluation is due and has not ended."""
+        ended = {evaluation["version"] for evaluation in (*self.evaluations, *self.evaluations_failed)}
+        return {version for version in versions if self.evaluations_due(version) and version not in ended}
+
+    def last_evaluations(self) -> dict[str, Row]:
+        """Return the newest evaluation of each set: the version and its metrics."""
+        found: dict[str, Row] = {}
+        for evaluation in self.evaluations:
+            for key, value in evaluation.items():
+                prefix, _, rest = key.partition("/")
+                if prefix == "eval":
+                    name, _, metric = rest.partition("/")
+                    before = found.get(name)
+                    if before is None or before["version"] != evaluation["version"]:
+                        found[name] = {"version": evaluation["version"]}
+                    found[name][metric] = value
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Return the part of a checkpoint."""
+        return {
+            "rows": self._rows.state(),
+            "evaluations": self.evaluations,
+            "evaluations_failed": self.evaluations_failed,
+        }
+
+    def close(self) -> None:
+        """Write out what is left."""
+        if self._metrics is not None:
+            self._show_samples(self._metrics, self._metrics.last_step + 1)
+            self._metrics.close()
+
+    def _failed(self, version: int, name: str, reason: str) -> Row:
+        """Note an evaluation of the set `name` that failed; returns what its row says of it."""
+        self.evaluations_failed.append({"version": version, "set": name, "reason": reason})
+        return {f"eval/{name}/failed": 1.0}
+
+    def _count_restarts(self) -> int:
+        """Return the number of restarts so far, of single processes and of all together."""
+        if self._restart_log is not None:
+            lines = self._restart_log.read()
+            self._restarts += restarts_in(lines).total()
+            self._restart_s += seconds_in(lines)
+        return self._restarts
+
+    def _write_ready(self) -> None:
+        if self._metrics is not None:
+            for step, row in self._rows.pop_ready():
+                self._metrics.write(step, row)
+            self._show_samples(self._metrics, self._metrics.last_step)
+
+    def _show_samples(self, metrics: MetricsWriter, before: int) -> None:
+        """Tables of the samples that steps below `before` kept; what cannot be read is said and not shown."""
+        try:
+            for step, table in self._tables.new(before) if self._tables else ():
+                metrics.samples(step, table)
+        except (OSError, ValueError) as error:
+            _log.warning("kept samples could not be shown: %s", error)

@@ -1,0 +1,153 @@
+"""The state after each step, kept in the memory of the ranks' hosts (`asyncrl.runtime.memory_checkpoint`).
+
+The ranks copy what they need, and the next step may change it. Each writes its files by itself while weights are
+published. Once all have written, the state becomes visible at once. Only then may others see the step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from asyncrl.comm.request_reply.client import RemoteError
+from asyncrl.master.data.buffer import TrainBatch
+from asyncrl.master.metrics.metric_rows import Row
+from asyncrl.master.peers.ranks import Ranks
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.runtime.process.worker import RestartTrainer
+from asyncrl.trainer.messages import (
+    MEMORY_CHECKPOINT_LOST,
+    CommitCheckpoint,
+    FinishShare,
+    LoadMemoryCheckpoint,
+    SaveCheckpoint,
+    WrittenShare,
+)
+from asyncrl.weights.versions.manifest import FileEntry
+
+_log = logging.getLogger(__name__)
+
+
+class Known(NamedTuple):
+    """Numbers of the last lines that the manager has reported: of prompts that workers dropped for good, of what became
+    of rollouts, and of measured success rates.
+    """
+
+    given_up: int = 0
+    events: int = 0
+    measured: int = 0
+
+
+class StepState(msgspec.Struct, frozen=True):
+    """The part of a kept state that a checkpoint lacks: what is reported and written about the step next.
+
+    Attributes:
+        trained: rollouts that are not reported to the manager yet.
+        known: the last of what the manager reported that is in this state.
+        ledger_line: lines that the ledger had when the step was complete.
+    """
+
+    batch: TrainBatch
+    measured: Row
+    trained: list[str]
+    known: Known
+    ledger_line: int
+
+
+class MemoryCheckpointer:
+    """Keeps the state of each step, and says what others may see.
+
+    Args:
+        memory_checkpoint: None if none is kept.
+    """
+
+    def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: Ranks) -> None:
+        self._memory_checkpoint, self._ranks = memory_checkpoint, ranks
+        self._begun = self._whole = 0
+        self._begun_with = self._known = Known()
+
+    @property
+    def on(self) -> bool:
+        """True if steps are kept. Once one could not be, none is any more."""
+        return self._memory_checkpoint is not None
+
+    def may_tell_of(self, version: int) -> bool:
+        """True if a process that replaces this one would know of the step that made `version`."""
+        return not self.on or self._whole == version
+
+    def recorded(self, known: Known) -> Known:
+        """Return how much of `known` the manager may forget, as a successor of this process knows it too."""
+        return self._known if self.on else known
+
+    def found(self, version: int, known: Known) -> None:
+        """The run continues at `version`, of which everything is there."""
+        self._whole, self._known = version, known
+
+    async def begin(self, version: int, state: dict[str, Any], step: StepState) -> None:
+        """Have the ranks copy the state of the step that made `version`, and begin to write it."""
+        if self._memory_checkpoint is None:
+            return
+        self._begun, self._begun_with = version, step.known
+        whole = state | {"step": msgspec.to_builtins(step, str_keys=True)}
+        try:
+            request = SaveCheckpoint(f"v{version}", version, whole, in_memory=True, master=self._ranks.master)
+            await self._ranks.all(request)
+        except RemoteError as error:
+            self._keep_no_more(error)
+
+    async def finish(self) -> None:
+        """Wait until the state that was begun is whole, so that others may see the step."""
+        if await self._complete(self._begun):
+            self._whole, self._known = self._begun, self._begun_with
+
+    async def take_up(self, version: int) -> None:
+        """Complete the state of `version` that a master before this one had begun."""
+        await self._complete(version)
+
+    async def load(self, announced: int) -> dict[str, Any] | None:
+        """Have the ranks restore the kept state; return the master's part, None if there is none.
+
+        Args:
+            announced: the version that others know.
+
+        Raises:
+            RestartTrainer: the state of a step that others have seen is gone, so only a checkpoint is left.
+        """
+        if self._memory_checkpoint is None:
+            return None
+        try:
+            state = (await self._ranks.load(LoadMemoryCheckpoint()))[0].master_state
+            version = 0 if state is None else state["version"]
+            if version >= announced:
+                return state
+            lost = f"version {announced} was announced, version {version} is what is kept"
+        except RemoteError as error:
+            if error.kind != MEMORY_CHECKPOINT_LOST:
+                raise
+            lost = error.message
+        self._memory_checkpoint.invalidate()
+        raise RestartTrainer(f"the last step is lost, only a checkpoint is left to continue from: {lost}")
+
+    async def _complete(self, version: int) -> bool:
+        if self._memory_checkpoint is None:
+            return False
+        path = f"v{version}"
+        try:
+            shares = await self._ranks.all(FinishShare(path, in_memory=True))
+            await self._ranks.all(CommitCheckpoint(path, files_of(shares), keep=1, in_memory=True))
+        except RemoteError as error:
+            self._keep_no_more(error)
+        return self.on
+
+    def _keep_no_more(self, error: RemoteError) -> None:
+        """Keep no step any more. The kept one is older than what others will see, so nothing continues from it."""
+        _log.warning("a death on the trainer's side would now cost the steps since the last checkpoint: %s", error)
+        self._memory_checkpoint = None
+
+
+def files_of(shares: Sequence[WrittenShare]) -> dict[str, FileEntry]:
+    """Return the files that the ranks have written together, by name."""
+    return {name: entry for share in shares for name, entry in share.files.items()}

@@ -1,0 +1,203 @@
+"""Does an engine compute what transformers computes, and keep sequences apart? Asked at load, before a token counts.
+
+The measure is transformers' own forward: eager attention, one sequence at a time, no cache. An engine is given several
+short sequences at once, as it will get them in a run:
+
+1. **Equal** (`Difference`). Engine and plain forward sum in other orders and so differ by rounding: in the mean by
+   some 1e-6 nats a token in fp32, by some 1e-2 in bf16. What is wrong differs by 0.1 to 4 nats on real weights: state
+   that leaked from a neighbour, an attention sink or a soft cap that was left out, a slot of another row. The mean over
+   all tokens is compared: rounding, and the odd expert that it flips, averages to little, while an error that one in
+   ten tokens has still shows.
+2. **Alone** (`find_leak`), of engines that train. Random weights of the usual spread make attention almost uniform,
+   and a leak then hides in the rounding (LFM2 at 0.02: 3e-6 nats in fp32). Its gradient does not hide: what one
+   sequence gives must have a gradient of *exactly* 0 by the token embeddings of another, in any dtype. A product with a
+   masked weight is 0, not small, and a mixture of experts, whose groups change their sizes with the neighbours, passes
+   no gradient between tokens either.
+
+Short sequences cannot show what begins later: a window or a chunk of attention that is longer than they are. So all is
+asked once more of a copy of the model in which these lengths are short (`short_lengths`). A window of a few tokens
+changes little where attention is almost uniform, so there the measure is finer: an engine may differ by a tenth of what
+the short lengths change, or by some times the rounding that it showed without them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from asyncrl.models.transformers_internals import attention, context_limit, text_settings
+
+Tokens = Sequence[int]
+
+LENGTHS = (19, 12, 11, 7)
+"""Tokens of the sequences: ragged, and so few that the parity check costs some forwards of a sentence or two."""
+_SEED = 77
+
+
+class UnsupportedModelError(ValueError):
+    """An engine cannot compute this model; the message holds the architecture, the reason and what works."""
+
+
+FLOAT32_TOLERANCE = 1e-4
+COARSE_TOLERANCE = 0.05
+"""Greatest mean absolute difference a token, in nats or in parts of a hidden state's size; coarse is bf16 and fp16."""
+
+
+_ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-6}
+_COARSE_ROUNDING = 1e-3
+"""Mean differences that every engine may have, however little the model's lengths change."""
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the largest difference that counts as rounding for parameters of `dtype`."""
+    return FLOAT32_TOLERANCE if dtype in (torch.float32, torch.float64) else COARSE_TOLERANCE
+
+
+def short_tolerance(dtype: torch.dtype, effect: float, rounding: float) -> float:
+    """Return the largest difference that counts as rounding on a copy of a model with short lengths.
+
+    Args:
+        effect: mean difference of transformers' plain forward of the copy from that of the model.
+        rounding: mean difference of the engine from transformers on the model itself.
+    """
+    return min(tolerance(dtype), max(0.1 * effect, 8 * rounding, _ROUNDING.get(dtype, _COARSE_ROUNDING)))
+
+
+def probe_sequences(vocabulary: int, context: int | None = None) -> list[list[int]]:
+    """The sequences that are asked for, longest first; none longer than `context`.
+
+    Those at even and at odd places have no token in common, as long as there are two tokens.
+    """
+    draw = random.Random(_SEED)
+    half = vocabulary // 2
+    lengths = LENGTHS if context is None else [min(length, context) for length in LENGTHS]
+    return [
+        [draw.randrange(half, vocabulary) if place % 2 else draw.randrange(max(half, 1)) for _ in range(length)]
+        for place, length in enumerate(lengths)
+    ]
+
+
+def probe_for(model: PreTrainedModel) -> list[list[int]]:
+    """`probe_sequences` for `model`."""
+    return probe_sequences(int(text_settings(model.config)["vocab_size"]), context_limit(model.config))
+
+
+def forks(sequences: Sequence[Tokens]) -> list[list[int]]:
+    """Sequences that begin as `sequences` do and go on otherwise: forks of forks, one that ends where another goes on.
+
+    `sequences` and these, one after the other, are still without a common token at even and at odd places.
+    """
+    even, odd, other, _ = (list(tokens) for tokens in sequences[:4])
+    half, third = len(even) // 2, len(odd) // 3
+    return [
+        [*even[:half], *other[: half or 1]],
+        [*odd[:third], *odd[: third or 1]],
+        [*even[:half], *other[: third or 1], *even[: half or 1]],
+        odd[:-1] or odd,
+    ]
+
+
+class Difference(NamedTuple):
+    """Difference between an engine and transformers on several sequences, per token: in nats, or relative to a hidden
+    state.
+    """
+
+    mean: float
+    worst: float
+    sequences: int
+
+    @classmethod
+    def of(cls, plain: Sequence[Tensor], engine: Sequence[Tensor]) -> Difference:
+        """Compare what transformers computes of each sequence alone with what an engine computes of them together.
+
+        Args:
+            plain: a number or a vector for each token of each sequence.
+            engine: the same of the engine. Both in nats, or hidden states `in_rms`.
+        """
+        pairs = list(zip(plain, engine, strict=True))
+        errors = torch.cat([(mine.float() - its.float()).abs().flatten() for its, mine in pairs])
+        return cls(float(errors.mean()), float(errors.max()), len(pairs))
+
+    def beyond(self, allowed: float) -> str | None:
+        """The fault that this difference is; None if it is rounding."""
+        if self.mean <= allowed:
+            return None
+        return (  # NaN too
+            f"{self.sequences} sequences computed together differ from transformers' plain forward of each alone by "
+            f"{self.mean:.2g} a token in the mean, {self.worst:.2g} at worst, where rounding is below {allowed:.2g}"
+        )
+
+
+def find_leak(
+    model: PreTrainedModel,
+    sequences: Sequence[Tokens],
+    together: Callable[[Sequence[Tokens]], Sequence[Tensor]],
+) -> str | None:
+    """Return a message if a sequence influences the engine's output for another one; None if none does.
+
+    Args:
+        model: whose input embedding the engine calls.
+        sequences: of which those at even places have no token in common with those at odd ones (`probe_sequences`).
+        together: the engine on several sequences at once, differentiable.
+    """
+    embedding: nn.Module = model.get_input_embeddings()
+    embedded: list[tuple[Tensor, Tensor]] = []
+
+    def hold(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        leaf = output.detach().requires_grad_()
+        embedded.append((inputs[0].flatten(), leaf))
+        return leaf
+
+    handle = embedding.register_forward_hook(hold)
+    try:
+        with torch.enable_grad():
+            outputs = together(sequences)
+    finally:
+        handle.remove()
+    total = torch.stack([output.float().sin().sum() for output in outputs[1::2]]).sum()
+    gradients = torch.autograd.grad(total, [leaf for _, leaf in embedded], materialize_grads=True)
+    own = torch.tensor(sorted({token for tokens in sequences[1::2] for token in tokens}), device=total.device)
+    foreign, mine = 0.0, 0.0
+    for (tokens_I, _), gradient in zip(embedded, gradients, strict=True):
+        sizes_I = gradient.flatten(0, -2).abs().amax(-1)
+        is_own_I = torch.isin(tokens_I, own)
+        mine += float(sizes_I[is_own_I].sum())
+        foreign += float(sizes_I[~is_own_I].sum())
+    if mine == 0.0:
+        return "its outputs have no gradient by its own tokens, so that nothing can be learnt and nothing be proven"
+    if foreign == 0.0:
+        return None
+    return f"packed sequences leak into each other: of the gradient, {foreign / (foreign + mine):.1g} is by neighbours"
+
+
+def plain_logprobs(model: PreTrainedModel, tokens: Tokens) -> Tensor:
+    """log p(tokens[t] | tokens[:t]) for t >= 1 at temperature 1 by transformers alone, [L - 1], fp32."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    with torch.no_grad(), attention(model, "eager"):
+        logits_LV: Tensor = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    logprobs: Tensor = logits_LV.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logprobs
+
+
+def plain_hidden(trunk: PreTrainedModel, tokens: Tokens) -> Tensor:
+    """The last hidden state at each token by transformers alone, [L, H], fp32, each divided by its root mean square."""
+    ids = torch.tensor([list(tokens)], device=trunk.device)
+    with torch.no_grad(), attention(trunk, "eager"):
+        hidden_LH: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state[0]
+    return in_rms(hidden_LH)
+
+
+def in_rms(hidden_LH: Tensor) -> Tensor:
+    """Hidden states in multiples of their own root mean square, fp32."""
+    hidden_LH = hidden_LH.float()
+    return hidden_LH / hidden_LH.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
+
+
+def told(error: Exception) -> str:
+    """An exception of a model's own code as a reason to refuse it."""
+    return f"{type(error).__name__}: {error!s:.160}"

@@ -1,0 +1,110 @@
+"""An episode's answers, and which of them a later call goes on from.
+
+A call goes on from the longest recorded conversation that its messages begin with: equal in the tools offered, and
+message by message in role, content (absent is empty), name (not the assistant's, which frameworks add), the call that a
+tool's message answers, and the calls' ids, names and arguments as canonical JSON. Other keys are ignored. Calls in
+token ids go on from the longest recorded conversation whose ids theirs begin with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.api import Completion, Message, Sample, ToolSchema
+from asyncrl.plugins.chat.conversation import Turn, branches, sample_of
+
+
+class TurnRecorder:
+    """The turns of one episode, in the order in which they were recorded."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self._cut_off: set[Turn] = set()
+        self._by_messages: dict[bytes, Turn] = {}
+        self._by_ids: dict[int, dict[bytes, Turn]] = {}
+
+    def add(self, turn: Turn, tools: Sequence[ToolSchema] = ()) -> None:
+        """Record an answer to a conversation that was offered `tools`; of two equal ones the later is gone on from."""
+        self.turns.append(turn)
+        if turn.reply is not None:
+            (*_, (_, key)) = _prefixes(turn.conversation, tools)
+            self._by_messages[key] = turn
+        ids = turn.ids
+        self._by_ids.setdefault(len(ids), {})[_ids_key(ids)] = turn
+
+    def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[Turn | None, int]:
+        """The turn that `messages` go on from, and how many of them it covers; None and 0 where there is none."""
+        found: tuple[Turn | None, int] = (None, 0)
+        if self._by_messages:
+            for count, key in _prefixes(messages, tools):
+                if (turn := self._by_messages.get(key)) is not None:
+                    found = turn, count
+        return found
+
+    def find_ids(self, token_ids: Sequence[int]) -> Turn | None:
+        """The turn that `token_ids` go on from; None where there is none."""
+        for length in sorted(self._by_ids, reverse=True):
+            if length <= len(token_ids):
+                turn = self._by_ids[length].get(_ids_key(token_ids[:length]))
+                if turn is not None:
+                    return turn
+        return None
+
+    def forget(self, completion: Completion) -> None:
+        """Take an answer that nobody was given out of the records; one that was gone on from stays."""
+        turn = next((turn for turn in reversed(self.turns) if turn.completion is completion), None)
+        if turn is None or any(other.parent is turn for other in self.turns):
+            return
+        self.turns.remove(turn)
+        for found in (self._by_messages, *self._by_ids.values()):
+            for key in [key for key, other in found.items() if other is turn]:
+                del found[key]
+
+    def cut_off(self, turn: Turn) -> None:
+        """After `turn` a limit left no room for another answer: a branch that ends with it is truncated."""
+        self._cut_off.add(turn)
+
+    def samples(self, reward: float) -> list[Sample]:
+        """Every branch that ends in sampled tokens."""
+        taken: set[Turn] = set()
+        sampled = [path for path in branches(self.turns) if path[-1].completion.token_ids]
+        return [sample_of(path, taken, reward, cut_off=path[-1] in self._cut_off) for path in sampled]
+
+
+def _prefixes(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[tuple[int, bytes]]:
+    """For each assistant's message: how many messages there are up to it, and a digest of them and the tools."""
+    digest = hashlib.blake2b(_canonical(list(tools)), digest_size=16)
+    found = []
+    for count, message in enumerate(messages, start=1):
+        digest.update(b"\n" + _canonical(_what_counts(message)))
+        if message["role"] == "assistant":
+            found.append((count, digest.digest()))
+    return found
+
+
+def _what_counts(message: Message) -> list[Any]:
+    role = message["role"]
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    name = None if role == "assistant" else message.get("name")
+    return [role, message.get("content") or "", calls, message.get("tool_call_id"), name]
+
+
+def _call(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # then it is compared as it is
+            arguments = json.loads(arguments)
+    return [call.get("id"), function.get("name"), arguments]
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str).encode()
+
+
+def _ids_key(ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(b"".join(token.to_bytes(4, "little", signed=True) for token in ids), digest_size=16).digest()

@@ -1,0 +1,106 @@
+"""A look at a dataset's prompts before a run starts: how long they are, which make none, what the first looks like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from asyncrl.plugins.datasets import Dataset
+from asyncrl.plugins.datasets.prompts import SHORTENED, InvalidPrompt, OverlongPrompt, PromptFormat
+from asyncrl.plugins.datasets.settings import Overlong
+
+SHOWN_CHARACTERS = 2000
+"""So much of the first prompt is shown; its beginning and end matter, which a template makes."""
+
+
+@dataclass(frozen=True)
+class PromptStats:
+    """Findings in the `looked_at` rows of a dataset's `rows`.
+
+    `longest` is in tokens, of the prompts as they are before any is shortened and that make one; `longest_used` is the
+    longest that is played, shortened if need be. `bad` counts rows that
+    make no prompt for another reason than their length, and those up to the first prompt that is used which even
+    shortened are too long; `first_bad` says why the first of them does not. `first` is the
+    first prompt as it is used: its text and its number of tokens. `tools` of each prompt's tokens are what the template
+    says of the tools; `mcp`: those of MCP servers come on top, whom nobody has asked yet.
+    """
+
+    rows: int
+    looked_at: int
+    longest: int
+    longest_used: int
+    overlong: int
+    bad: int
+    first_overlong: str
+    first_bad: str
+    first: tuple[str, int] | None
+    tools: int = 0
+    mcp: bool = False
+
+    def lines(self, max_tokens: int, overlong: Overlong) -> list[str]:
+        """Return the findings as text."""
+        of = "" if self.looked_at == self.rows else f" (of the first {self.looked_at})"
+        found = [f"{self.rows} rows; prompts of up to {self.longest} tokens{of}"]
+        if self.tools:
+            found.append(f"{self.tools} tokens of each prompt are what the chat template says of the tools")
+        if self.mcp:
+            found.append("the tools of MCP servers come on top, and are counted once these are connected")
+        if self.overlong:
+            fate = f"cut ({overlong})" if overlong in SHORTENED else "left out"
+            found.append(f"{self.overlong} are longer than dataset.max_prompt_tokens={max_tokens}: {fate}{of}")
+        if self.bad:
+            found.append(f"{self.bad} make no prompt and are left out{of}; {self.first_bad}")
+        return found
+
+
+def measure_prompts(dataset: Dataset, prompt_format: PromptFormat, limit: int | None = None) -> PromptStats:
+    """Look at the first `limit` rows of `dataset` (None: all)."""
+    rows = len(dataset)
+    looked_at = rows if limit is None else min(rows, limit)
+    unlimited = replace(prompt_format, max_tokens=None)
+    longest = longest_used = overlong = bad = 0
+    first_overlong = first_bad = ""
+    first: tuple[str, int] | None = None
+    for number in range(looked_at):
+        row = dataset.row(number)
+        try:
+            length = len(unlimited.encode(row))
+        except InvalidPrompt as error:
+            bad += 1
+            first_bad = first_bad or f"row {number}: {error}"
+            continue
+        longest = max(longest, length)
+        too_long = prompt_format.max_tokens is not None and length > prompt_format.max_tokens
+        if not too_long or prompt_format.overlong in SHORTENED:
+            longest_used = max(longest_used, min(length, prompt_format.max_tokens or length))
+        if first is None and (not too_long or prompt_format.overlong in SHORTENED):
+            try:
+                prompt, ids = prompt_format.fitted(row)
+            except OverlongPrompt:
+                bad += 1
+                most = f"dataset.max_prompt_tokens={prompt_format.max_tokens}"
+                first_bad = first_bad or f"row {number}: even without the user's text it is longer than {most}"
+                continue
+            first = prompt_format.rendered(prompt), len(ids)
+        if too_long:
+            overlong += 1
+            first_overlong = first_overlong or f"row {number} has a prompt of {length} tokens"
+    return PromptStats(
+        rows=rows,
+        looked_at=looked_at,
+        longest=longest,
+        longest_used=longest_used,
+        overlong=overlong,
+        bad=bad,
+        first_overlong=first_overlong,
+        first_bad=first_bad,
+        first=first,
+        tools=prompt_format.tool_tokens(),
+    )
+
+
+def shown(text: str) -> str:
+    """`text`, without the middle of a long one."""
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    half = SHOWN_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"

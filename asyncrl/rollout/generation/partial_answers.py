@@ -1,0 +1,100 @@
+"""A request's answers as far as they are: what rounds of generation brought, and what the next one asks for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.api.generation import Completion, FinishReason, GenerationRequest
+from asyncrl.plugins.chat.stop_strings import Decode, kept_tokens
+
+
+@dataclass(slots=True)
+class PartialAnswer:
+    """One sample so far: three lists of one length."""
+
+    seed: int | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    routing: list[NDArray[Any]] = field(default_factory=list)
+    """The experts told so far, of the request's tokens and of these, in parts that follow one another."""
+
+    @property
+    def routed(self) -> int:
+        """Tokens whose experts were told."""
+        return sum(map(len, self.routing))
+
+    def extend(self, part: Completion, budget: int, stop: Sequence[str], decode: Decode | None) -> None:
+        """Append what a round brought; `budget` is the sample's `max_new_tokens`, `stop` what ends it."""
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs
+        self.versions += part.versions
+        kept = kept_tokens(self.token_ids, stop, decode) if stop and decode else None
+        if kept is not None:
+            for column in (self.token_ids, self.logprobs, self.versions):
+                del column[kept:]
+            self.finish = FinishReason.stop
+        elif part.finish_reason == FinishReason.stop:
+            self.finish = FinishReason.stop
+        elif len(self.token_ids) >= budget:
+            self.finish = FinishReason.length
+
+    def extend_routing(self, told: NDArray[Any] | None, start: int) -> None:
+        """Append of the experts told from position `start` on those that were not told before.
+
+        So a token's experts are those of the round in which the token after it was drawn, whatever a later round, under
+        other weights, computes it with again.
+        """
+        if told is not None:
+            self.routing.append(told[self.routed - start :])
+
+    def completion(self, prompt_tokens: int) -> Completion:
+        """The whole answer, once it is complete."""
+        assert self.finish is not None, "a partial was left open"
+        routing = None
+        if self.routing:  # less what belongs to tokens that were cut off behind a stop string
+            routing = np.concatenate(self.routing)[: prompt_tokens + len(self.token_ids) - 1]
+        return Completion(self.token_ids, self.logprobs, self.versions, self.finish, routing)
+
+
+@dataclass(slots=True)
+class Work:
+    """A request under way: the id by which the manager knows it, what it asks for, a partial per sample, and the most
+    tokens that a round asks for, now and where all goes well.
+    """
+
+    own_id: str
+    request: GenerationRequest
+    rollout_id: str | None
+    min_version: int | None
+    partials: list[PartialAnswer]
+    most: int
+    chunk: int
+
+    @property
+    def open_partials(self) -> dict[int, PartialAnswer]:
+        """The partials that are not complete yet, by sample."""
+        return {index: partial for index, partial in enumerate(self.partials) if partial.finish is None}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(len(partial.token_ids) for partial in self.partials)
+
+    def wanted(self, partial: PartialAnswer) -> int:
+        """Return the number of tokens that the next round requests for `partial`."""
+        return min(self.request.sampling.max_new_tokens - len(partial.token_ids), self.most)
+
+    def ask_for_less(self) -> None:
+        """Half of what the last round asked for, as it was not answered."""
+        self.most = max(1, max(map(self.wanted, self.open_partials.values())) // 2)
+
+    def ask_for_more(self) -> None:
+        """Twice as much as before, as the last round was answered quickly."""
+        self.most = min(2 * self.most, self.chunk)

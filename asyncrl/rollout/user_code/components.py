@@ -1,0 +1,113 @@
+"""The user's parts of a run, built as the config names them: data, tokenizer, agent, environment, reward, tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from asyncrl.api import GenerationClient, Prompt
+from asyncrl.api.columns import with_columns
+from asyncrl.config.evaluation_sets import with_code_of
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.rollout.episode import RetryLimits
+from asyncrl.rollout.greedy_baseline import Played, with_greedy_baseline
+from asyncrl.rollout.tools import RunTools, check_format
+from asyncrl.rollout.user_code.agents import offers_tools
+from asyncrl.rollout.user_code.cast import ONCE, Cast
+from asyncrl.rollout.user_code.conversations import Conversations
+from asyncrl.rollout.user_code.prompts import Prompts, load_prompt_format
+from asyncrl.rollout.user_code_pool.process_slots import ProcessSlots
+from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
+
+REMAX = "remax"
+
+
+class UserComponents:
+    """Everything a RolloutWorker takes from the user.
+
+    Args:
+        training: whether it trains, and needs the training set.
+
+    Attributes:
+        tokenizer: the model's.
+        vocab_size: the model's, from its config; None if that does not name it.
+        prompts: training and evaluation prompts.
+        conversations: clients of episodes.
+        runner: runs the user's code; to be entered in the worker's event loop.
+        tools: of agents; entered in the worker's event loop, after the runner.
+        environments: of training's episodes.
+        agent: training's, with rewards.
+
+    Raises:
+        ConfigError: a path names nothing or something of another kind, a module fails while it is imported, or a
+            constructor refuses its arguments. The message begins with the setting.
+    """
+
+    def __init__(self, config: ExperimentConfig, *, training: bool = True) -> None:
+        assert config.model.path is not None, "the launcher resolves model.path before it starts a worker"
+        form = load_prompt_format(config)
+        model_config = json.loads((Path(config.model.path) / "config.json").read_text())
+        self.tokenizer = form.tokenizer
+        self.vocab_size: int | None = model_config.get("vocab_size")
+        self.conversations = Conversations(config, form, model_config)
+        self.runner = UserCodeRunner(
+            config.rollout.user_code,
+            *(EpisodeProcesses(each.processes, each.process_max_episodes) for each in (config.env, config.agent)),
+        )
+        check_format(config, form.chat.source_with_tools if form.chat else None)
+        self.tools = RunTools(config.tools, config.mcp, self.runner)
+        toolbox = self.tools.toolbox
+        self.prompts = Prompts(
+            config,
+            form,
+            lambda each: toolbox.schemas if offers_tools(with_code_of(config, each) if each else config) else (),
+            training=training,
+        )
+        self._columns = tuple(config.rollout.columns)
+        places = ProcessSlots(config.env.processes)
+
+        def cast(played: ExperimentConfig) -> Cast:
+            return Cast(played, form, toolbox, self.runner, self.conversations, places)
+
+        self._cast = cast(config)
+        self.agent, self.environments = self._cast.agent, self._cast.environments
+        self.environments.check_places(config.agent.path, config.group_size)
+        self._greedy_baseline = training and config.algorithm.advantage.name == REMAX
+        if self._greedy_baseline and (why := _why_not_greedy(self._cast)):
+            raise ConfigError(f"algorithm.advantage.name={REMAX}: {why}; use another advantage, rloo for one")
+        self._casts_of_sets: dict[str, Cast] = {}
+        for name, (each, _) in self.prompts.eval_sets.items():
+            try:
+                self._casts_of_sets[name] = cast(with_code_of(config, each)) if each.code else self._cast
+            except ConfigError as error:
+                raise ConfigError(f"{each.group}.{error}") from error
+
+    async def play(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits = ONCE) -> Played:
+        """Play the group of `prompt`; see `run_group`."""
+        return await self._cast.play(prompt, policy, tries)
+
+    async def play_to_evaluate(self, name: str, prompt: Prompt, policy: GenerationClient) -> Played:
+        """Play the episode of `prompt`, which is of the evaluation set `name`."""
+        return await self._casts_of_sets[name].play(prompt, policy)
+
+    async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
+        """Play the group of `prompt` and what the advantage needs beside it.
+
+        Raises:
+            ColumnError: a sample lacks a column of `rollout.columns`.
+        """
+        if self._greedy_baseline:
+            samples, counted = await with_greedy_baseline(self.play, prompt, policy, tries)
+        else:
+            samples, counted = await self.play(prompt, policy, tries)
+        return with_columns(samples, prompt.data, self._columns) if self._columns else samples, counted
+
+
+def _why_not_greedy(cast: Cast) -> str | None:
+    """Return the reason why a single greedy episode has no reward that the group's can be compared with."""
+    if cast.at_once:
+        return "its baseline is a single greedy episode, and the agent plays its group at once"
+    if cast.rewards.of_groups:
+        return "its baseline is the reward of a single greedy answer, and a reward compares the answers of a group"
+    return None

@@ -1,0 +1,148 @@
+"""An environment in a process of its own for its episode: it may hang, crash or want too much memory.
+
+The process is taken at `reset`, once one is free, and given back at `close`; whatever fails in between ends it, and
+what it started. Observations, actions and infos travel as plain data. The reward that the environment calls runs where
+it belongs, asked for over the same pipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.api import Environment, RewardFunction, RunIn, StepResult, scored
+from asyncrl.rollout.user_code_pool.errors import UserCodeError
+from asyncrl.rollout.user_code_pool.messages import MAKE, USE, Call, Target
+from asyncrl.rollout.user_code_pool.process_slots import GroupSlots
+from asyncrl.rollout.user_code_pool.processes import START_LIMIT_S, Lease
+from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner
+from asyncrl.rollout.user_code_pool.timing import Activity, timed
+
+_PARTS_OF_A_STEP = 5
+
+
+class ProcessEnvironment(Environment):
+    """See the module's docstring.
+
+    Args:
+        target: its class, with the arguments of the constructor.
+        reward: what the constructor gets as `reward`.
+        label: how it is named: `env my.py:MyEnv`.
+        timeout_s: limit of one call; the rewards that it asks for are part of it.
+        places: those of its group, where that may open several before it goes on with one; None: it needs none.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        reward: RewardFunction,
+        label: str,
+        timeout_s: float,
+        runner: UserCodeRunner,
+        places: GroupSlots | None = None,
+    ) -> None:
+        self._target, self._reward, self._label = target, reward, label
+        self._timeout_s, self._runner, self._places = timeout_s, runner, places
+        self._in_turn = asyncio.Lock()
+        self._lease: Lease | None = None
+        self._failed = self._closed = False
+
+    async def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """As the environment's own; the first one makes it."""
+        value = await self._runner.at_home(self._call("reset", [], {"seed": seed, "options": options}))
+        observation, info = self._parts("reset", value, 2)
+        return observation, info
+
+    async def step(self, action: Any) -> StepResult:
+        """As the environment's own."""
+        value = await self._runner.at_home(self._call("step", [action], {}))
+        observation, reward, terminated, truncated, info = self._parts("step", value, _PARTS_OF_A_STEP)
+        return observation, reward, terminated, truncated, info
+
+    async def close(self) -> None:
+        """Close it and give its process back; once."""
+        await self._runner.at_home(self._end())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{self._label} runs in a process, where only reset, step and close are called, not {name!r}; set "
+            "env.run_in=thread"
+        )
+
+    async def _call(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        async with self._in_turn:
+            if self._failed or self._closed:
+                why = "an earlier call failed" if self._failed else "it was closed"
+                raise RuntimeError(f"{self._label}.{method} is called after {why}")
+            self._failed = True  # until it has not
+            try:
+                if self._lease is None:
+                    self._lease = await self._leased()
+                    await self._ask("made", Call(self._target, MAKE, []), START_LIMIT_S)
+                value = await self._ask(method, self._use(method, args, kwargs), self._timeout_s)
+                self._failed = self._closed  # closed meanwhile: nobody else gives the process back
+                return value
+            finally:
+                if self._failed:
+                    await self._give_back(whole=False)
+
+    async def _leased(self) -> Lease:
+        if self._places is None:
+            return await self._runner.lease(self._label, Activity.env_wait)
+        with timed(Activity.env_wait):
+            await self._places.enter()
+        try:
+            return await self._runner.lease(self._label, Activity.env_wait)
+        except BaseException:
+            self._places.leave()
+            raise
+
+    async def _end(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._in_turn.locked():  # the call under way gives the process back
+            return
+        whole = False
+        try:
+            if self._lease is not None:
+                await self._ask("close", self._use("close", [], {}), self._timeout_s)
+                whole = True
+        finally:
+            await self._give_back(whole=whole)
+
+    def _use(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Call:
+        return Call(self._target, USE, [method, args, kwargs])
+
+    async def _ask(self, name: str, call: Call, timeout_s: float) -> Any:
+        assert self._lease is not None
+        label = f"{self._label}.{name}"
+        with self._runner.told(Code(label, Activity.env, timeout_s, RunIn.process)):
+            return await self._lease.ask(label, call, timeout_s, self._rewarded)
+
+    async def _rewarded(self, data: Mapping[str, Any], completion: str) -> float:
+        return await scored(self._reward, data, completion)
+
+    async def _give_back(self, *, whole: bool) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            await asyncio.shield(self._given_back(lease, whole=whole))
+
+    async def _given_back(self, lease: Lease, *, whole: bool) -> None:
+        try:
+            await lease.give_back(whole=whole)
+        finally:
+            if self._places is not None:
+                self._places.leave()
+
+    def _parts(self, method: str, value: Any, number: int) -> Any:
+        if not isinstance(value, list) or len(value) != number:
+            raise UserCodeError(
+                f"{self._label}.{method}",
+                f"returned {value!r:.80}; gymnasium's {method} returns {number} values",
+                how=f"returned what is no {method}",
+            )
+        return value

@@ -1,0 +1,201 @@
+"""A process of the pool: reads calls, runs them one after the other in its main thread, answers.
+
+It calls functions, or holds one object, an environment or an agent, whose methods it calls.
+
+    python -m asyncrl.rollout.user_code_pool.child.main MEMORY_BYTES
+
+It dies with the worker. What the called function prints goes to the error stream, never between the replies. It is
+the reaper of all that its calls start, so that whatever they leave behind is found. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import inspect
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, BinaryIO
+
+import msgspec
+
+from asyncrl.api import Environment
+from asyncrl.api.reward import Episode
+from asyncrl.config.import_paths import load_plugin
+from asyncrl.rollout.user_code_pool.messages import LENGTH, MAKE, USE, Answer, Call, Reply, Target, packed
+
+LOAD = "load"
+"""Kind of a `Call` that only loads its target."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_TRACEBACK_CHARS = 4000
+
+
+def main() -> None:
+    """Serve calls until the pipe closes."""
+    calls, replies = _own_pipes()
+    _limit(int(sys.argv[1]))
+    own_pid = os.getpid()
+    loaded: dict[bytes, Callable[..., Any]] = {}
+    held = _Held(calls, replies)
+    decoder = msgspec.msgpack.Decoder(Call)
+    _send(replies, Reply())
+    while head := calls.read(LENGTH.size):
+        call = decoder.decode(calls.read(*LENGTH.unpack(head)))
+        reply = _answer(call, loaded, held)
+        if os.getpid() != own_pid:  # the function forked, and this is what it forked
+            os._exit(0)
+        _send(replies, reply, left_behind=_left_behind())
+
+
+def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes of the protocol, moved away from where prints go and input is read."""
+    calls, replies = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return os.fdopen(calls, "rb"), os.fdopen(replies, "wb")
+
+
+def _limit(memory_bytes: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class _Held:
+    """The process's one object, and what it may ask of the worker."""
+
+    def __init__(self, calls: BinaryIO, replies: BinaryIO) -> None:
+        self._calls, self._replies = calls, replies
+        self._object: Any = None
+        self._runner = asyncio.Runner()  # one loop for all calls: the object may keep what belongs to it
+
+    def make(self, target: Target, agent: Sequence[Any]) -> None:
+        """Make the object: an environment or, with the arguments of `ChildAgent`, an agent, which is made once.
+
+        Raises:
+            TypeError: it is no environment.
+        """
+        if agent:
+            from asyncrl.rollout.user_code_pool.child.agent import ChildAgent  # it brings numpy and tokenizers
+
+            model, chat = agent
+            self._object = self._object or ChildAgent(target, model, chat, self._ask)
+            return
+        found: Any = load_plugin(target.path)
+        made = found(reward=self._reward, **target.args)
+        if not isinstance(made, Environment):
+            raise TypeError(f"{target.path} made a {type(made).__name__}; it needs to be an asyncrl.api.Environment")
+        self._object = made
+
+    def use(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the object's `method` and return its result."""
+        value = getattr(self._object, method)(*args, **kwargs)
+        if inspect.isawaitable(value):
+            value = self._runner.run(_awaited(value))
+        if method == "close":
+            self._object = None
+        return value
+
+    def _reward(self, data: Any, completion: str) -> Any:
+        """The environment's reward, which the worker calls; a number, to be awaited where there is an event loop."""
+        value = self._ask(data, completion)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return value
+        return _awaited_value(value)
+
+    def _ask(self, *what: Any) -> Any:
+        self._replies.write(packed(Reply(asks=list(what))))
+        self._replies.flush()
+        (length,) = LENGTH.unpack(self._calls.read(LENGTH.size))
+        answer = msgspec.msgpack.decode(self._calls.read(length), type=Answer)
+        if answer.error:
+            raise RuntimeError(answer.error)
+        return answer.value
+
+
+async def _awaited_value(value: Any) -> Any:
+    return value
+
+
+def _answer(call: Call, loaded: dict[bytes, Callable[..., Any]], held: _Held) -> Reply:
+    try:
+        if call.sees == MAKE:
+            held.make(call.target, call.arguments)
+            return Reply()
+        if call.sees == USE:
+            return Reply(held.use(*call.arguments))
+        function = _loaded(call.target, loaded)
+        if call.sees == LOAD:
+            return Reply()
+        value = function(*_arguments(call))
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        return Reply(value)
+    except BaseException as error:  # the process serves on, whatever the function raises
+        trace = traceback.format_exc()[-_TRACEBACK_CHARS:]
+        return Reply(error=f"{type(error).__name__}: {_text(error)}", traceback=trace)
+
+
+def _loaded(target: Target, loaded: dict[bytes, Callable[..., Any]]) -> Callable[..., Any]:
+    key = msgspec.msgpack.encode(target)
+    if key not in loaded:
+        found: Any = load_plugin(target.path)
+        if inspect.isclass(found):
+            instance: Any = found(**target.args)
+            loaded[key] = instance
+        else:
+            loaded[key] = partial(found, **target.args)
+    return loaded[key]
+
+
+def _arguments(call: Call) -> Sequence[Any]:
+    if call.sees == "episode":
+        return [msgspec.convert(call.arguments[0], Episode)]
+    if call.sees == "group":
+        return [msgspec.convert(call.arguments[0], list[Episode])]
+    return call.arguments
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:2000]
+    except Exception as unprintable:
+        return f"(its text cannot be made: {type(unprintable).__name__})"
+
+
+def _left_behind() -> bool:
+    """True if the calls so far left processes behind. Ended processes are reaped."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _send(replies: BinaryIO, reply: Reply, *, left_behind: bool = False) -> None:
+    try:
+        data = packed(msgspec.structs.replace(reply, left_behind=left_behind))
+    except ValueError as error:
+        data = packed(Reply(error=f"what it returned {error}", left_behind=left_behind))
+    replies.write(data)
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

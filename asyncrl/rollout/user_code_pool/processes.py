@@ -1,0 +1,355 @@
+"""A pool of processes for users' code: one call at a time each, killed at its limits, renewed after so many calls.
+
+Life of a process: started for a call that finds none idle (50 to 200 ms), loads the function at its first call, then
+answers calls over its pipes (0.1 ms each). It ends when a call exceeds its time, its memory or its number of
+processes, when the caller gives up, when it dies, when a call leaves processes behind, or after `max_calls`.
+
+`concurrent.futures` and `multiprocessing.Pool` cannot do this: a killed process breaks the first for all its calls and
+leaves the second's call waiting for ever, neither ends one call at its limit, and both send and receive pickles.
+
+Who needs several calls of one object, an environment, leases a process for as long: that is one call of `max_calls`,
+and whatever fails in it ends the process with the object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from asyncrl.comm.running_time import RunningTimeout
+from asyncrl.rollout.user_code_pool.child import main as child
+from asyncrl.rollout.user_code_pool.errors import TOO_SLOW, UserCodeError
+from asyncrl.rollout.user_code_pool.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, decode_reply, packed
+from asyncrl.rollout.user_code_pool.policy import WATCH_EVERY_S, WATCH_FROM_S, Limits, excess, keep
+from asyncrl.rollout.user_code_pool.timing import Activity, timed
+from asyncrl.rollout.user_code_pool.usage import kill_tree, usage
+
+START_LIMIT_S = 120.0
+"""For a process to start, and for it to import the user's module."""
+PRINTED_LIMIT = 64 << 10
+"""Bytes that one process may print into the worker's log; the rest is read and thrown away."""
+_TAIL = 400
+_CANNOT_TRAVEL = "was given what cannot travel"
+
+_log = logging.getLogger(__name__)
+
+
+class _Died(Exception):
+    """The process ended, or wrote what is no reply."""
+
+
+@dataclass(eq=False, slots=True)
+class _Process:
+    """A process of the pool, what it has loaded and answered, and the end of what it printed."""
+
+    process: asyncio.subprocess.Process
+    loaded: set[bytes] = field(default_factory=set)
+    calls: int = 0
+    printed: int = 0
+    tail: bytes = b""
+    printing: asyncio.Task[None] | None = None
+    waits: bool = False
+    """For an answer of the worker's: it uses no more than it did."""
+
+    async def ask(self, call: bytes, answer: Callback | None = None) -> Reply:
+        """The reply to `call`, packed (to the start, where it is empty).
+
+        Args:
+            answer: gives what the call asks for meanwhile; None: it has nobody to ask.
+
+        Raises:
+            _Died: see there.
+            Exception: `answer` raised it, and the call failed with that.
+        """
+        failure: Exception | None = None
+        reply = await self._reply(call)
+        while reply.asks is not None:
+            if answer is None:
+                raise _Died("asked where nobody answers")
+            self.waits = True
+            try:
+                given = packed(Answer(await answer(*reply.asks)))
+            except Exception as error:
+                failure, given = error, packed(Answer(error=_sendable(error)))
+            finally:
+                self.waits = False
+            reply = await self._reply(given)
+        if reply.error and failure is not None:
+            raise failure
+        return reply
+
+    async def _reply(self, call: bytes) -> Reply:
+        reader, writer = self.process.stdout, self.process.stdin
+        assert reader is not None
+        assert writer is not None
+        try:
+            if call:
+                writer.write(call)
+                await writer.drain()
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            if length > MAX_BYTES:
+                raise _Died(f"announced a reply of {length} bytes")
+            return decode_reply(await reader.readexactly(length))
+        except ValueError as error:
+            raise _Died(f"wrote an invalid reply: {error}") from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise _Died("ended") from error
+
+    async def drain_prints(self, worker_log: int) -> None:
+        """Pass on what is printed, up to `PRINTED_LIMIT`."""
+        stream = self.process.stderr
+        assert stream is not None
+        while chunk := await stream.read(1 << 16):
+            room = PRINTED_LIMIT - self.printed
+            if room > 0:
+                os.write(worker_log, chunk[:room])
+                if len(chunk) >= room:
+                    _log.warning("a process of the pool printed more than %d KB; no more of it", PRINTED_LIMIT >> 10)
+            self.printed += len(chunk)
+            self.tail = (self.tail + chunk)[-_TAIL:]
+
+
+Callback = Callable[..., Awaitable[Any]]
+
+
+class Lease:
+    """A process of the pool, held for the calls of one object. `give_back` ends it, and has to be called."""
+
+    def __init__(self, pool: ProcessPool, process: _Process) -> None:
+        self._pool, self._process = pool, process
+        self._last: Reply | None = None
+
+    async def ask(self, label: str, call: Call, timeout_s: float, answer: Callback) -> Any:
+        """Run `call` in the process and return its result; `answer` replies to its questions meanwhile.
+
+        Raises:
+            UserCodeError: it raised, exceeded a limit, or its process died; nothing more is to be asked.
+        """
+        self._last = None
+        try:
+            packed_call = packed(call)
+        except ValueError as error:
+            raise UserCodeError(label, f"was given what {error}", how=_CANNOT_TRAVEL) from error
+        reply = await self._pool.limited(self._process, label, packed_call, timeout_s, answer)
+        if reply.error:
+            raise _raised(label, "raised ", reply)
+        self._last = reply
+        return reply.value
+
+    async def give_back(self, *, whole: bool) -> None:
+        """The object is done with, and the process free for others if it is `whole` and nothing failed."""
+        await self._pool.take_back(self._process, self._last if whole else None)
+
+
+class ProcessPool:
+    """See the module's docstring. Use it in one event loop, which runs in a thread that lives as long as the pool.
+
+    Args:
+        size: processes at most.
+        limits: of each.
+    """
+
+    def __init__(self, size: int, limits: Limits) -> None:
+        self._limits = limits
+        self._slots = asyncio.Semaphore(size)
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        self.started = 0
+        """Processes started so far."""
+
+    async def call(
+        self,
+        label: str,
+        target: Target,
+        sees: str,
+        arguments: list[Any],
+        timeout_s: float,
+        running: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> Any:
+        """Call `target` with `arguments` and return its result. The wait for a free process does not count towards
+        `timeout_s`.
+
+        Args:
+            running: entered once there is a free process, left with its answer.
+
+        Raises:
+            UserCodeError: it raised, exceeded a limit, or its process died.
+        """
+        try:
+            packed_call = packed(Call(target, sees, arguments))
+        except ValueError as error:
+            raise UserCodeError(label, f"was given what {error}", how=_CANNOT_TRAVEL) from error
+        with timed(Activity.process_wait):
+            process, reply = await self._acquire(label), None
+        try:
+            with running():
+                await self._load(process, label, target)
+                reply = await self.limited(process, label, packed_call, timeout_s)
+        finally:
+            await self.take_back(process, reply)
+        if reply.error:
+            raise _raised(label, "raised ", reply)
+        return reply.value
+
+    async def lease(self, label: str) -> Lease:
+        """A process for one object, once there is one free.
+
+        Raises:
+            UserCodeError: it did not start.
+        """
+        return Lease(self, await self._acquire(label))
+
+    async def take_back(self, process: _Process, reply: Reply | None) -> None:
+        """A call or lease is over: keep the process if the last `reply`, None for a failure, says that it is fit."""
+        process.calls += 1
+        fit = reply is not None and keep(self._limits, process.calls, left_behind=reply.left_behind)
+        try:
+            if fit and process.process.returncode is None:
+                self._idle.append(process)
+            else:
+                await asyncio.shield(self._end(process))
+        finally:
+            self._slots.release()
+
+    async def _acquire(self, label: str) -> _Process:
+        await self._slots.acquire()
+        try:
+            return self._idle.pop() if self._idle else await self._start(label)
+        except BaseException:
+            self._slots.release()
+            raise
+
+    async def close(self) -> None:
+        """Kill every process; calls under way fail."""
+        await asyncio.gather(*(self._end(process) for process in list(self._all)))
+
+    async def _start(self, label: str) -> _Process:
+        """A new process, ready for calls."""
+        pipe = asyncio.subprocess.PIPE
+        made = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", child.__name__, str(self._limits.memory_bytes)),
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        process = _Process(made)
+        self._all.add(process)
+        self.started += 1
+        process.printing = asyncio.create_task(process.drain_prints(2))
+        try:
+            async with RunningTimeout(START_LIMIT_S):
+                await process.ask(b"")
+        except BaseException as error:
+            await asyncio.shield(self._end(process))
+            if isinstance(error, TimeoutError | _Died):
+                raise UserCodeError(
+                    label, f"has no process: it did not start; {_printed(process)}", how="has no process"
+                ) from error
+            raise
+        return process
+
+    async def _load(self, process: _Process, label: str, target: Target) -> None:
+        key = msgspec.msgpack.encode(target)
+        if key in process.loaded:
+            return
+        reply = await self.limited(process, label, packed(Call(target, child.LOAD, [])), START_LIMIT_S)
+        if reply.error:
+            raise _raised(label, "cannot be loaded in a process: ", reply)
+        process.loaded.add(key)
+
+    async def limited(
+        self, process: _Process, label: str, call: bytes, timeout_s: float, answer: Callback | None = None
+    ) -> Reply:
+        """The reply to `call` unless the process dies or exceeds a limit first.
+
+        Raises:
+            UserCodeError: it did, or `answer` raised it.
+        """
+        asking = asyncio.create_task(process.ask(call, answer))
+        limit = RunningTimeout(timeout_s)
+        try:
+            async with limit:
+                wait_s = WATCH_FROM_S
+                while not (await asyncio.wait({asking}, timeout=wait_s))[0]:
+                    await self._check(process, label)
+                    wait_s = WATCH_EVERY_S
+                return asking.result()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise UserCodeError(
+                label, f"did not return within {timeout_s:g} s; its process was killed", how=TOO_SLOW
+            ) from error
+        except _Died as error:
+            code = await self._exit_code(process)
+            raise UserCodeError(
+                label, f"lost its process: it {error} ({code}); {_printed(process)}", how="lost its process"
+            ) from error
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _check(self, process: _Process, label: str) -> None:
+        """Raise where it is dead, or uses more than it may."""
+        if process.process.returncode is not None:  # and something that it started holds its pipes
+            raise _Died("ended")
+        used = None if process.waits else await asyncio.to_thread(usage, process.process.pid)
+        if used is not None and (why := excess(self._limits, used)):
+            raise UserCodeError(label, f"{why}; its process was killed", how="exceeded a limit of its process")
+
+    async def _exit_code(self, process: _Process) -> str:
+        await self._end(process)
+        code = process.process.returncode
+        if code is None or code >= 0:
+            return f"exit code {code}"
+        return f"killed by {_signal_name(-code)}"
+
+    async def _end(self, process: _Process) -> None:
+        """Kill the process and all that it started."""
+        if process not in self._all:
+            return
+        self._all.discard(process)
+        if process.process.returncode is None:
+            try:  # it may be ending by itself, with an exit code that tells why
+                async with asyncio.timeout(0.02):
+                    await process.process.wait()
+            except TimeoutError:
+                await asyncio.to_thread(kill_tree, process.process.pid)
+        await process.process.wait()
+        if process.printing is not None:
+            process.printing.cancel()
+            await asyncio.gather(process.printing, return_exceptions=True)
+
+
+def _raised(label: str, begins: str, reply: Reply) -> UserCodeError:
+    kind = reply.error.partition(":")[0]
+    how = f"raised {kind}" if kind.isidentifier() else "returned what cannot travel"
+    return UserCodeError(label, f"{begins}{reply.error}\n{reply.traceback}", how=how)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _sendable(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+
+
+def _printed(process: _Process) -> str:
+    tail = process.tail.decode(errors="replace").strip()
+    return f"it last printed: {tail}" if tail else "it printed nothing"

@@ -1,0 +1,345 @@
+"""One call of a named piece of users' code: where it belongs, timed, limited, its failure under its name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from asyncrl.api.reward import RunIn
+from asyncrl.comm.running_time import RunningTimeout
+from asyncrl.rollout.user_code_pool.errors import TOO_SLOW, UserCodeError
+from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.policy import Limits
+from asyncrl.rollout.user_code_pool.processes import Lease, ProcessPool
+from asyncrl.rollout.user_code_pool.threads import DaemonThreads, UnusualExit, UserLoop, run_on
+from asyncrl.rollout.user_code_pool.timing import Activity, timed
+
+MAX_ABANDONED = 64
+"""Calls of one code that were given up and still run in their threads; beyond, it is not called until one ends."""
+WATCH_EVERY_S = 0.5
+HELD_S = 1.0
+"""An event loop that does not come round for so long is held by something, which is named."""
+
+_log = logging.getLogger(__name__)
+
+
+class UserCodeSettings(Protocol):
+    """Settings of `rollout.user_code`, described there."""
+
+    threads: int
+    processes: int
+    process_memory_mb: int
+    process_children: int
+    process_max_calls: int
+    slow_call_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeProcesses:
+    """Number of processes for episodes, and number of episodes after which each is replaced."""
+
+    processes: int = 1
+    episodes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A piece of users' code.
+
+    Attributes:
+        label: how it is counted and named: `reward my.py:score`.
+        activity: what its time counts as.
+        timeout_s: limit of a call.
+        run_in: where it runs; `loop` for what may run on the worker's own event loop.
+        target: how a process of the pool finds it; only for `RunIn.process`.
+        sees: what its arguments are, told to that process.
+    """
+
+    label: str
+    activity: Activity
+    timeout_s: float
+    run_in: RunIn
+    target: Target | None = None
+    sees: str = "answer"
+
+
+class UserCodeRunner:
+    """See the module's docstring. An asynchronous context manager, entered in the worker's own event loop.
+
+    `call` may be awaited in that loop and in the users'; `call_blocking` is for threads.
+
+    Args:
+        envs: processes for environments, one of an episode's in each.
+        agents: likewise for agents.
+    """
+
+    def __init__(
+        self, settings: UserCodeSettings, envs: EpisodeProcesses | None = None, agents: EpisodeProcesses | None = None
+    ) -> None:
+        memory_bytes = settings.process_memory_mb << 20
+        limits = Limits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
+        self._users = UserLoop()
+        self._threads = DaemonThreads("user-code")
+        self._places = asyncio.Semaphore(settings.threads)
+        self._pool = ProcessPool(settings.processes or max(2, len(os.sched_getaffinity(0))), limits)
+        self._leased = {
+            activity: ProcessPool(seats.processes, replace(limits, max_calls=seats.episodes))
+            for activity, seats in (
+                (Activity.env_wait, envs or EpisodeProcesses()),
+                (Activity.agent_wait, agents or EpisodeProcesses()),
+            )
+        }
+        self._slow = SlowCalls(settings.slow_call_s)
+        self._abandoned: dict[str, int] = {}
+        self._running: dict[int, str] = {}
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> Self:
+        self._home = asyncio.get_running_loop()
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Kill the processes; threads end with the worker."""
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        await asyncio.gather(*(pool.close() for pool in (self._pool, *self._leased.values())))
+
+    async def call(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `function` where `code` belongs and return its result.
+
+        Raises:
+            UserCodeError: it raised, took longer than `code.timeout_s`, or its process was lost.
+        """
+        work = partial(function, *args, **kwargs)
+        if code.run_in == RunIn.process:
+            return await run_on(self._home, self._in_process(code, args))
+        if is_async(function):
+            run = self.at_home if code.run_in == RunIn.loop else self.on_users_loop
+            return await self._awaiting(code, work, run)
+        if code.run_in == RunIn.loop:
+            return self._on_this_loop(code, work)
+        return await run_on(self._home, self._in_thread(code, work))
+
+    def call_blocking(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `call`, for a caller that is itself in a thread: what may run in a thread runs in the caller's own.
+
+        The limit is then the caller's own, whose call this is a part of.
+        """
+        if code.run_in != RunIn.process and not is_async(function):
+            with self.told(code):
+                return _checked(code, partial(function, *args, **kwargs))
+        return self.from_thread(self.call(code, function, *args, **kwargs)).result()
+
+    async def lease(self, label: str, waits: Activity) -> Lease:
+        """A process for an episode, once there is one free; in the worker's own loop.
+
+        Args:
+            waits: what waiting counts as: `env_wait` is for an environment, `agent_wait` for an agent.
+
+        Raises:
+            UserCodeError: it did not start.
+        """
+        with timed(waits):
+            return await self._leased[waits].lease(label)
+
+    async def on_users_loop(self, work: Awaitable[Any]) -> Any:
+        """Run the user's coroutine `work` on the users' event loop, without a time limit or a label, and return its
+        result.
+        """
+        return await self._users.run(_awaited(work))
+
+    async def in_thread(self, function: Callable[[], Any]) -> Any:
+        """Run `function` in a separate thread, without a time limit or a label, and return its result."""
+        return await asyncio.wrap_future(self._threads.run(function))
+
+    def from_thread(self, work: Awaitable[Any]) -> Future[Any]:
+        """`work`, begun on the worker's own loop; for threads."""
+        return asyncio.run_coroutine_threadsafe(_awaited(work), self._home)
+
+    async def at_home(self, work: Awaitable[Any]) -> Any:
+        """Run `work` on the worker's own event loop and return its result; called from the users' loop."""
+        return await run_on(self._home, _awaited(work))
+
+    def _on_this_loop(self, code: Code, work: Callable[[], Any]) -> Any:
+        begun = time.monotonic()
+        with self.told(code):
+            value = _checked(code, work)
+        if (held_s := time.monotonic() - begun) > HELD_S:
+            _log.warning(
+                "%s held an event loop for %.2g s; run it in a thread or a process (run_in)", code.label, held_s
+            )
+        return value
+
+    async def _in_process(self, code: Code, args: tuple[Any, ...]) -> Any:
+        assert code.target is not None, code.label
+        running = partial(self.told, code)
+        return await self._pool.call(code.label, code.target, code.sees, list(args), code.timeout_s, running)
+
+    async def _in_thread(self, code: Code, function: Callable[[], Any]) -> Any:
+        if self._abandoned.get(code.label, 0) >= MAX_ABANDONED:
+            raise UserCodeError(
+                code.label,
+                f"is not called: {MAX_ABANDONED} calls of it never returned and each holds a thread; have it return, "
+                "or run it in a process (run_in: process), which can be killed",
+                how="hangs in too many threads",
+            )
+        async with self._places:
+            with self.told(code):
+                running = self._threads.run(partial(_checked, code, function))
+                try:
+                    async with RunningTimeout(code.timeout_s) as limit:
+                        return await asyncio.wrap_future(running)
+                except TimeoutError as error:
+                    if not limit.expired():
+                        raise
+                    raise _too_slow(code, "its thread goes on", still_runs=True) from error
+                finally:
+                    if not running.done():
+                        self._abandoned[code.label] = self._abandoned.get(code.label, 0) + 1
+                        running.add_done_callback(partial(self._came_back, code.label))
+
+    def _came_back(self, label: str, _: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the worker has ended meanwhile
+            self._home.call_soon_threadsafe(self._forget_abandoned, label)
+
+    def _forget_abandoned(self, label: str) -> None:
+        self._abandoned[label] -= 1
+
+    async def _awaiting(
+        self, code: Code, function: Callable[[], Awaitable[Any]], run: Callable[[Awaitable[Any]], Awaitable[Any]]
+    ) -> Any:
+        async def work() -> Any:
+            try:
+                return await function()
+            except Exception as error:
+                raise _raised(code, error) from error
+
+        with self.told(code):
+            try:
+                async with RunningTimeout(code.timeout_s) as limit:
+                    return await run(work())
+            except TimeoutError as error:
+                if not limit.expired():
+                    raise
+                raise _too_slow(code, "it was cancelled") from error
+            except UnusualExit as error:
+                raise UserCodeError(code.label, str(error), how=str(error)) from error
+
+    @contextlib.contextmanager
+    def told(self, code: Code) -> Iterator[None]:
+        """Within: a call of `code`, which is timed, named if it is slow, and known to run."""
+        number, begun = next(self._numbers), time.monotonic()
+        self._running[number] = code.label
+        try:
+            with timed(code.activity):
+                yield
+        finally:
+            del self._running[number]
+            now = time.monotonic()
+            if line := self._slow.note(code.label, now - begun, now):
+                _log.warning("%s", line)
+
+    async def _watch(self) -> None:
+        """Name what holds this loop or the users'."""
+        users_told = False
+        while True:
+            begun, answered = time.monotonic(), threading.Event()
+            self._users.ping(answered)
+            await asyncio.sleep(WATCH_EVERY_S)
+            held_s = time.monotonic() - begun - WATCH_EVERY_S
+            if held_s > HELD_S and (running := sorted(set(list(self._running.values())))):
+                _log.warning(
+                    "the worker did not get a turn for %.2g s while these ran: %s; what computes in Python for long "
+                    "holds the interpreter's lock: run it in a process (run_in: process)",
+                    held_s,
+                    ", ".join(running),
+                )
+            if not answered.is_set() and held_s < HELD_S:
+                if not users_told:
+                    _log.warning(
+                        "asynchronous code of the user's has held its event loop for %.2g s; write what blocks as "
+                        "plain `def`, which runs in a thread; it is at\n%s",
+                        WATCH_EVERY_S,
+                        self._users.stack(),
+                    )
+                users_told = True
+            else:
+                users_told = False
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """True if a call of `function` returns an awaitable: `async def`, also as a method or an instance's call."""
+    while isinstance(function, partial):
+        function = function.func
+    if inspect.iscoroutinefunction(function):
+        return True
+    return not inspect.isroutine(function) and inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _checked(code: Code, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except UserCodeError:
+        raise
+    except (SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError, GeneratorExit) as error:
+        raise _raised(code, error) from error
+    except Exception as error:
+        raise _raised(code, error) from error
+
+
+def _raised(code: Code, error: BaseException) -> UserCodeError:
+    if isinstance(error, UserCodeError):
+        return error
+    how = f"raised {type(error).__name__}"
+    return UserCodeError(code.label, f"{how}: {error}", how=how)
+
+
+def _too_slow(code: Code, fate: str, *, still_runs: bool = False) -> UserCodeError:
+    return UserCodeError(
+        code.label, f"did not return within {code.timeout_s:g} s; {fate}", how=TOO_SLOW, still_runs=still_runs
+    )
+
+
+async def _awaited(work: Awaitable[Any]) -> Any:
+    return await work
+
+
+QUIET_S = 10.0
+"""Between two lines about the same code; what is slow once is mostly slow a thousand times."""
+
+
+class SlowCalls:
+    """Names calls that took `limit_s` or longer, each code at most once in `QUIET_S`."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._said_at: dict[str, float] = {}
+        self._unsaid: Counter[str] = Counter()
+
+    def note(self, label: str, seconds: float, now: float) -> str | None:
+        """The line about a call that took `seconds` and ended at `now`; None where it needs none."""
+        if seconds < self._limit_s:
+            return None
+        if now - self._said_at.get(label, -QUIET_S) < QUIET_S:
+            self._unsaid[label] += 1
+            return None
+        self._said_at[label] = now
+        more = self._unsaid.pop(label, 0)
+        before = f", and {more} more of its calls were slow since the last such line" if more else ""
+        return f"{label} took {seconds:.3g} s{before}"

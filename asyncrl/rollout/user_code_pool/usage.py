@@ -1,0 +1,70 @@
+"""Measure and end a process with all that it started, by /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from asyncrl.rollout.user_code_pool.policy import Usage
+
+_ROUNDS = 50
+"""Number of searches for process groups to kill. A program that starts groups faster than they are found keeps them."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    pid: int
+    parent: int
+    group: int
+    resident_bytes: int
+
+
+def usage(pid: int) -> Usage:
+    """Return the resources that `pid` and its descendants use."""
+    tree = _tree(pid)
+    return Usage(len(tree), sum(process.resident_bytes for process in tree))
+
+
+def kill_tree(pid: int) -> None:
+    """Kill `pid`, leader of its process group and reaper of its descendants, and all of these."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(_ROUNDS):
+            groups = {process.group for process in _tree(pid)} - {pid}
+            if not groups:
+                break
+            for group in groups:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)  # the kernel lets none of the group fork past it
+
+
+def _tree(root: int) -> list[_Process]:
+    children: dict[int, list[_Process]] = {}
+    tree = []
+    for process in _processes():
+        if process.pid == root:
+            tree.append(process)
+        children.setdefault(process.parent, []).append(process)
+    for process in tree:
+        tree += children.get(process.pid, ())
+    return tree
+
+
+def _processes() -> Iterator[_Process]:
+    """Every process that runs; zombies are left out, as they use nothing and cannot be killed."""
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                stat = file.read()
+        except OSError:  # it has ended since
+            continue
+        state, parent, group, *rest = stat[stat.rindex(b")") + 2 :].split()
+        if state != b"Z":
+            yield _Process(int(name), int(parent), int(group), int(rest[18]) * _PAGE)

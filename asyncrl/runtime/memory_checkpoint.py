@@ -1,0 +1,244 @@
+"""In-memory checkpoint of the last train step and the inboxes, from which a crashed trainer resumes.
+
+    <folder>/state/v<N>/     a checkpoint of version N, the newest one, whole or not there
+    <folder>/inbox-<head>/   the trajectories that the rank has acknowledged, and that are not trained for good
+
+The folder lies in memory (`/dev/shm`; where there is none in the run's own folder), belongs to this user alone, and is
+there for as long as the launch. When MasterWorker or ModelWorkers die, their successors begin with what is there: at
+the version that was complete last, with the rollouts that waited. That loses nothing because of an order that is kept:
+
+    step v is trained ─▶ its state is whole in the folder ─▶ version v is announced, its rollouts are reported trained
+                                                          └▶ the trajectories of the step are removed from the inbox
+
+So nobody outside the trainer's side has ever heard of a version or a trained rollout that a successor does not know,
+and no token of a version that is forgotten can be taken for one of its namesake. Where the folder has not even the
+announced version (it was full, or switched off), the trainer's side cannot be restarted alone: `can_go_on`.
+
+Where ranks run on other hosts than the launcher, each of their hosts has a folder of its own, with all that its ranks
+hold (`asyncrl.trainer.host_folders`). Their inboxes lie in the run's folder, which all hosts see. The master then finds
+out by the ranks whether one can go on: not after the loss of such a host.
+
+    <run folder>/memory_checkpoint says which folders in memory are of this launch; without it nobody goes on
+    <run folder>/inboxes/<head>/
+
+A launcher that was killed leaves its folder; whoever begins one on this host removes those whose launcher is gone. On
+another host ranks remove theirs when they are asked to stop, and those of launches that are over when they begin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from asyncrl.comm.files.file_lock import take_lock
+from asyncrl.comm.names import MODEL_WORKER
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
+from asyncrl.runtime.keeper import identity_of
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "asyncrl-"
+_STATE = "state"
+_INVALID = "invalid"
+_OWNER = "owner"
+_REMOVAL_LIMIT_S = 60.0
+
+
+class _Owner(msgspec.Struct, frozen=True):
+    """Owner of a folder: the launch that wrote `launch` into `run_dir`, and the process `pid` on this host that removes
+    the folder, if any does.
+    """
+
+    run_dir: str
+    launch: str
+    pid: int = 0
+    started: int = 0
+
+
+def uses_memory_checkpoint(config: ExperimentConfig) -> bool:
+    """True if the run keeps an in-memory checkpoint. A run that replays kept samples does not: the MasterWorker then
+    stands in for the manager, and that part ends with it.
+    """
+    return config.checkpoint.in_memory and not config.samples.replay
+
+
+def trains_elsewhere(config: ExperimentConfig) -> bool:
+    """True if a rank runs on another host than the launcher."""
+    return any(host.name and MODEL_WORKER in host.runs for host in config.system.hosts)
+
+
+class MemoryCheckpoint:
+    """In-memory checkpoint of the run in `run_dir`.
+
+    Args:
+        host: whose memory it is, where ranks run on other hosts than the launcher; empty: the launcher's.
+    """
+
+    def __init__(self, run_dir: Path, host: str = "") -> None:
+        self._run_dir, self._mark = run_dir, run_dir / MEMORY_CHECKPOINT_FILE
+        self.spread = bool(host)
+        """True if every host of ranks has its own folder."""
+        # Of another launch of the same run a folder may be left on any host but the launcher's.
+        whose = f"{run_dir} {host} {_launch_of(run_dir)}" if host else str(run_dir)
+        name = f"{_PREFIX}{os.getuid()}-{hashlib.sha256(whose.encode()).hexdigest()[:24]}"
+        in_memory = _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)
+        self.folder = _MEMORY / name if in_memory else run_dir / f"memory-{name}"
+
+    @classmethod
+    def of_rank(cls, config: ExperimentConfig, run_dir: Path) -> Self:
+        """Build the in-memory checkpoint of a rank at `config.system.host`."""
+        return cls(run_dir, config.system.host if trains_elsewhere(config) else "")
+
+    @property
+    def state_root(self) -> Path:
+        """Folder of the last step's state, in the form of a checkpoint."""
+        return self.folder / _STATE
+
+    def inbox(self, head: int) -> Path:
+        """Return the folder of the inbox of data-parallel head `head`."""
+        return self._run_dir / INBOXES_DIR / str(head) if self.spread else self.folder / f"inbox-{head}"
+
+    @property
+    def version(self) -> int | None:
+        """The version whose state is there."""
+        return max(versions_in(self.state_root), default=None)
+
+    @property
+    def invalid(self) -> bool:
+        """True if a part that should be there is missing."""
+        return not self._mark.exists() or (self.folder / _INVALID).exists()
+
+    def begin(self) -> None:
+        """Make the folder anew, empty, and those of other hosts void. The launcher does.
+
+        Raises:
+            OSError: it cannot be made, or another user has made it.
+        """
+        self.remove()
+        _remove_orphans()
+        launch = secrets.token_hex(8)
+        self._mark.write_text(launch)
+        self._make(_Owner(str(self._run_dir), launch, *_identity(os.getpid())))
+
+    def join(self) -> None:
+        """Make the folder of this host, where it is not the launcher's to make. A rank does.
+
+        Raises:
+            OSError: it cannot be made, or another user has made it.
+        """
+        if self.spread:
+            _remove_orphans()
+            self._make(_Owner(str(self._run_dir), _launch_of(self._run_dir)))
+            (self._run_dir / INBOXES_DIR).mkdir(mode=0o700, exist_ok=True)
+
+    def leave(self) -> None:
+        """Remove this host's folder, if the launcher would not. A rank does, once the run is over."""
+        if self.spread:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the folder with all there is. The launcher does."""
+        if self.folder.is_symlink():
+            raise OSError(f"{self.folder} is a link that another user made; remove it")
+        self._mark.unlink(missing_ok=True)
+        with _to_remove(self.folder, _REMOVAL_LIMIT_S) as is_there:
+            if is_there:
+                shutil.rmtree(self.folder)
+        if (self._run_dir / INBOXES_DIR).exists():
+            shutil.rmtree(self._run_dir / INBOXES_DIR)
+        _remove_orphans()  # of other addresses of this host
+
+    def invalidate(self) -> None:
+        """Something that should be there is missing: who goes on from here would lose it.
+
+        Raises:
+            OSError: this can be said nowhere.
+        """
+        with contextlib.suppress(OSError):  # the folder itself is gone, or that of another host
+            (self.folder / _INVALID).touch()
+        self._mark.unlink(missing_ok=True)
+
+    def can_go_on(self, announced: int) -> bool:
+        """True if successors may resume from the folder when version `announced` is known to other processes."""
+        if self.invalid or not self.folder.is_dir():
+            return False
+        return (self.version or 0) >= announced
+
+    def _make(self, owner: _Owner) -> None:
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        if self.folder.is_symlink() or self.folder.stat().st_uid != os.getuid():
+            raise OSError(f"{self.folder} belongs to another user; remove it")
+        (self.folder / _OWNER).write_bytes(msgspec.json.encode(owner))
+
+
+def _remove_orphans() -> None:
+    """Remove this user's folders in memory whose launch is over: its launcher on this host is gone, or another said so
+    in the run's folder.
+    """
+    for folder in _MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
+        with contextlib.suppress(OSError), _to_remove(folder, 0.0) as is_there:  # who has it removes it
+            if is_there and _is_over(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_over(folder: Path) -> bool:
+    try:
+        owner = msgspec.json.decode((folder / _OWNER).read_bytes(), type=_Owner)
+    except (OSError, msgspec.DecodeError):  # it is just being made, or is none of these
+        return False
+    if owner.pid:
+        return _identity(owner.pid) != (owner.pid, owner.started)
+    launch = _launch_of(owner.run_dir)
+    return launch != owner.launch or not launch
+
+
+@contextlib.contextmanager
+def _to_remove(folder: Path, limit_s: float) -> Iterator[bool]:
+    """Lock `folder` for removal; yield True if it still exists.
+
+    The lock prevents a race between launches. Two of them may find the same orphaned folder while its run creates it
+    again; without the lock, the slower one would delete the new folder.
+
+    Raises:
+        OSError: another process removes it, and was not done within `limit_s`; or it is somebody else's.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        if not take_lock(descriptor, limit_s):
+            raise OSError(f"{folder} is being removed by another process, which was not done within {limit_s:g} s")
+        yield _is_at(folder, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _launch_of(run_dir: str | Path) -> str:
+    """Return the launch that the run belongs to; empty if no process may resume from its folders."""
+    try:
+        return (Path(run_dir) / MEMORY_CHECKPOINT_FILE).read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _identity(pid: int) -> tuple[int, int]:
+    """Tells a process from a later one with the same id."""
+    identity = identity_of(pid)
+    return pid, 0 if identity is None else identity.started

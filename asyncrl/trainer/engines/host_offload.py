@@ -1,0 +1,114 @@
+"""Keep a role's tensors on the device while the role works, and in host memory while it is idle.
+
+    resident        ──▶  storages filled: copied from the host
+    idle            ──▶  copied to the host (pinned where the device is a GPU), storages emptied
+
+The tensors stay the objects that they are, and so do views of them and what shares their storage; a storage is emptied
+and filled, as FSDP does with what it gathers. So nothing that holds a tensor, an optimizer, a flat vector's views or
+FSDP2, has to know. While a role is idle its tensors have shape and type but no values: who touches them crashes.
+
+On a CPU the host is the device: the same is done, to no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Kept = Callable[[], Iterable[Tensor]]
+
+
+class HostOffload:
+    """A role that is on its device only within `resident`.
+
+    Args:
+        kept: the tensors that are brought back; asked for anew each time, as FSDP2 makes some of them anew.
+        scratch: tensors whose values nobody needs while the role is idle.
+        leave: called before the role leaves the device.
+    """
+
+    def __init__(self, kept: Kept, scratch: Kept, leave: Callable[[], None]) -> None:
+        self._kept, self._scratch, self._leave = kept, scratch, leave
+        self._hosts: dict[int, Tensor] = {}
+        self._away: list[tuple[torch.UntypedStorage, torch.device, int, Tensor | None]] = []
+        self._users = 1  # whoever made the role
+        self._release()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Within it the role is on its device; it may be entered again within."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _enter(self) -> None:
+        self._users += 1
+        if self._users > 1:
+            return
+        away, self._away = self._away, []
+        for storage, device, size, host in away:
+            storage.resize_(size)
+            if host is not None:
+                _bytes_of(storage, device, size).copy_(host, non_blocking=True)
+
+    def _release(self) -> None:
+        self._users -= 1
+        if self._users:
+            return
+        self._leave()
+        for device, storage in _storages(self._kept()):
+            size = storage.nbytes()
+            self._away.append((storage, device, size, self._on_host(storage, device, size)))
+        self._away += [(storage, device, storage.nbytes(), None) for device, storage in _storages(self._scratch())]
+        for device in {device for _, device, _, _ in self._away if device.type == "cuda"}:
+            torch.cuda.synchronize(device)  # what is copied is given up below
+        for storage, *_ in self._away:
+            storage.resize_(0)
+
+    def _on_host(self, storage: torch.UntypedStorage, device: torch.device, size: int) -> Tensor:
+        key = storage._cdata
+        if key not in self._hosts or len(self._hosts[key]) != size:  # pinning is slow: each is pinned once
+            self._hosts[key] = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return self._hosts[key].copy_(_bytes_of(storage, device, size), non_blocking=True)
+
+
+def own_storage(module: nn.Module) -> None:
+    """Give a storage of its own to what has none that can be emptied: on a CPU, weights read as a map of their file."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.untyped_storage().resizable():
+            tensor.data = tensor.data.clone()
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.device, torch.UntypedStorage]]:
+    """Each storage once, of those that can be emptied: on a CPU one that numpy has seen cannot, nor need it."""
+    seen = set()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen and storage.nbytes() and storage.resizable():
+            seen.add(storage._cdata)
+            yield tensor.device, storage
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device, size: int) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor; shares its memory. A plain one is all its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def zeros_on_host(like: Tensor) -> Tensor:
+    """Zeros of the type and shape of `like`, spread as it is, in host memory: pinned where `like` is on a GPU."""
+    mine = local(like)
+    zeros = torch.zeros(mine.shape, dtype=like.dtype, device="cpu", pin_memory=mine.device.type == "cuda")
+    if not isinstance(like, DTensor):
+        return zeros
+    # As FSDP2 makes the parameters that it off-loads; DTensor.from_local would move them to the mesh's device.
+    return DTensor(zeros, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -1,0 +1,80 @@
+"""The base of a model with adapters, as a frozen role of its own that needs no second copy of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from asyncrl.algorithms.arithmetic.sums import Stats
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.engines.base import PolicyEngine, StepOutcome, TensorSpec
+
+
+class LoraReference(PolicyEngine):
+    """`actor` with its adapters off. What is not documented here is in `asyncrl.trainer.engines.base`."""
+
+    def __init__(self, actor: PolicyEngine) -> None:
+        self._actor = actor
+
+    @property
+    def trained(self) -> bool:
+        return False
+
+    @property
+    def lr(self) -> float:
+        self._is_frozen()
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        return self._actor.model_config
+
+    def step(self) -> StepOutcome:
+        self._is_frozen()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Nothing: it is the model folder's."""
+        return {}, {}
+
+    def offload(self) -> None:
+        """It has nothing of its own."""
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return self._actor.on_device()
+
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        """Nothing is to be loaded."""
+
+    def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
+        with self._actor.without_adapters():
+            return self._actor.logprobs(batch, wanted_T)
+
+    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        with self._actor.without_adapters():
+            return self._actor.score_sequences(sequences)
+
+    def distributions(self, micro_batch: MicroBatch) -> Tensor:
+        with self._actor.without_adapters():
+            return self._actor.distributions(micro_batch)
+
+    def compute_gradients(self, *_: Any, **__: Any) -> tuple[Tensor, list[Stats]]:
+        self._is_frozen()
+
+    def average_towards(self, source: PolicyEngine, decay: float) -> None:
+        self._is_frozen()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def published_specs(self) -> list[TensorSpec]:
+        self._is_frozen()
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        self._is_frozen()
+
+    def _is_frozen(self) -> NoReturn:
+        raise RuntimeError("this role is frozen: it is the base of the actor's adapters")

@@ -1,0 +1,258 @@
+"""Choose how sequences are laid out for training: the first layout that is proven right. A model without one is refused
+by name.
+
+Packing computes no padding, but only attention that is told where sequences end keeps them apart. A recurrence or a
+convolution does so where its kernel takes the packing arguments, some models have an attention of their own, and which
+is which no list of names would hold. So each way is tried at load (`asyncrl.models.parity`) in this order:
+
+    sdpa                packed with shared prefixes, then packed, then padded rows with torch's attention, then padded
+                        rows with transformers' eager one
+    flash_attention_2   packed by its own kernel, then padded rows
+    eager               padded rows
+
+Padded rows end in padding, which a causal model cannot look at, be it attention, convolution or recurrence: they are
+right for every causal model, at the price of computing the padding.
+
+Where the run's sequences or rows may be longer than a length in the model's config, a layout has to be right on a copy
+of the model with short lengths too (`asyncrl.models.short_lengths`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from asyncrl.models.parity import (
+    Difference,
+    Tokens,
+    UnsupportedModelError,
+    find_leak,
+    forks,
+    probe_for,
+    short_tolerance,
+    told,
+    tolerance,
+)
+from asyncrl.models.short_lengths import short_model, spoken
+from asyncrl.models.transformers_internals import (
+    PLAIN_LAYERS,
+    RECURRENT_LAYERS,
+    TOKENWISE_LAYERS,
+    batch_independent_limit,
+    layer_types,
+    set_attention,
+)
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.model.packed_attention import PACKED
+from asyncrl.trainer.settings import AttentionImplementation
+
+logger = logging.getLogger(__name__)
+
+
+class ParityTestable(Protocol):
+    """An engine, as far as the parity check asks it."""
+
+    attention: AttentionKind
+    """Layout of the engine's micro-batches; set by `select_attention`."""
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """The transformers model in it, whose attention implementation is set along with `attention`."""
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The parameters of `network` by the names that they have in a new model."""
+
+    def around(self, network: PreTrainedModel) -> ParityTestable:
+        """An engine that computes `network` as this one computes its own."""
+
+    def plain(self, tokens: Tokens) -> Tensor:
+        """Run transformers' own forward on one sequence; returns log-probabilities, or hidden states of a trunk."""
+
+    def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
+        """The same as the engine computes it in training, of all `sequences` in one micro-batch. Differentiable."""
+
+
+class Layout(NamedTuple):
+    """Layout of sequences, and transformers' name of the attention function that goes with it."""
+
+    kind: AttentionKind
+    attention: str
+
+    def __str__(self) -> str:
+        return f"{_HOW.get(self.kind, 'packed')} ({self.attention})"
+
+
+_HOW = {AttentionKind.padded: "on padded rows", AttentionKind.tree: "packed with shared prefixes"}
+
+
+_LAYOUTS: dict[AttentionImplementation, tuple[Layout, ...]] = {
+    AttentionImplementation.sdpa: (
+        Layout(AttentionKind.tree, PACKED),
+        Layout(AttentionKind.packed, PACKED),
+        Layout(AttentionKind.padded, "sdpa"),
+        Layout(AttentionKind.padded, "eager"),
+    ),
+    AttentionImplementation.flash_attention_2: (
+        Layout(AttentionKind.flash, "flash_attention_2"),
+        Layout(AttentionKind.padded, "flash_attention_2"),
+    ),
+    AttentionImplementation.eager: (Layout(AttentionKind.padded, "eager"),),
+}
+
+
+def first_layout(setting: AttentionImplementation) -> Layout:
+    """Return the layout that `select_attention` tries first."""
+    return _LAYOUTS[setting][0]
+
+
+def select_attention(
+    engine: ParityTestable, setting: AttentionImplementation, *, longest: int, row: int = 0, share_prefixes: bool = True
+) -> Layout:
+    """Set `engine` to the first layout of `model.attn_implementation` that is proven right for its model; returns it.
+
+    Args:
+        longest: tokens of the longest sequence of the run.
+        row: tokens that may lie end to end in a packed micro-batch.
+        share_prefixes: whether prefixes that samples share may be computed once.
+
+    Raises:
+        UnsupportedModelError: none is.
+    """
+    name, own = type(engine.network).__name__, _Subject(engine)
+    copies: dict[int, _Subject | None] = {}  # with short lengths, by the tokens of the run's longest row
+    faults: list[str] = []
+    for layout in _LAYOUTS[setting]:
+        if layout.kind == AttentionKind.tree and not share_prefixes:
+            continue
+        fault = _unseen_layers(engine.network, layout) or own.fault(layout)
+        if fault is None:
+            reach = longest if layout.kind == AttentionKind.padded else max(longest, row)
+            if reach not in copies:
+                copies[reach] = own.with_short_lengths(reach)
+            short = copies[reach]
+            fault = None if short is None else short.fault(layout)
+        if fault is None:
+            if faults:
+                logger.warning("%s is trained %s, and not %s", name, layout, "; nor ".join(faults))
+            return layout
+        faults.append(f"{layout}: {fault}")
+    others = " or ".join(sorted(set(AttentionImplementation) - {setting}))
+    shorter = copies.get(longest)
+    limit = (
+        "" if shorter is None else f"sequences of fewer than {shorter.shortest} tokens (generation.context_length), "
+    )
+    raise UnsupportedModelError(
+        f"{name} cannot be trained with model.attn_implementation={str(setting)!r}; tried {'; '.join(faults)}. Use "
+        f"{limit}model.attn_implementation={others}, or another model"
+    )
+
+
+def layouts(setting: AttentionImplementation) -> tuple[Layout, ...]:
+    """All that are tried, in this order."""
+    return _LAYOUTS[setting]
+
+
+def refuse_longer_than_independent(network: PreTrainedModel, longest: int) -> None:
+    """Refuse sequences so long that they would change what is computed of the others of their micro-batch.
+
+    Args:
+        longest: tokens of the longest sequence of the run.
+
+    Raises:
+        UnsupportedModelError: the model has such a length, and it is below `longest`.
+    """
+    limit = batch_independent_limit(network.config)
+    if limit is not None and longest > limit:
+        raise UnsupportedModelError(
+            f"{type(network).__name__} cannot be trained on sequences of {longest} tokens: its rotary positions "
+            f"(longrope) change for all sequences of a batch once one is longer than {limit} tokens. Use at most "
+            f"{limit} tokens as dataset.max_prompt_tokens + rollout.sampling.max_new_tokens (or "
+            "generation.context_length), or another model"
+        )
+
+
+def _unseen_layers(network: PreTrainedModel, layout: Layout) -> str | None:
+    """Layers whose attention begins to differ from a plain one where no short sequence shows it.
+
+    On padded rows transformers draws their masks itself.
+    """
+    kinds = layer_types(network.config)
+    unseen = kinds - PLAIN_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS
+    if layout.kind == AttentionKind.padded:
+        return None
+    if unseen:
+        return f"its layers {sorted(unseen)} look at other keys than packed attention gives them"
+    if layout.kind == AttentionKind.tree and (recurrent := kinds & RECURRENT_LAYERS):
+        return f"its layers {sorted(recurrent)} go from token to token, and cannot branch"
+    return None
+
+
+class _Subject:
+    """A model that a layout has to compute right, and what transformers' plain forward makes of it.
+
+    Args:
+        engine: computes the model.
+        original: of a copy with short lengths, what it is a copy of.
+        lengths: of a copy, the fields that were lowered and the original's values.
+
+    Raises:
+        UnsupportedModelError: transformers cannot compute it.
+    """
+
+    def __init__(
+        self, engine: ParityTestable, original: _Subject | None = None, lengths: Mapping[str, int] | None = None
+    ):
+        self._engine, self._original, self._lengths = engine, original, lengths or {}
+        self._rounding = 0.0
+        network = engine.network
+        probes = probe_for(network)
+        self.sequences: list[list[int]] = [*probes, *forks(probes)] if original is None else original.sequences
+        try:
+            self.plain = [engine.plain(tokens) for tokens in self.sequences]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+            raise UnsupportedModelError(
+                f"{type(network).__name__} cannot be trained: transformers' own forward of it in "
+                f"{str(network.dtype).removeprefix('torch.')} fails: {told(error)}. Use another model.dtype, or "
+                "another model"
+            ) from error
+
+    def with_short_lengths(self, reach: int) -> _Subject | None:
+        """A copy whose sequences are longer than the lengths that rows of `reach` tokens are longer than, if any."""
+        fitting = max(len(tokens) for tokens in self.sequences)
+        short = short_model(self._engine.network, self._engine.weights(), reach, fitting)
+        return None if short is None else _Subject(self._engine.around(short.model), self, short.lengths)
+
+    @property
+    def shortest(self) -> int:
+        """The shortest length that was lowered."""
+        return min(self._lengths.values())
+
+    def fault(self, layout: Layout) -> str | None:
+        """Return the fault of the model under `layout`; None if it has none. The model stays set to `layout`."""
+        network = self._engine.network
+        try:
+            set_attention(network, layout.attention)
+            self._engine.attention = layout.kind
+            with torch.no_grad():
+                difference = Difference.of(self.plain, self._engine.together(self.sequences))
+            self._rounding = difference.mean
+            fault = difference.beyond(self._allowed()) or find_leak(network, self.sequences, self._engine.together)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # as above
+            fault = f"its forward fails: {told(error)}"
+        return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
+
+    def _allowed(self) -> float:
+        dtype = self._engine.network.dtype
+        if self._original is None:
+            return tolerance(dtype)
+        effect = Difference.of(self._original.plain, self.plain).mean
+        return short_tolerance(dtype, effect, self._original._rounding)

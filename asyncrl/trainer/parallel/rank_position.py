@@ -1,0 +1,88 @@
+"""Position of this rank in the grids of training ranks.
+
+`training_world` joins the ranks and lays out each grid as a `torch.distributed` DeviceMesh. `RankPosition` is the
+position of this rank in one grid, `World` all of its positions. Worker index, rank and data index may differ
+(`worker_grid`): ask `RankPosition` which rank takes trajectories, which one publishes, and over which ranks to sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.comm.names import ACTOR
+from asyncrl.runtime.ranks import Ranks
+from asyncrl.trainer.parallel.worker_grid import Coordinates, Placement, WorkerGrid
+
+MESH_AXES = ("pipeline", "replica", "shard", "tensor")
+"""Names of the mesh's dimensions, outermost first; a data index is replica * shards + shard."""
+
+
+@dataclass(frozen=True)
+class RankPosition:
+    """Position of a ModelWorker in a grid; by default it is alone.
+
+    Attributes:
+        everyone: the grid's ranks, in the order of their workers; its leader is the grid's publisher.
+        data: the ranks that have the same part of the model and train other samples, numbered by data index.
+        copy: the ranks that have the parts of one model together, and the same samples; its leader takes trajectories.
+        mesh: of the grid's ranks, with the axes `MESH_AXES`; None for a rank that is alone.
+        backwards: this rank's pipeline, for what travels against the stages' order; None where there is one stage.
+        ends: first and last stage of this rank's pipeline, where it is one of them and there are several.
+    """
+
+    worker: int = 0
+    grid: WorkerGrid = field(default_factory=WorkerGrid)
+    everyone: Ranks = field(default_factory=Ranks)
+    data: Ranks = field(default_factory=Ranks)
+    copy: Ranks = field(default_factory=Ranks)
+    mesh: DeviceMesh | None = None
+    backwards: dist.ProcessGroup | None = None
+    ends: dist.ProcessGroup | None = None
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place on each axis."""
+        return self.grid.coordinates(self.worker)
+
+
+@dataclass(frozen=True)
+class World:
+    """All ModelWorkers, and where this one is in each of the grids that roles are spread over; by default it is alone.
+
+    Attributes:
+        everyone: all ranks, numbered by worker index.
+        places: by grid, of those that this worker is in.
+        rank_hosts: addresses of the ranks' hosts.
+    """
+
+    worker: int = 0
+    placement: Placement = field(default_factory=lambda: Placement({ACTOR: WorkerGrid()}))
+    everyone: Ranks = field(default_factory=Ranks)
+    places: Mapping[WorkerGrid, RankPosition] = field(default_factory=lambda: {WorkerGrid(): RankPosition()})
+    rank_hosts: tuple[str, ...] = ("",)
+
+    def hosts(self, role: str) -> bool:
+        """True if this worker holds a part of `role`."""
+        return self.placement.grid(role) in self.places
+
+    def place(self, role: str) -> RankPosition:
+        """Return this worker's position in the grid of `role`.
+
+        Raises:
+            KeyError: it has no part of it.
+        """
+        return self.places[self.placement.grid(role)]
+
+    @property
+    def takes_trajectories(self) -> bool:
+        """True if this rank receives trajectories, for its data-parallel copy of the actor."""
+        return self.worker in self.placement.actor.data_heads
+
+    @property
+    def publishes(self) -> bool:
+        """True if this rank completes published weights and sends them from its memory."""
+        return self.worker == self.placement.actor.publisher

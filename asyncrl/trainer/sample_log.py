@@ -1,0 +1,108 @@
+"""Write trained samples to files (`samples.every`): the head of each data index writes its own files.
+
+All log-probabilities are those of training: the behaviour policy's came with the trajectory; the proximal and the
+reference policy's are taken as calls write them. Those that a call only put off are computed for the kept samples
+alone, before the actor changes, so that training is the same with and without: nothing it reads is replaced. Files are
+written by a thread while training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.api.trajectory import Trajectory
+from asyncrl.observe.samples import TOKEN_SCORES, Row, forget_after, rows_of, write_samples
+from asyncrl.trainer.batches.step_batch import StepBatch
+
+_log = logging.getLogger(__name__)
+
+
+class SampleLog:
+    """Keeps samples of one rank.
+
+    Args:
+        folder: of the files.
+        every: rollouts whose place in the data order it divides are kept.
+        max_bytes: what this rank's files may take together.
+        writer: this rank's name; None where another rank with the same samples writes.
+        decode: makes text of token ids.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        every: int,
+        max_bytes: int,
+        writer: str | None,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self._folder, self._every, self._max_bytes = folder, every, max_bytes
+        self._writer, self._decode = writer, decode
+        self._trajectories: list[tuple[Trajectory, int]] = []  # with the position of its first token
+        self._wanted_T = torch.zeros(0, dtype=torch.bool)
+        self._scores: dict[str, Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._writing: Future[Path] | None = None
+
+    def begin(self, trajectories: Sequence[Trajectory], batch: StepBatch) -> None:
+        """A step begins with `batch`, made of `trajectories`."""
+        self._trajectories, self._scores, start = [], {}, 0
+        self._wanted_T = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device)
+        for trajectory in trajectories:
+            size = int(trajectory.columns.lengths.sum())
+            if trajectory.order % self._every == 0:
+                self._trajectories.append((trajectory, start))
+                self._wanted_T[start : start + size] = True
+            start += size
+
+    def called(self, writes: Sequence[str], batch: StepBatch) -> None:
+        """A call has written `writes`. On every rank of the batch: what is computed here may be a collective."""
+        for key in writes:
+            if key in TOKEN_SCORES and (compute := batch.deferred(key)) is not None:
+                self._scores[key] = compute(self._wanted_T & batch["loss_mask"])
+
+    def end(self, batch: StepBatch) -> None:
+        """The step is complete: begin to write what is kept of it."""
+        kept, self._trajectories = self._trajectories, []
+        if self._writer is None or not kept:
+            return
+        for key in TOKEN_SCORES:
+            if key not in self._scores and key in batch and batch.deferred(key) is None:
+                self._scores[key] = batch[key]
+        scores = {key: column.detach().to("cpu", torch.float32).numpy().copy() for key, column in self._scores.items()}
+        self._scores = {}
+        self._finish()
+        self._writing = self._thread.submit(self._write, kept, batch.version + 1, self._writer, scores)
+
+    def forget_after(self, version: int) -> None:
+        """The run goes on from `version`."""
+        if self._writer is not None:
+            forget_after(self._folder, version, self._writer)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._finish()
+        self._thread.shutdown()
+
+    def _finish(self) -> None:
+        """See how the last write ended; samples are for people, so a step is not lost with them."""
+        writing, self._writing = self._writing, None
+        if writing is not None and (error := writing.exception()) is not None:
+            _log.warning("the samples of a step could not be kept in %s: %r", self._folder, error)
+
+    def _write(
+        self, kept: Sequence[tuple[Trajectory, int]], step: int, writer: str, scores: dict[str, NDArray[np.float32]]
+    ) -> Path:
+        rows: list[Row] = []
+        for trajectory, start in kept:
+            stop = start + int(trajectory.columns.lengths.sum())
+            rows += rows_of(trajectory, step, self._decode, {key: values[start:stop] for key, values in scores.items()})
+        return write_samples(self._folder, step, writer, rows, self._max_bytes)

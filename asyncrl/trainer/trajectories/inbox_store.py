@@ -1,0 +1,160 @@
+"""The inbox's trajectories as files, for the in-memory checkpoint (`asyncrl.runtime.memory_checkpoint`), or because
+they do not fit into memory (`trainer.buffer_memory`).
+
+A trajectory is written before it is acknowledged. A file that is shorter than its header says was cut off by a death:
+it was not acknowledged, and its sender sends it again. A file of full length whose checksum differs was damaged,
+perhaps after the acknowledgement, so it is refused instead of trained or left out (`StoredTrajectoryDamaged`).
+A file is removed once its trajectory is discarded, or once the state of the step that trained it is kept; until then a
+successor may have to train it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from asyncrl.api.trajectory import Trajectory
+from asyncrl.comm.codec import Frame
+from asyncrl.comm.files.retry_write import retry_write_blocking
+from asyncrl.comm.trajectory_codec import decode_trajectories, encode_trajectories
+
+_SIZES, _DIGEST = struct.Struct("<QQ"), 8
+"""A file has the sizes of the codec's header and payload, XXH3 (64 bits) of these sizes, XXH3 of header and payload,
+and these two. So a wrong size is not taken for a file that was cut off."""
+_HEAD = _SIZES.size + 2 * _DIGEST
+_log = logging.getLogger(__name__)
+
+
+class StoredTrajectoryDamaged(ValueError):
+    """A kept file is whole, and not what was written."""
+
+
+class _CutOff(Exception):
+    """A kept file ends before its trajectory does."""
+
+
+class InboxStore:
+    """One file a trajectory in `folder`, by number of arrival. Thread-safe, once `read` is over.
+
+    Args:
+        folder: is made where it is missing.
+        durable: it lies on a disk, and what is written outlives the host; a disk that is full is waited for.
+    """
+
+    def __init__(self, folder: Path, *, durable: bool = False) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder, self._durable = folder, durable
+        self._files: dict[str, Path] = {}
+        self._arrived = 0
+        self._lock = threading.Lock()
+
+    def read(self) -> Iterator[Trajectory]:
+        """Yield the trajectories that a predecessor kept, in order of arrival. Remove a file that the predecessor did
+        not finish.
+
+        Raises:
+            StoredTrajectoryDamaged: a file was changed.
+        """
+        for file in sorted(self._folder.iterdir(), key=lambda file: int(file.name)):
+            self._arrived = max(self._arrived, int(file.name))
+            try:
+                trajectory = _read(file)
+            except _CutOff:
+                _log.info("%s was not written to its end; its sender sends it again", file)
+                file.unlink()
+                continue
+            self._files[trajectory.rollout_id] = file
+            yield trajectory
+
+    def load(self, rollout_id: str) -> Trajectory:
+        """One that is kept.
+
+        Raises:
+            KeyError: it is not.
+            OSError: its file cannot be read.
+            StoredTrajectoryDamaged: its file was changed.
+        """
+        with self._lock:
+            file = self._files[rollout_id]
+        try:
+            return _read(file)
+        except _CutOff:
+            raise StoredTrajectoryDamaged(f"{file} was cut off after it was written") from None
+
+    def write(self, trajectory: Trajectory) -> None:
+        """Keep `trajectory`; nothing where it is kept already.
+
+        Raises:
+            OSError: there is no room, of a disk for ten minutes.
+        """
+        if self._durable:
+            retry_write_blocking(partial(self._write, trajectory), f"{self._folder}", _log)
+        else:
+            self._write(trajectory)
+
+    def _write(self, trajectory: Trajectory) -> None:
+        with self._lock:
+            if trajectory.rollout_id in self._files:
+                return
+            self._arrived += 1
+            file = self._folder / str(self._arrived)
+        header, payload = encode_trajectories([trajectory])
+        try:
+            with file.open("wb", buffering=0) as opened:
+                data = _encode(header, payload)
+                if opened.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, f"no room for {len(data)} bytes", str(file))
+                if self._durable:
+                    os.fsync(opened.fileno())
+        except OSError:
+            file.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self._files[trajectory.rollout_id] = file
+
+    def remove(self, rollout_ids: Iterable[str]) -> None:
+        """Forget these; unknown ones are ignored."""
+        for rollout_id in rollout_ids:
+            with self._lock:
+                file = self._files.pop(rollout_id, None)
+            if file is not None:
+                file.unlink(missing_ok=True)
+
+
+def _encode(header: Frame, payload: Frame) -> bytes:
+    sizes, content = _SIZES.pack(memoryview(header).nbytes, memoryview(payload).nbytes), b"".join((header, payload))
+    return b"".join((sizes, xxhash.xxh3_64_digest(sizes), xxhash.xxh3_64_digest(content), content))
+
+
+def _read(file: Path) -> Trajectory:
+    """The trajectory in `file`.
+
+    Raises:
+        _CutOff: it ends too early.
+        StoredTrajectoryDamaged: it is whole, and was changed.
+    """
+    data = memoryview(file.read_bytes())
+    if len(data) < _HEAD:
+        raise _CutOff
+    sizes, of_sizes, of_content = (
+        data[: _SIZES.size],
+        data[_SIZES.size : _HEAD - _DIGEST],
+        data[_HEAD - _DIGEST : _HEAD],
+    )
+    content = data[_HEAD:]
+    header, payload = _SIZES.unpack(sizes)
+    sizes_fit = xxhash.xxh3_64_digest(sizes) == of_sizes
+    if sizes_fit and len(content) < header + payload:
+        raise _CutOff
+    if not sizes_fit or len(content) > header + payload or xxhash.xxh3_64_digest(content) != of_content:
+        raise StoredTrajectoryDamaged(f"{file} was changed after it was written: its checksum does not fit its content")
+    (trajectory,) = decode_trajectories([content[:header], content[header:]])
+    return trajectory

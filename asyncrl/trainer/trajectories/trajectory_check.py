@@ -1,0 +1,103 @@
+"""Validate a trajectory when it arrives at a ModelWorker, beyond the checks of the codec.
+
+Its sender is one of the run, but user code made it, and a process of another state of the run may still send. A token
+outside the vocabulary would end the rank in an index error, a version that no server was ever given would make the
+trajectory the freshest of all for ever. Each is refused by name where it arrives: nothing of it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory, unrecorded
+from asyncrl.comm.push_pull import InvalidTrajectory
+from asyncrl.models.routers import RoutingShape
+
+MAX_LOGPROB = 1e-3
+"""A log-probability is at most 0, but for rounding."""
+
+
+class TrajectoryCheck:
+    """Checks trajectories against the model and the versions there are. For one thread.
+
+    Args:
+        vocab_size: of the model; None: not known.
+        announced_version: the newest version of the actor that servers were told of. Asked for only when a trajectory
+            is newer than what it said before.
+        routing: what the model's routers choose, where that is replayed: each trajectory then has to tell it.
+        pictures: the model takes pictures.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int | None,
+        announced_version: Callable[[], int],
+        routing: RoutingShape | None = None,
+        *,
+        pictures: bool = False,
+    ) -> None:
+        self._vocab_size = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+        self._announced_version = announced_version
+        self._newest = 0
+        self._routing, self._takes_pictures = routing, pictures
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Return if `trajectory` can be trained.
+
+        Raises:
+            InvalidTrajectory: it cannot; the message names what is wrong.
+            NameResolveError: it cannot be told now.
+        """
+        samples, name = trajectory.samples, f"{trajectory.rollout_id!r:.80}"
+        prompt, rest = (samples.prompt, samples.rest) if isinstance(samples, SharedPrompt) else (None, samples)
+        columns = SampleColumns.join(rest)
+        highest = int(np.maximum.reduce(columns.tokens, initial=-1))
+        highest = highest if prompt is None else int(np.maximum.reduce(prompt, initial=highest))
+        if highest >= self._vocab_size:
+            raise InvalidTrajectory(f"{name} holds token {highest}, the vocabulary has {self._vocab_size}")
+        generated = columns.loss_mask.astype(bool)
+        if np.minimum.reduce(columns.versions, where=generated, initial=0) < 0:
+            raise InvalidTrajectory(f"{name} holds a generated token without a version")
+        if (high := np.maximum.reduce(columns.behave_logprobs, where=generated, initial=0.0)) > MAX_LOGPROB:
+            raise InvalidTrajectory(f"{name} holds the log-probability {high:g}, above 0")
+        version = int(np.maximum.reduce(columns.versions, initial=-1))
+        if version > self._newest:
+            self._newest = max(self._newest, self._announced_version())
+            if version > self._newest:
+                raise InvalidTrajectory(f"{name} holds tokens of version {version}, the newest is {self._newest}")
+        if not self._takes_pictures and trajectory.pictures:
+            raise InvalidTrajectory(f"{name} holds pictures, and the model takes none")
+        if self._routing is not None and (fault := routing_fault(trajectory, self._routing)) is not None:
+            raise InvalidTrajectory(f"{name} {fault}")
+
+
+def routing_fault(trajectory: Trajectory, shape: RoutingShape) -> str | None:
+    """Return the fault of the expert choices in `trajectory`; None if they are complete.
+
+    They are complete if every token that the model must read to compute the generated ones has experts that exist.
+    """
+    columns = trajectory.columns
+    routing = columns.routing
+    if routing is None:
+        return (
+            "does not tell which experts its tokens went through (moe.replay_routing): its agent has to build its "
+            "samples by asyncrl.plugins.agents.sample_builder or the chat client, or to give them Sample.routing"
+        )
+    expected = (shape.layers, shape.per_token)
+    if routing.dtype != shape.dtype or routing.shape[1:] != expected:
+        return f"has a routing of {routing.dtype} {routing.shape[1:]}, the model makes {shape.dtype} {expected}"
+    lowest_T, highest_T = routing.min((1, 2)), routing.max((1, 2))
+    absent_T = lowest_T == unrecorded(shape.dtype)
+    if (wrong_T := (highest_T >= shape.experts) & ~absent_T).any():
+        return f"went through expert {int(highest_T[wrong_T][0])}, the model has {shape.experts} in a layer"
+    # A sample's last generated token is the last that is scored; those before it go into the model.
+    generated = np.flatnonzero(columns.loss_mask)
+    seq_ids_T = np.repeat(np.arange(len(columns)), columns.lengths)
+    last_S = np.full(len(columns), -1)
+    np.maximum.at(last_S, seq_ids_T[generated], generated)
+    needed_T = np.arange(len(seq_ids_T)) < last_S[seq_ids_T]
+    if (missing := int((needed_T & absent_T).sum())) > 0:
+        return f"does not tell the experts of {missing} tokens that lie before a generated one"
+    return None

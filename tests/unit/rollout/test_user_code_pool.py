@@ -1,0 +1,516 @@
+"""Users' code off the event loop: where it runs, its limits, and what its failures cost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl.api import RunIn
+from asyncrl.rollout.settings import UserCodeConfig
+from asyncrl.rollout.user_code_pool.errors import UserCodeError, failed_label
+from asyncrl.rollout.user_code_pool.messages import MAX_BYTES, Call, Target, packed
+from asyncrl.rollout.user_code_pool.policy import Limits, Usage, excess, keep
+from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, QUIET_S, Code, SlowCalls, UserCodeRunner
+from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
+
+LIMIT_S = 120.0
+"""Of what is not to come to its limit."""
+HOSTILE = """
+import os
+import sys
+import time
+
+
+def fine(data, completion, *, scale=1.0):
+    return len(completion) * scale
+
+
+def pid(data, completion):
+    return os.getpid()
+
+
+def loops(data, completion):
+    while True:
+        pass
+
+
+def exits(data, completion):
+    os._exit(3)
+
+
+def crashes(data, completion):
+    print("about to crash")
+    sys.stdout.flush()
+    os.kill(os.getpid(), 11)
+
+
+def ends_by_a_real_time_signal(data, completion):
+    os.kill(os.getpid(), 40)
+
+
+def wants_10_gb(data, completion):
+    return len(bytearray(10 << 30))
+
+
+def prints_100_mb(data, completion):
+    sys.stdout.write("x" * 100_000_000)
+    return 1.0
+
+
+def returns_100_mb(data, completion):
+    return "x" * 100_000_000
+
+
+def leaves_children(data, completion):
+    children = []
+    for _ in range(5):
+        children.append(os.fork())
+        if children[-1] == 0:
+            os.setsid()
+            time.sleep(600)
+            os._exit(0)
+    return children
+
+
+def forks_without_end(data, completion):
+    for _ in range(100):
+        if os.fork() == 0:
+            time.sleep(600)
+            os._exit(0)
+    time.sleep(600)
+
+
+def forks_and_both_return(data, completion):
+    os.fork()
+    return 3.0
+
+
+def leaves_with_exit(data, completion):
+    sys.exit("enough")
+
+
+class Unprintable(Exception):
+    def __init__(self, a, b):
+        pass
+
+    def __str__(self):
+        raise ValueError
+
+
+def raises_what_cannot_be_sent(data, completion):
+    raise Unprintable(1, 2)
+
+
+def returns_what_cannot_be_sent(data, completion):
+    return lambda: 1
+
+
+def waits(data, completion, *, folder):
+    open(folder + "/begun", "w").close()
+    while not os.path.exists(folder + "/go"):
+        time.sleep(0.01)
+    return 7.0
+"""
+
+
+@pytest.fixture
+async def runner() -> AsyncIterator[UserCodeRunner]:
+    settings = UserCodeConfig(
+        threads=8, processes=1, process_memory_mb=1024, process_children=8, process_max_calls=4, slow_call_s=0.2
+    )
+    async with UserCodeRunner(settings) as made:
+        yield made
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Callable[..., Code]:
+    """`hostile(name)`: the code of that function above, in a process."""
+    file = tmp_path / "hostile.py"
+    file.write_text(HOSTILE)
+
+    def code(name: str, timeout_s: float = LIMIT_S, **args: Any) -> Code:
+        target = Target(f"{file}:{name}", args)
+        return Code(f"reward hostile.py:{name}", Activity.reward, timeout_s, RunIn.process, target)
+
+    return code
+
+
+def in_thread(timeout_s: float = LIMIT_S, label: str = "reward my.py:score") -> Code:
+    return Code(label, Activity.reward, timeout_s, RunIn.thread)
+
+
+async def ask(runner: UserCodeRunner, code: Code, completion: str = "12345") -> Any:
+    async with asyncio.timeout(LIMIT_S):
+        return await runner.call(code, print, {"prompt": "p"}, completion)
+
+
+def started_since(before: set[psutil.Process]) -> set[psutil.Process]:
+    """The children that are not of `before`, once there is one."""
+    while not (started := set(psutil.Process().children(recursive=True)) - before):
+        pass
+    return started
+
+
+async def test_a_function_in_a_process_is_called_with_its_arguments_and_the_process_is_renewed(
+    runner: UserCodeRunner, hostile: Callable[..., Code]
+) -> None:
+    assert await ask(runner, hostile("fine", scale=2.0)) == 10.0
+    pids = [await ask(runner, hostile("pid")) for _ in range(4)]
+    assert pids[0] == pids[1] == pids[2]
+    assert pids[3] != pids[0], "process_max_calls=4"
+    assert os.getpid() not in pids
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("loops", "did not return within 0.5 s; its process was killed"),
+        ("exits", r"lost its process: it ended \(exit code 3\)"),
+        ("crashes", r"killed by SIGSEGV\); it last printed: about to crash"),
+        ("ends_by_a_real_time_signal", r"lost its process: it ended \(killed by signal 40\)"),
+        ("wants_10_gb", "raised MemoryError"),
+        ("returns_100_mb", f"bytes, more than the {MAX_BYTES}"),
+        (
+            "forks_without_end",
+            r"started \d+ processes \(rollout.user_code.process_children=8\); its process was killed",
+        ),
+        ("leaves_with_exit", "raised SystemExit: enough"),
+        ("raises_what_cannot_be_sent", "raised Unprintable"),
+        ("returns_what_cannot_be_sent", "what it returned cannot travel"),
+    ],
+)
+async def test_a_hostile_function_costs_its_call_and_the_next_one_is_answered(
+    runner: UserCodeRunner, hostile: Callable[..., Code], name: str, message: str
+) -> None:
+    code = hostile(name, timeout_s=0.5 if name == "loops" else LIMIT_S)
+    with pytest.raises(UserCodeError, match=message) as caught:
+        await ask(runner, code)
+    assert failed_label(caught.value) == f"reward hostile.py:{name}"
+    assert await ask(runner, hostile("fine")) == 5.0
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["process", "thread"])
+async def test_time_in_which_the_worker_was_stopped_is_not_that_of_users_code(
+    runner: UserCodeRunner, hostile: Callable[..., Code], tmp_path: Path, in_process: bool
+) -> None:
+    def waits() -> float:
+        (tmp_path / "begun").touch()
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        return 7.0
+
+    code = hostile("waits", timeout_s=2.0, folder=str(tmp_path)) if in_process else in_thread(timeout_s=2.0)
+    calling = asyncio.create_task(runner.call(code, *((print, {}, "") if in_process else (waits,))))
+    while not (tmp_path / "begun").exists():  # noqa: ASYNC110  # it may be in another process
+        await asyncio.sleep(0.01)
+    (tmp_path / "go").touch()
+    time.sleep(3.0)  # noqa: ASYNC251  # the worker is stopped, for longer than the limit
+    assert await calling == 7.0
+
+
+async def test_what_a_function_prints_or_forks_does_not_disturb_its_answer(
+    runner: UserCodeRunner, hostile: Callable[..., Code]
+) -> None:
+    assert await ask(runner, hostile("prints_100_mb")) == 1.0
+    assert await ask(runner, hostile("forks_and_both_return")) == 3.0
+    children = await ask(runner, hostile("leaves_children"))
+    assert len(children) == 5
+    assert await ask(runner, hostile("fine")) == 5.0
+    async with asyncio.timeout(LIMIT_S):  # what it left behind is killed with its process, in sessions of its own too
+        while any(map(runs, children)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+async def test_a_call_that_is_given_up_ends_its_process(runner: UserCodeRunner, hostile: Callable[..., Code]) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    call = asyncio.create_task(ask(runner, hostile("loops")))
+    started = await asyncio.to_thread(started_since, before)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert psutil.wait_procs(list(started), timeout=LIMIT_S)[1] == []
+
+
+async def test_arguments_that_are_no_plain_data_are_an_error_that_says_so(
+    runner: UserCodeRunner, hostile: Callable[..., Code]
+) -> None:
+    with pytest.raises(UserCodeError, match=r"was given what cannot travel .*thread.lock"):
+        await runner.call(hostile("fine"), print, {"prompt": threading.Lock()}, "text")
+    with pytest.raises(UserCodeError, match="surrogates not allowed"):
+        await runner.call(hostile("fine"), print, {"prompt": "\ud800"}, "text")
+
+
+async def test_a_plain_function_runs_in_a_thread_and_its_exception_is_told_under_its_name(
+    runner: UserCodeRunner,
+) -> None:
+    assert await runner.call(in_thread(), threading.get_ident) != threading.get_ident()
+    with pytest.raises(UserCodeError, match=r"reward my.py:score raised KeyError: 'answer'") as caught:
+        await runner.call(in_thread(), lambda: {}["answer"])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt, StopIteration, asyncio.CancelledError])
+async def test_what_no_event_loop_can_carry_is_an_ordinary_failure(
+    runner: UserCodeRunner, raised: type[BaseException]
+) -> None:
+    def leave() -> None:
+        raise raised
+
+    async def leave_later() -> None:
+        raise raised
+
+    with pytest.raises(UserCodeError, match=f"raised {raised.__name__}"):
+        await runner.call(in_thread(), leave)
+    if raised in (SystemExit, KeyboardInterrupt):
+        with pytest.raises(UserCodeError, match=f"raised {raised.__name__}"):
+            await runner.call(Code("agent", Activity.env, LIMIT_S, RunIn.auto), leave_later)
+
+
+async def test_a_thread_that_does_not_return_is_abandoned_and_counted_until_it_does(runner: UserCodeRunner) -> None:
+    release = threading.Event()
+    for _ in range(MAX_ABANDONED):
+        with pytest.raises(UserCodeError, match=r"did not return within 0.001 s; its thread goes on") as caught:
+            await runner.call(in_thread(0.001), release.wait)
+        assert caught.value.still_runs
+    with pytest.raises(UserCodeError, match=f"is not called: {MAX_ABANDONED} calls of it never returned"):
+        await runner.call(in_thread(), time.monotonic)
+    assert await runner.call(in_thread(label="reward other.py:score"), lambda: 7) == 7
+    release.set()
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                assert await runner.call(in_thread(), lambda: 8) == 8
+                break
+            except UserCodeError:
+                await asyncio.sleep(0.01)
+
+
+async def test_at_most_so_many_plain_functions_run_at_a_time_and_the_loop_stays_free(runner: UserCodeRunner) -> None:
+    running = most = turns = 0
+    lock, all_eight = threading.Lock(), threading.Barrier(8)
+
+    def wait_for_a_turn() -> None:
+        """Wait for two turns of the event loop, while this and seven more calls are in threads."""
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        all_eight.wait(LIMIT_S)
+        before = turns
+        while turns < before + 2:
+            time.sleep(0.001)
+        with lock:
+            running -= 1
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    counting = asyncio.create_task(count_turns())
+    await asyncio.gather(*(runner.call(in_thread(), wait_for_a_turn) for _ in range(32)))
+    counting.cancel()
+    assert most == 8, "threads=8"
+
+
+async def test_asynchronous_code_runs_on_a_loop_of_its_own_which_it_may_block(runner: UserCodeRunner) -> None:
+    home, code = asyncio.get_running_loop(), Code("env my.py:Env.step", Activity.env, 1.0, RunIn.auto)
+    blocked, release = threading.Event(), threading.Event()
+
+    async def block() -> None:
+        assert asyncio.get_running_loop() is not home
+        blocked.set()
+        release.wait(LIMIT_S)
+
+    call = asyncio.create_task(runner.call(code, block))
+    await asyncio.sleep(0)
+    assert blocked.wait(LIMIT_S), "it has begun; this loop, which minds the limit, stands still until then"
+    with pytest.raises(UserCodeError, match=r"env my.py:Env.step did not return within 1 s"):
+        await call
+    assert not release.is_set()
+    release.set()
+
+    async def answer() -> int:
+        return 3
+
+    assert await runner.call(Code("env", Activity.env, LIMIT_S, RunIn.auto), answer) == 3
+
+
+async def test_a_thread_may_call_what_runs_in_a_process_or_on_a_loop(
+    runner: UserCodeRunner, hostile: Callable[..., Code]
+) -> None:
+    async def answer() -> int:
+        return 4
+
+    def both() -> tuple[Any, ...]:
+        own = Code("reward", Activity.reward, LIMIT_S, RunIn.auto)
+        in_process = runner.call_blocking(hostile("fine"), print, {}, "123")
+        thread = runner.call_blocking(in_thread(), threading.get_ident)
+        return in_process, runner.call_blocking(own, answer), thread == threading.get_ident()
+
+    assert await runner.call(in_thread(), both) == (3.0, 4, True)
+
+
+async def test_slow_calls_are_named_and_times_are_the_rollouts_wherever_its_parts_run(
+    runner: UserCodeRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def in_users_loop() -> None:
+        await runner.call(in_thread(), time.sleep, 0.25)
+
+    with metered() as meter:
+        await runner.call(Code("env my.py:Env.step", Activity.env, LIMIT_S, RunIn.auto), in_users_loop)
+        await runner.call(in_thread(), lambda: current_meter().add_reward("right", 0.5))
+    metrics = meter.metrics()
+    assert metrics["rollout/reward_s"] >= 0.25
+    assert metrics["rollout/env_s"] >= 0.25
+    assert metrics["reward/right"] == 0.5
+    assert any(message.startswith("reward my.py:score took ") for message in caplog.messages)
+
+
+async def test_a_call_runs_from_when_a_process_is_free(
+    runner: UserCodeRunner, hostile: Callable[..., Code], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward of 3 s is not said to have taken the 42 s in which it waited for its turn."""
+    seen: list[str] = []
+    told = UserCodeRunner.told
+
+    @contextlib.contextmanager
+    def noted(self: UserCodeRunner, code: Code) -> Iterator[None]:
+        seen.append(f"{code.label} begins")
+        with told(self, code):
+            yield
+        seen.append(f"{code.label} ends")
+
+    monkeypatch.setattr(UserCodeRunner, "told", noted)
+    with metered() as meter:
+        first = asyncio.create_task(ask(runner, hostile("waits", folder=str(tmp_path))))
+        while not (tmp_path / "begun").exists():  # noqa: ASYNC110  # it is another process
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(ask(runner, hostile("fine")))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        (tmp_path / "go").touch()
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(first, second)
+    waits, fine = "reward hostile.py:waits", "reward hostile.py:fine"
+    assert seen == [f"{waits} begins", f"{waits} ends", f"{fine} begins", f"{fine} ends"]
+    assert {"rollout/reward_s", "rollout/process_wait_s"} <= meter.metrics().keys()
+
+
+async def test_what_holds_the_loops_is_named(
+    runner: UserCodeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.rollout.user_code_pool.runner.WATCH_EVERY_S", 0.05)
+
+    async def sleeps_synchronously() -> None:
+        """It comes round now and then: what held the loop before this, a thread that begins late, was told then."""
+        while not any(said in message and where in message for message in caplog.messages):
+            time.sleep(0.3)  # noqa: ASYNC251
+            await asyncio.sleep(0.01)
+
+    said, where = "held its event loop", "in sleeps_synchronously"
+
+    async with UserCodeRunner(UserCodeConfig()) as watched:
+        await watched.call(Code("env my.py:Env.step", Activity.env, LIMIT_S, RunIn.auto), sleeps_synchronously)
+        # From here on: a busy machine holds up this loop for as long, and then it is not the users' that is blamed.
+        monkeypatch.setattr("asyncrl.rollout.user_code_pool.runner.HELD_S", 0.1)
+        holding = Code("reward my.py:holds", Activity.reward, LIMIT_S, RunIn.loop)
+        await watched.call(holding, time.sleep, 0.2)
+        assert any(message.startswith("reward my.py:holds held an event loop for ") for message in caplog.messages)
+        seen = threading.Event()
+        slow = asyncio.create_task(watched.call(in_thread(label="reward my.py:holds"), seen.wait, LIMIT_S))
+        while not any("these ran: reward my.py:holds" in message for message in caplog.messages):
+            assert not slow.done(), caplog.messages
+            await asyncio.sleep(0.02)  # the watch begins to wait
+            time.sleep(0.3)  # noqa: ASYNC251
+        seen.set()
+        assert await slow
+
+
+def test_a_process_is_renewed_at_its_limits() -> None:
+    limits = Limits(memory_bytes=100 << 20, processes=3, max_calls=10)
+    assert excess(limits, Usage(3, 100 << 20)) is None
+    assert "started 3 processes" in (excess(limits, Usage(4, 0)) or "")
+    assert "used 101 MB" in (excess(limits, Usage(1, 101 << 20)) or "")
+    assert keep(limits, 9, left_behind=False)
+    assert not keep(limits, 10, left_behind=False)
+    assert not keep(limits, 1, left_behind=True)
+
+
+def test_a_slow_code_is_named_once_in_a_while_with_how_often_it_was() -> None:
+    slow = SlowCalls(5.0)
+    assert slow.note("reward a", 4.9, 0.0) is None
+    assert slow.note("reward a", 31.0, 1.0) == "reward a took 31 s"
+    assert slow.note("reward a", 31.0, 2.0) is None
+    assert slow.note("reward b", 6.0, 2.0) == "reward b took 6 s"
+    assert slow.note("reward a", 7.25, 1.0 + QUIET_S) == (
+        "reward a took 7.25 s, and 1 more of its calls were slow since the last such line"
+    )
+
+
+def test_a_meter_counts_time_of_calls_at_once_once_and_averages_rewards() -> None:
+    meter = Meter()
+    for begin, end in ((4.0, 4.5), (1.0, 2.0), (1.5, 2.5), (1.25, 1.75)):
+        meter.add_interval(Activity.generate, begin, end)
+    meter.add_reward("right", 1.0)
+    meter.add_reward("right", 0.0)
+    meter.add_failure()
+    assert meter.metrics() == {"rollout/generate_s": 2.0, "rollout/failed_rewards": 1.0, "reward/right": 0.5}
+    with timed(Activity.env):  # outside of a rollout nobody reads it
+        pass
+
+
+def test_the_name_of_failed_code_is_found_through_causes_and_groups() -> None:
+    failed = UserCodeError("reward a", "raised ValueError")
+    group = ExceptionGroup("several", [KeyError("x"), failed])
+    failed.__cause__ = group
+    wrapped = RuntimeError("agent")
+    wrapped.__cause__ = group
+    assert failed_label(wrapped) == "reward a"
+    assert failed_label(KeyError("x")) is None
+
+
+def test_a_message_beyond_the_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"more than the {MAX_BYTES}"):
+        packed(Call(Target("a.py:b", {}), "answer", ["x" * MAX_BYTES]))
+
+
+def test_the_pool_dies_with_its_worker(tmp_path: Path) -> None:
+    program = tmp_path / "worker.py"
+    program.write_text(
+        "import asyncio, os\n"
+        "from asyncrl.rollout.user_code_pool.messages import Target\n"
+        "from asyncrl.rollout.user_code_pool.policy import Limits\n"
+        "from asyncrl.rollout.user_code_pool.processes import ProcessPool\n"
+        "async def main():\n"
+        "    pool = ProcessPool(1, Limits(1 << 30, 4, 9))\n"
+        f"    target = Target({str(tmp_path / 'f.py')!r} + ':pid', {{}})\n"
+        "    print(await pool.call('r', target, 'answer', [], 60), flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(main())\n"
+    )
+    (tmp_path / "f.py").write_text("import os\ndef pid():\n    return os.getpid()\n")
+    ended = subprocess.run(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    left = [process for process in psutil.process_iter() if process.pid == int(ended.stdout)]
+    assert psutil.wait_procs(left, timeout=LIMIT_S)[1] == []

@@ -1,0 +1,94 @@
+"""Trajectories that a rank has acknowledged outlive it, until the step that trained them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.api.trajectory import Trajectory
+from asyncrl.comm.trajectory_codec import encode_trajectories
+from asyncrl.trainer.trajectories.inbox_store import InboxStore, StoredTrajectoryDamaged
+
+MakeTrajectories = Callable[..., list[Trajectory]]
+
+
+def as_bytes(trajectories: list[Trajectory]) -> list[bytes]:
+    return [bytes(frame) for frame in encode_trajectories(trajectories)]
+
+
+def test_a_successor_finds_what_was_kept_in_its_order(tmp_path: Path, make_trajectories: MakeTrajectories) -> None:
+    first = InboxStore(tmp_path / "inbox")
+    trajectories = make_trajectories(groups=12)
+    for trajectory in trajectories:
+        first.write(trajectory)
+        first.write(trajectory)
+    removed = trajectories.pop(3)
+    first.remove([removed.rollout_id, "unknown"])
+    second = InboxStore(tmp_path / "inbox")
+    assert as_bytes(list(second.read())) == as_bytes(trajectories)
+    second.write(removed)
+    second.remove([trajectories[0].rollout_id])
+    third = InboxStore(tmp_path / "inbox")
+    assert as_bytes(list(third.read())) == as_bytes([*trajectories[1:], removed])
+
+
+@pytest.mark.parametrize("left", [0, 5, -1])
+def test_a_file_that_a_death_cut_off_is_no_trajectory(
+    tmp_path: Path, make_trajectories: MakeTrajectories, left: int
+) -> None:
+    first = InboxStore(tmp_path)
+    whole, cut_off = make_trajectories(groups=2)
+    first.write(whole)
+    first.write(cut_off)
+    file = tmp_path / "2"
+    file.write_bytes(file.read_bytes()[:left])
+    second = InboxStore(tmp_path)
+    assert as_bytes(list(second.read())) == as_bytes([whole])
+    second.write(cut_off)
+    assert as_bytes(list(InboxStore(tmp_path).read())) == as_bytes([whole, cut_off])
+
+
+def test_a_flipped_bit_anywhere_is_found_and_nothing_is_lost_silently(
+    tmp_path: Path, make_trajectories: MakeTrajectories
+) -> None:
+    (trajectory,) = make_trajectories(groups=1)
+    InboxStore(tmp_path).write(trajectory)
+    file = tmp_path / "1"
+    written = file.read_bytes()
+    places = {*range(48), *np.random.default_rng(0).integers(0, len(written), 300).tolist()}
+    for place in places:
+        changed = bytearray(written)
+        changed[place] ^= 1 << place % 8
+        file.write_bytes(changed)
+        with pytest.raises(StoredTrajectoryDamaged, match="was changed after it was written"):
+            list(InboxStore(tmp_path).read())
+        assert file.exists()
+    file.write_bytes(written + b"x")
+    with pytest.raises(StoredTrajectoryDamaged):
+        list(InboxStore(tmp_path).read())
+
+
+def test_what_was_written_here_and_is_cut_off_later_is_refused(
+    tmp_path: Path, make_trajectories: MakeTrajectories
+) -> None:
+    kept = InboxStore(tmp_path)
+    (trajectory,) = make_trajectories(groups=1)
+    kept.write(trajectory)
+    file = tmp_path / "1"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(StoredTrajectoryDamaged, match="cut off after it was written"):
+        kept.load(trajectory.rollout_id)
+
+
+def test_a_full_folder_is_told_and_keeps_nothing_in_part(
+    tmp_path: Path, make_trajectories: MakeTrajectories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = InboxStore(tmp_path / "inbox")
+    (trajectory,) = make_trajectories(groups=1)
+    (tmp_path / "inbox").rename(tmp_path / "gone")
+    with pytest.raises(OSError, match="inbox"):
+        kept.write(trajectory)
+    assert list((tmp_path / "gone").iterdir()) == []

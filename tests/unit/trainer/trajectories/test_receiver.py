@@ -1,0 +1,132 @@
+"""Trajectories that a rank received stay for its next process until their step is over, and waiting polls return
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.api.trajectory import FINISHED_AT, Trajectory
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.trainer.messages import PollBuffer
+from asyncrl.trainer.settings import TrainerConfig
+from asyncrl.trainer.trajectories.inbox import InboxFull
+from asyncrl.trainer.trajectories.inbox_store import StoredTrajectoryDamaged
+from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
+
+MakeTrajectories = Callable[..., list[Trajectory]]
+
+
+@pytest.fixture
+def memory_checkpoint(tmp_path: Path) -> Iterator[MemoryCheckpoint]:
+    kept = MemoryCheckpoint(tmp_path)
+    kept.begin()
+    yield kept
+    kept.remove()
+
+
+def intake(memory_checkpoint: MemoryCheckpoint, folder: Path, capacity: int = 8) -> TrajectoryReceiver:
+    made = TrajectoryReceiver(
+        TrainerConfig(buffer_capacity=capacity),
+        0,
+        lambda trajectory: None,
+        asyncio.get_event_loop,
+        memory_checkpoint,
+        folder / "spilled" / "0",
+        shares_prefixes=False,
+    )
+    made.keep(receives=True)
+    return made
+
+
+def held(made: TrajectoryReceiver, names: list[str]) -> list[str]:
+    return list(made.inbox.get(names))
+
+
+def test_the_next_process_begins_with_what_is_not_discarded_and_not_of_a_step_that_is_kept(
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
+) -> None:
+    first = intake(memory_checkpoint, tmp_path)
+    names = []
+    for trajectory in make_trajectories(groups=4):
+        first.receive(trajectory)
+        names.append(trajectory.rollout_id)
+    first.discard(names[:1])
+    first.left(names[1:2])
+    assert held(first, names) == names[2:]
+    assert held(intake(memory_checkpoint, tmp_path), names) == names[1:], "its step may have to be trained again"
+    first.left(names[2:3])
+    assert held(intake(memory_checkpoint, tmp_path), names) == names[2:]
+
+
+def test_the_next_process_goes_back_to_a_checkpoint_where_what_was_kept_is_damaged(
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
+) -> None:
+    (trajectory,) = make_trajectories(groups=1)
+    intake(memory_checkpoint, tmp_path).receive(trajectory)
+    assert not memory_checkpoint.invalid
+    file = memory_checkpoint.inbox(0) / "1"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(StoredTrajectoryDamaged):
+        intake(memory_checkpoint, tmp_path)
+    assert memory_checkpoint.invalid
+
+
+def test_what_finds_no_room_is_not_kept(
+    tmp_path: Path,
+    memory_checkpoint: MemoryCheckpoint,
+    make_trajectories: MakeTrajectories,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.trainer.trajectories.receiver._ROOM_S", 0.0)
+    made = intake(memory_checkpoint, tmp_path, capacity=1)
+    first, second = make_trajectories(groups=2)
+    made.receive(first)
+    with pytest.raises(InboxFull):
+        made.receive(second)
+    assert held(intake(memory_checkpoint, tmp_path), [first.rollout_id, second.rollout_id]) == [first.rollout_id]
+
+
+async def test_a_poll_waits_for_an_arrival_of_another_thread(
+    tmp_path: Path, memory_checkpoint: MemoryCheckpoint, make_trajectories: MakeTrajectories
+) -> None:
+    loop = asyncio.get_running_loop()
+    made = TrajectoryReceiver(
+        TrainerConfig(),
+        0,
+        lambda _: None,
+        lambda: loop,
+        memory_checkpoint,
+        tmp_path / "spilled" / "0",
+        shares_prefixes=False,
+    )
+    polling = asyncio.create_task(made.poll(PollBuffer(0, 60.0)))
+    await asyncio.sleep(0)
+    (trajectory,) = make_trajectories(groups=1)
+    await asyncio.to_thread(made.receive, trajectory)
+    assert [record.rollout_id for record in (await polling).rollouts] == [trajectory.rollout_id]
+
+
+def test_a_trajectory_tells_how_long_it_was_under_way_and_when_it_came(
+    tmp_path: Path,
+    memory_checkpoint: MemoryCheckpoint,
+    make_trajectories: MakeTrajectories,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    made = intake(memory_checkpoint, tmp_path)
+    for finished_at, trajectory in zip((990.0, 1003.0, None), make_trajectories(groups=3), strict=True):
+        if finished_at is not None:
+            trajectory.metrics[FINISHED_AT] = finished_at
+        made.receive(trajectory)
+    records = made.inbox.poll(0).rollouts
+    assert [record.metrics.get("rollout/transport_s") for record in records] == [10.0, 0.0, None]
+    assert all(FINISHED_AT not in record.metrics for record in records)
+    assert [record.received_at for record in records] == [1000.0] * 3
