@@ -153,7 +153,7 @@ MODELS: dict[str, dict[str, Callable[[bytes], bytes] | None]] = {
     "other_vocabulary": {"config.json": changed(vocab_size=100)},
     "other_width": {"config.json": changed(hidden_size=64)},
     "more_layers": {"config.json": changed(num_hidden_layers=4)},
-    "few_positions": {"config.json": changed(max_position_embeddings=24)},
+    "few_positions": {"config.json": changed(max_position_embeddings=18)},
     "no_weights": {"model.safetensors": None},
     "cut_off": {"model.safetensors": lambda whole: whole[: len(whole) // 2]},
     "web_page": {"model.safetensors": replaced(b"<html>not found</html>")},
@@ -263,8 +263,8 @@ LAYOUTS: list[Case] = [
 LIMITS: list[Case] = [
     (["generation.context_length=40"], "shorter than dataset.max_prompt_tokens"),
     (["generation.max_total_tokens=20"], "generation.max_total_tokens=20: one sample may take 48; use 48 or more"),
-    (["model.path=HERE/few_positions"], "has 24 positions (max_position_embeddings), and the longest prompt"),
-    (["model.path=HERE/few_positions", "rollout.sampling.max_new_tokens=200"], "takes 24 tokens, prompt and answer"),
+    (["model.path=HERE/few_positions"], "has 18 positions (max_position_embeddings), and the longest prompt"),
+    (["model.path=HERE/few_positions", "rollout.sampling.max_new_tokens=200"], "takes 18 tokens, prompt and answer"),
     (["dataset.path=HERE/long.jsonl", "dataset.max_prompt_tokens=16"], "none of 1 rows makes a prompt; row 0"),
 ]
 MODEL: list[Case] = [
@@ -389,7 +389,7 @@ PLACES: list[Case] = [
     (hosts("ssh", ELSEWHERE.replace("HOST", "host.invalid")), "ssh knows no host of this name"),
     ([*hosts("ray", ELSEWHERE), "system.launcher_args=['--address=127.0.0.1:9']"], "no Ray cluster answers there"),
     (hosts("kubernetes", ELSEWHERE), "system.kubernetes.image='': the pods need one"),
-    (["system.shared=false"], "system.hosts is empty, so that everything is on one host"),
+    (["system.shared_filesystem=false"], "system.hosts is empty, so that everything is on one host"),
     (["system.name_resolve=etcd3", "system.name_resolve_root=etcd"], "system.name_resolve_root='etcd': not valid"),
     (["system.etcd.user=me"], "is for system.name_resolve=etcd3"),
     (["system.name_resolve_root=HERE/good.jsonl"], "and this is a file; give a folder"),
@@ -401,7 +401,7 @@ PLACES: list[Case] = [
     (["fileroot=HERE/good.jsonl"], "good.jsonl is not a folder one can write to"),
     (["fileroot=/proc/asyncrl"], "/proc is not a folder one can write to"),
     (["fileroot=HERE/blocked"], "HERE/blocked/async_ppo is not a folder one can write to"),
-    (["samples.replay=HERE/nowhere", "eval.interval=0", "rollout.rehearse=false"], "HERE/nowhere"),
+    (["samples.replay=HERE/nowhere", "eval.interval=0"], "no folder of kept samples (*.parquet)"),
 ]
 GROUPS = (COMMAND_LINE, TYPES, RANGES, CHOICES, COMBINATIONS, LAYOUTS, LIMITS, MODEL, DATA, REWARDS, AGENTS, PLACES)
 TABLE = [case for group in GROUPS for case in group]
