@@ -19,8 +19,8 @@ from pathlib import Path
 import uvloop
 
 from asyncrl.plugins.rewards.math_answer import math_answer_reward
-from asyncrl.rollout.user_code_pool.messages import Target
-from asyncrl.rollout.user_code_pool.policy import Limits
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
+from asyncrl.rollout.user_code_pool.policy import ProcessLimits
 from asyncrl.rollout.user_code_pool.processes import ProcessPool
 
 TARGET = 500
@@ -55,7 +55,11 @@ def straight(kinds: list[str], seconds: float) -> float:
 
 async def pooled(seconds: float) -> float:
     """Verdicts per second of the mix through one process."""
-    pool, asked, target = ProcessPool(1, Limits(4 << 30, 33, 1 << 30)), problems(MIX), Target(TARGET_PATH, {})
+    pool, asked, target = (
+        ProcessPool(1, ProcessLimits(4 << 30, 33, 1 << 30)),
+        problems(MIX),
+        CodeTarget(TARGET_PATH, {}),
+    )
     for _ in range(len(MIX)):
         await pool.call("reward", target, "answer", list(next(asked)), 60.0)
     begun, count = time.monotonic(), 0

@@ -19,8 +19,9 @@ import logging
 from pathlib import Path
 
 from simulator.report import Kept, plot, tables
-from simulator.run import Stalled, simulate
 from simulator.scenarios import TABLES
+
+from asyncrl.simulator.run import Stalled, simulate
 
 
 def main() -> None:

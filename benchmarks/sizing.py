@@ -27,7 +27,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation
-from asyncrl.trainer.sizing import Need, SizedModel, Workload, count, need
+from asyncrl.trainer.sizing import MemoryNeed, SizedModel, Workload, count, need
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "sizing.md"
 MEASURED = PAGE.with_suffix(".json")
@@ -130,7 +130,7 @@ CASES = (
 )
 
 
-def needs(model: SizedModel, layout: Layout, work: Workload) -> list[Need]:
+def needs(model: SizedModel, layout: Layout, work: Workload) -> list[MemoryNeed]:
     """Return the needs of each rank, by worker."""
     grid = WorkerGrid.of(layout)
     return [need(model, layout, grid.coordinates(worker), work, trained=True) for worker in grid.members]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 from torch import Tensor
 
@@ -131,3 +134,99 @@ def geometric_mask(
     below_T, above_T = inputs.mask_T & (mean_T < low), inputs.mask_T & (mean_T > high)
     masked = {"sequence_below_band": below_T.sum(), "sequence_above_band": above_T.sum()}
     return CorrectionOutput(log_weight_T.exp().clamp(max=cap), inputs.mask_T & ~below_T & ~above_T, masked)
+
+
+@correction("opsm")
+def opsm(inputs: CorrectionInputs, *, delta: float = 0.1, cap: float = 5.0) -> CorrectionOutput:
+    """Token weight, capped, without negative sequences that have become unlikely: no loss where A < 0 and d > delta.
+
+    d = mean_t log(pi_b / pi) over the sequence's tokens, in nats, pi the policy as it is now. DeepSeek-V3.2
+    (arXiv:2512.02556) section 3.1, off-policy sequence masking: a policy learns most from mistakes of its own, and
+    mistakes that it would not make can mislead it. Weights are those of `token_truncate`; with `algorithm.prox=behave`
+    they are 1, as in the paper.
+
+    Raises:
+        ValueError: delta is negative, or cap is not positive.
+    """
+    if delta < 0.0:
+        raise ValueError(f"delta is {delta}; it bounds a mean log-ratio in nats, set it to 0 or more (0.1)")
+    truncated = token_truncate(inputs, cap=cap)
+    away_T = -log_ratio(inputs.logprobs_T, inputs.behave_logprobs_T, inputs.mask_T)
+    away_S = sequence_mean(away_T, inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
+    masked_T = inputs.mask_T & (inputs.advantages_T < 0) & (away_S > delta)[inputs.seq_ids_T]
+    return CorrectionOutput(truncated.weight_T, inputs.mask_T & ~masked_T, {"sequence_away": masked_T.sum()})
+
+
+@correction("chain")
+def chain(
+    inputs: CorrectionInputs, *, masks: str = "token_k1", bounds: str = "0.5_2", cap: float = 5.0
+) -> CorrectionOutput:
+    """Token weight, capped, on tokens that pass all of several bounds, in verl's notation.
+
+    `masks="token_k1,seq_mean_k3" bounds="0.5_2,0.01"`: what is bounded is `token`, or of a sequence the `seq_sum`,
+    `seq_mean` or `seq_max`, of an estimate of the divergence with l = log(pi_prox / pi_b), k1 = -l, k2 = l^2 / 2,
+    k3 = e^l - 1 - l. The bounds of k1 are two, of e^k1; those of k2 and k3 are from above. Sequences are whole ones,
+    and each criterion sees all tokens, also those that another one masks.
+
+    Raises:
+        ValueError: an unknown criterion, a bound that does not fit, or cap is not positive.
+    """
+    check_cap(cap)
+    log_weight_T = log_ratio(inputs.prox_logprobs_T, inputs.behave_logprobs_T, inputs.mask_T)
+    keep_T, masked = inputs.mask_T, {}
+    for name, low, high in _criteria(masks, bounds):
+        level, _, kind = name.rpartition("_")
+        values_T = {
+            "k1": -log_weight_T,
+            "k2": 0.5 * log_weight_T.square(),
+            "k3": torch.expm1(log_weight_T) - log_weight_T,
+        }[kind]
+        if level != "token":
+            values_T = _over_sequences(level, values_T, inputs)[inputs.seq_ids_T]
+        outside_T = inputs.mask_T & ((values_T < low) | (values_T > high))
+        keep_T, masked[name] = keep_T & ~outside_T, outside_T.sum()
+    return CorrectionOutput(log_weight_T.exp().clamp(max=cap), keep_T, masked)
+
+
+def _over_sequences(level: str, values_T: Tensor, inputs: CorrectionInputs) -> Tensor:
+    if level == "seq_mean":
+        return sequence_mean(values_T, inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
+    if level == "seq_sum":
+        return segment_sum(torch.where(inputs.mask_T, values_T, 0), inputs.seq_ids_T, inputs.num_seqs)
+    zeros_S = values_T.new_zeros(inputs.num_seqs)
+    return zeros_S.scatter_reduce(0, inputs.seq_ids_T, torch.where(inputs.mask_T, values_T, 0), "amax")
+
+
+CRITERIA = (
+    *(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in ("k1", "k2", "k3")),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+"""Criteria of `chain`."""
+
+
+@functools.lru_cache(maxsize=16)
+def _criteria(masks: str, bounds: str) -> list[tuple[str, float, float]]:
+    """Each criterion with its bounds; those of k1 in log space.
+
+    Raises:
+        ValueError: as of `chain`.
+    """
+    names, given = ([part.strip() for part in text.split(",")] for text in (masks, bounds))
+    if len(names) != len(given) or len({*names}) != len(names):
+        raise ValueError(f"chain has the masks {masks!r} and the bounds {bounds!r}; give each mask once, with a bound")
+    found = []
+    for name, text in zip(names, given, strict=True):
+        if name not in CRITERIA:
+            raise ValueError(f"chain mask {name!r} is unknown; use {', '.join(CRITERIA)}")
+        try:
+            numbers = [float(part) for part in text.split("_")]
+        except ValueError:
+            numbers = []
+        two = name.endswith("k1")
+        if len(numbers) != 1 + two or min(numbers) <= 0.0 or numbers != sorted(numbers):
+            form = "two ratios, low_high (0.5_2)" if two else "one divergence (0.01)"
+            raise ValueError(f"chain bound {text!r} of {name!r}: give {form}, above 0")
+        low, high = (math.log(numbers[0]), math.log(numbers[-1])) if two else (-math.inf, numbers[0])
+        found.append((name, low, high))
+    return found

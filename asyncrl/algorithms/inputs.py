@@ -74,13 +74,18 @@ class PolicyLossOutput:
 
 @dataclass(frozen=True, eq=False)
 class CorrectionInputs:
-    """Log-probabilities of the sampled tokens under the proximal and the behaviour policy; constants."""
+    """Log-probabilities of the sampled tokens under the proximal and the behaviour policy; constants.
+
+    `logprobs_T` are those of the policy being trained, without gradient, and `advantages_T` the advantages.
+    """
 
     prox_logprobs_T: Tensor
     behave_logprobs_T: Tensor
     mask_T: Tensor
     seq_ids_T: Tensor
     num_seqs: int
+    logprobs_T: Tensor
+    advantages_T: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +102,17 @@ class CorrectionOutput:
 
 @dataclass(frozen=True, eq=False)
 class KLInputs:
-    """Current and reference policy on the sampled tokens; `*_TV`: log-softmax over the vocabulary, for `full`."""
+    """Current and reference policy on the sampled tokens; `*_TV`: log-softmax over the vocabulary, for `full`.
+
+    `behave_logprobs_T` are those of the policy that sampled them, in the loss only.
+    """
 
     logprobs_T: Tensor
     ref_logprobs_T: Tensor
     mask_T: Tensor
     log_probs_TV: Tensor | None = None
     ref_log_probs_TV: Tensor | None = None
+    behave_logprobs_T: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,6 +53,25 @@ def k3(inputs: KLInputs, *, cap: float = 10.0) -> Tensor:
     return (torch.expm1(-log_ratio_T) + log_ratio_T).clamp(max=cap)
 
 
+@kl_estimator("k3_unbiased")
+def k3_unbiased(inputs: KLInputs, *, cap: float = 10.0) -> Tensor:
+    """k3 weighted by pi / pi_b: the gradient of KL(pi || pi_ref) without bias on tokens that another policy sampled.
+
+    DeepSeek-V3.2 (arXiv:2512.02556) eq. 7: r (pi_ref / pi - 1 - log(pi_ref / pi)) with r = pi / pi_b, which is
+    differentiated too. k3 alone pulls tokens that the policy has all but dropped without bound; here their weight falls
+    as their ratio grows. k3 is held at `cap` nats.
+
+    Raises:
+        ValueError: there are no behaviour log-probabilities, as in the reward, or cap is not positive.
+    """
+    if inputs.behave_logprobs_T is None:
+        raise ValueError(
+            "kl 'k3_unbiased' needs behaviour log-probabilities, which only a term in the loss has; use k1"
+        )
+    ratio_T = log_ratio(inputs.logprobs_T, inputs.behave_logprobs_T, inputs.mask_T).exp()
+    return ratio_T * k3(inputs, cap=cap)
+
+
 @kl_estimator("abs")
 def absolute(inputs: KLInputs) -> Tensor:
     """|log(pi / pi_ref)|: no estimate of the divergence, but a penalty for every move that grows evenly with it.

@@ -1,9 +1,11 @@
-"""The actor's objective, composed of a policy loss, a correction, KL in the loss, an entropy bonus, an aggregation.
+"""The actor's objective, composed of a policy loss, a correction, KL in the loss, further terms, an aggregation.
 
-    total = 1/D sum_t a_t [ w_t k_t L_t + kl_coef KL_t - entropy_coef H_t ]
+    total = 1/D sum_t a_t [ w_t k_t L_t + kl_coef KL_t + log_ratio_coef/2 l_t^2 - entropy_coef H_t ]
 
 a_t and D come from the aggregation (D summed over all micro-batches and ranks before the first backward), w_t and k_t
-(weight, keep) from the correction, L_t from the policy loss. Use:
+(weight, keep) from the correction, L_t from the policy loss. l = log(pi / pi_old) is the log-ratio to the policy that
+the loss's ratio refers to; its square keeps the policy near that one without a clip (DRO, arXiv:2405.19107; Kimi k1.5,
+arXiv:2501.12599; prime-rl), with a gradient of log_ratio_coef l_t grad log pi, also where the loss is masked. Use:
 
     D = all_reduce(sum(objective.normaliser(m.mask_T, m.seq_ids_T, m.num_seqs) for m in micro_batches))
     for m in micro_batches:
@@ -42,6 +44,8 @@ class Objective:
             raise ValueError(f"kl_coef is {spec.kl_coef} but kl is not set; choose an estimator (k3) or set it to 0")
         if spec.kl_coef < 0.0:
             raise ValueError(f"kl_coef is {spec.kl_coef}; below 0 it rewards leaving the reference, set 0 or more")
+        if spec.log_ratio_coef < 0.0:
+            raise ValueError(f"log_ratio_coef is {spec.log_ratio_coef}; below 0 it rewards large moves, set 0 or more")
         self.spec = spec
         self._loss = resolve("policy_loss", spec.policy_loss.name, spec.policy_loss.params)
         self._correction = resolve("correction", spec.correction.name, spec.correction.params)
@@ -56,6 +60,11 @@ class Objective:
         name = self.spec.policy_loss.name
         uses_prox = self._corrects or name == "decoupled_ppo" or ":" in name
         return uses_prox and self.spec.prox == ProximalMode.recompute
+
+    @property
+    def acts_without_advantage(self) -> bool:
+        """True if a term acts on samples whose advantages are all zero."""
+        return self._kl is not None or self.spec.entropy_coef != 0.0 or self.spec.log_ratio_coef != 0.0
 
     @property
     def needs_reference(self) -> bool:
@@ -100,6 +109,10 @@ class Objective:
             kl_T = self._kl(_kl_inputs(inputs, ref_logprobs_T, log_probs_TV, ref_log_probs_TV))
             total_T = total_T + (self.spec.kl_coef if kl_coef is None else kl_coef) * kl_T
             stats["kl/reference"] = mean_stat(kl_T, mask_T)
+        if self.spec.log_ratio_coef != 0.0:
+            square_T = log_ratio(inputs.logprobs_T, inputs.old_logprobs_T, mask_T).square()
+            total_T = total_T + 0.5 * self.spec.log_ratio_coef * square_T
+            stats["ppo/log_ratio_square"] = mean_stat(square_T, mask_T)
         if self.spec.entropy_coef != 0.0:
             total_T = total_T - self.spec.entropy_coef * _entropy(inputs)
         weight_T = self._aggregation(mask_T, inputs.seq_ids_T, inputs.num_seqs).weight_T
@@ -126,6 +139,8 @@ class Objective:
                 inputs.mask_T,
                 inputs.seq_ids_T,
                 inputs.num_seqs,
+                inputs.logprobs_T.detach(),
+                inputs.advantages_T.detach(),
             )
         )
         return output
@@ -142,7 +157,9 @@ def _kl_inputs(
 ) -> KLInputs:
     if ref_T is None:
         raise ValueError("ref_logprobs_T is None but the objective has a kl; add the reference model or set kl to null")
-    return KLInputs(inputs.logprobs_T, ref_T, inputs.mask_T, log_probs_TV, ref_log_probs_TV)
+    return KLInputs(
+        inputs.logprobs_T, ref_T, inputs.mask_T, log_probs_TV, ref_log_probs_TV, inputs.behave_logprobs_T.detach()
+    )
 
 
 @torch.no_grad()

@@ -49,12 +49,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """The actor's objective: policy loss x correction + KL in the loss - entropy bonus, aggregated."""
+    """The actor's objective: policy loss x correction + KL in the loss + squared log-ratio - entropy bonus."""
 
     policy_loss: Choice = Choice("decoupled_ppo")
     correction: Choice = Choice("token_truncate")
     kl: Choice | None = None
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    log_ratio_coef: float = 0.0
     aggregation: Choice = Choice("token_mean")
     prox: ProximalMode = ProximalMode.recompute

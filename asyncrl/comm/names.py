@@ -36,7 +36,7 @@ MASTER_WORKER = "master_worker"
 RECORDER = "recorder"
 EVALUATION_WORKER = "evaluation_worker"
 EVALUATION_MASTER = "evaluation_master"
-"""The kinds of processes; `asyncrl.runtime.kinds` has what there is to know of each."""
+"""The kinds of processes; `asyncrl.runtime.process_kinds` has what there is to know of each."""
 ACTOR = "actor"
 """The role whose weights the servers follow."""
 

@@ -30,8 +30,8 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import LEDGER_DIR, run_dir_of
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, Restart
 from asyncrl.runtime.trials.summary import read_summary, summary_lines
 from asyncrl.trainer.placement import worker_grid
 from asyncrl.verify.audit.history import read_ledger
@@ -145,7 +145,7 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     processes: dict[str, list[str]] = {}
     for worker in plan_workers(config):
         processes.setdefault(worker.kind, []).append(worker.name)
-    final = {kind for kind in processes if KINDS[kind].restart is Restart.nothing}
+    final = {kind for kind in processes if PROCESS_KINDS[kind].restart is Restart.nothing}
     left_out = [f"{kind}: a run does not survive its death" for kind in sorted(final)]
     hit = {kind: those for kind, those in processes.items() if kind not in final} | {LAUNCHER: [LAUNCHER]}
     if args.kinds is not None:
@@ -160,8 +160,8 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
     if args.kinds is None and not config.checkpoint.in_memory:
         killed = {kind: those for kind, those in hit.items() if not _goes_back(kind)}
         left_out.append(
-            "kills of the trainer's side: with checkpoint.in_memory=false each starts the whole run again, which "
-            "it does once within system.restart_window_s"
+            "kills of MasterWorker and ModelWorkers: with checkpoint.in_memory=false each restarts the whole run, "
+            "which it does once within system.restart_window_s"
         )
     servers: dict[str, list[str]] = {}
     for name in _links(config):
@@ -191,7 +191,7 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
 
 def _goes_back(kind: str) -> bool:
     """True if a run continues from the last step, where steps are kept, after a process of `kind` dies."""
-    return kind != LAUNCHER and KINDS[kind].restart in (Restart.together, Restart.alone_or_together)
+    return kind != LAUNCHER and PROCESS_KINDS[kind].restart in (Restart.together, Restart.alone_or_together)
 
 
 def _links(config: ExperimentConfig) -> dict[str, str]:

@@ -31,12 +31,22 @@ def main(argv: Sequence[str], program: str) -> int:
     )
     parser.add_argument("run", type=Path, help="folder of the run; it may go on, have ended or have died")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--plan",
+        type=int,
+        metavar="DEVICES",
+        help="say how so many devices are best divided between training and generation, by a simulation with its rates",
+    )
     args = parser.parse_args(argv)
     try:
         history = History(args.run)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    if args.plan is not None:
+        from asyncrl.commands.doctor_plan import show_plan  # the simulator takes a second to import
+
+        return show_plan(history, args.plan, args.json)
     diagnosis = examine(history)
     if args.json:
         print(json.dumps(as_json(history, diagnosis)))

@@ -37,9 +37,9 @@ from asyncrl.observe.metrics import read_rows
 from asyncrl.observe.settings import SamplesConfig
 from asyncrl.rollout.inputs.named import is_file, named_inputs, texts_in_args
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from asyncrl.runtime.kinds import Run
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.plan import with_types
+from asyncrl.runtime.process_kinds import Purpose
 from asyncrl.runtime.trials.claim import read_holder
 from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.trainer.settings import LoraConfig
@@ -120,7 +120,7 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
     for group, found in check_prompts(config, of_evaluation_alone=True).items():
         for line in found.lines(config.dataset.max_prompt_tokens, config.dataset.overlong):
             console.print(f"{group}: {line}")
-    launcher = Launcher(with_types(config, Run.evaluate), _Progress(console), Run.evaluate)
+    launcher = Launcher(with_types(config, Purpose.evaluate), _Progress(console), Purpose.evaluate)
     launcher.prepare()
     keep_inputs(config, training=False)
     code = launcher.run()

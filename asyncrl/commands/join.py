@@ -33,12 +33,12 @@ from asyncrl.comm.name_resolve.errors import NameEntryExists, NameEntryNotFound
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, read_run_config
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from asyncrl.runtime.kinds import KINDS, Share
 from asyncrl.runtime.launchers import WorkerHandle, open_backend
 from asyncrl.runtime.process.hardware import LOOPBACK, visible_gpus
 from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, Share
 from asyncrl.runtime.trials.claim import read_holder
-from asyncrl.runtime.trials.ends import was_killed
+from asyncrl.runtime.trials.process_exit import was_killed
 from asyncrl.runtime.trials.restart_budget import RestartBudget
 from asyncrl.runtime.worker_plan import Host, WorkerPlan
 
@@ -91,7 +91,7 @@ def joinable(run_dir: Path, kind: str, host: str) -> tuple[ExperimentConfig, str
     serves = kind == names.GENERATION_SERVER
     if serves and config.generation.sglang.urls:
         raise JoinError("generation.sglang.urls: the run uses the servers of that list, which it does not start")
-    if not KINDS[kind].count(config):
+    if not PROCESS_KINDS[kind].count(config):
         raise JoinError(f"{run_dir} is a replay of kept samples, which plays no prompt and asks no server")
     if not config.system.encrypt and (host or config.system.host) not in LOOPBACK:
         raise JoinError(f"--host={host}: this run has system.encrypt=false, so its processes stay on 127.0.0.1")
@@ -139,7 +139,7 @@ class _Joined:
         try:
             for offset in range(count):
                 index = await asyncio.to_thread(self._take_index, kind)
-                resources = KINDS[kind].resources(self._config, offset, Share(visible_gpus(), ranks=0))
+                resources = PROCESS_KINDS[kind].resources(self._config, offset, Share(visible_gpus(), ranks=0))
                 await self._start(WorkerPlan(kind, index, resources, host=Host(address=host)))
             return await self._keep_up()
         finally:
@@ -241,7 +241,7 @@ class _Joined:
 
     def _take_index(self, kind: str) -> int:
         """The first number that neither the run nor another who joined has; ours for as long as this command lives."""
-        index, who = KINDS[kind].count(self._config), f"{socket.gethostname()}, pid {os.getpid()}"
+        index, who = PROCESS_KINDS[kind].count(self._config), f"{socket.gethostname()}, pid {os.getpid()}"
         while True:
             try:
                 self._resolver.add(names.joined_key(kind, index), who, lease_s=self._config.system.lease_s)

@@ -28,7 +28,7 @@ from asyncrl.runtime.process.hardware import gpu_details, host_memory
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of, model_of, placement
 from asyncrl.trainer.settings import MomentsOn, OptimizerConfig, ReferenceMode
-from asyncrl.trainer.sizing import Need, SizedModel, Workload, count, need, total
+from asyncrl.trainer.sizing import MemoryNeed, SizedModel, Workload, count, need, total
 from asyncrl.trainer.supervised.base_model import described
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -47,7 +47,7 @@ class RankRow:
     host: str
     gpu: str | None
     shards: tuple[str, ...]
-    need: Need
+    need: MemoryNeed
 
     @property
     def device(self) -> str:

@@ -14,7 +14,7 @@ class EngineStartError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedEngine:
     """An engine that takes requests. `pid` is None where its process is not ours."""
 
     url: str
@@ -24,7 +24,7 @@ class Served:
 class EngineHost(Protocol):
     """An engine behind SGLang's HTTP API, with the verbs of its life."""
 
-    async def start(self) -> Served:
+    async def start(self) -> ServedEngine:
         """Bring it up with the initial model under label `BASE_VERSION`; may be called again after `failed`.
 
         Raises:

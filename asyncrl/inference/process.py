@@ -21,7 +21,7 @@ from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import GenerationServerClient, connect
-from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, Served
+from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, ServedEngine
 from asyncrl.inference.figures import EngineFigures
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
@@ -88,7 +88,7 @@ class GenerationServer(AsyncWorker):
             self.log.error("%s\nstarting it again", reason)
             self.set_status("starting")
 
-    async def _serve(self, host: EngineHost, served: Served) -> str:
+    async def _serve(self, host: EngineHost, served: ServedEngine) -> str:
         """Wait until the engine is gone, and observe it meanwhile; returns the reason."""
         observer.stage("serves")
         async with connect(served.url, self.http_security) as client:
@@ -116,7 +116,7 @@ class GenerationServer(AsyncWorker):
         if fault:
             raise EngineStartError(f"manager.update_mode={str(mode)!r}: server {url} {fault}")
 
-    def _register(self, served: Served) -> None:
+    def _register(self, served: ServedEngine) -> None:
         """Publish the engine's address with a lease, and tell the launcher that it serves."""
         entry = names.GenerationServerEntry(served.url, served.pid, self.config.generation.backend, int(BASE_VERSION))
         key = names.gen_server_key(self.index)

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.registry import Collector
 
-from asyncrl.comm.http.server import Handler, HttpServer, Refused, Route, json_response
+from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
@@ -45,8 +45,8 @@ class ManagerHttp(HttpServer):
         async def metrics(request: web.BaseRequest, body: bytes) -> web.Response:
             return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-        routes = {path: Route(answering(verb), max_bytes=MAX_BODY_BYTES) for path, verb in verbs.items()}
-        routes |= {"/health": Route(health, open=True), "/metrics": Route(metrics, open=True)}
+        routes = {path: HttpRoute(answering(verb), max_bytes=MAX_BODY_BYTES) for path, verb in verbs.items()}
+        routes |= {"/health": HttpRoute(health, open=True), "/metrics": HttpRoute(metrics, open=True)}
         token, tls = (None, None) if security is None else (security.token, security.server_context())
         super().__init__(routes, token=token, tls=tls, registry=registry)
 

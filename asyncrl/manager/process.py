@@ -41,10 +41,10 @@ from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
-from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.process.descriptors import allow_connections
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
+from asyncrl.runtime.process_kinds import PROCESS_KINDS
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.placement import worker_grid
 from asyncrl.weights.staging.messages import INPUTS, MODEL
@@ -92,7 +92,9 @@ class GserverManager(AsyncWorker):
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
-        workers, servers = (KINDS[kind].count(self.config) for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER))
+        workers, servers = (
+            PROCESS_KINDS[kind].count(self.config) for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER)
+        )
         allow_connections(workers + servers, f"{workers} RolloutWorkers and {servers} generation servers")
         servers_http = JsonHttp(self.http_security)
         publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)

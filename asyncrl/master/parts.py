@@ -29,7 +29,7 @@ from asyncrl.master.metrics.metrics_log import MetricsLog
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.peers.connections import Evaluates, NameBoard, evaluate
 from asyncrl.master.peers.policy_versions import Publishing, VersionAnnouncer
-from asyncrl.master.peers.ranks import Ranks
+from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.rollout.messages import EvaluationResult
@@ -67,7 +67,7 @@ class Parts:
     peers: Peers
     stop: asyncio.Event
     clock: RunningClock
-    ranks: Ranks
+    ranks: RankClients
     executor: Executor
     buffer: SampleBuffer
     collector: Collector
@@ -154,7 +154,7 @@ def assemble(
     clock = clock or RunningClock()
     limit_s = config.system.stall_timeout_s
     load_s = max(limit_s, LONGEST_STARTS * config.system.start_timeout_s)
-    ranks = Ranks(peers.workers, worker_grid(config).publisher, limit_s, incarnation, load_s)
+    ranks = RankClients(peers.workers, worker_grid(config).publisher, limit_s, incarnation, load_s)
     routes, grids = peers.placement.routing_table(), peers.placement.grids
     moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
     heads = [peers.workers[worker] for worker in routes.data_workers]

@@ -488,6 +488,29 @@ METRICS: tuple[Metric, ...] = (
         "tokens.",
         "Near 1. Far above it, few tokens decide the update.",
     ),
+    Metric(
+        "ppo/effective_share",
+        "share",
+        "Effective share of the tokens (Kish): the square of the mean ratio of the policy to the one that sampled the "
+        "token, divided by the mean of its square.",
+        "Near 1. A fall announces a collapse: few tokens decide the update. Lower η, or use a correction with a cap.",
+    ),
+    Metric(
+        "ppo/log_ratio_square",
+        "nats²",
+        "Mean squared log-ratio to the policy that the loss's ratio refers to; only with `algorithm.log_ratio_coef`.",
+        "Small.",
+    ),
+    Metric(
+        "ppo/binary_kl", "nats", "Mean binary divergence from the old policy, where the loss is `dppo_kl`.", "Small."
+    ),
+    Metric(
+        "ppo/taper",
+        "",
+        "Mean weight of the negative sequences, where the loss is `topr`.",
+        "Falls below 1 as the policy leaves its mistakes.",
+    ),
+    Metric("ppo/sequence_weight", "", "Mean weight of the sequences, where the loss is `vespo`.", "Near 1."),
     Metric("grad_norm/max", "", "Largest norm of the gradient before clipping among the optimizer steps.", "Steady."),
     Metric(
         "optimizer/steps", "steps", "Optimizer steps that were taken.", "One for each minibatch; 0 without a signal."

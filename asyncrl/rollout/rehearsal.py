@@ -52,7 +52,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RehearsalOutcome:
     """Result of a rehearsal.
 
     Attributes:
@@ -70,7 +70,7 @@ class Outcome:
         (folder / OUTCOME_FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path) -> Outcome | None:
+    def read(cls, folder: Path) -> RehearsalOutcome | None:
         """Read the result of the rehearsal in `folder`; None if it did not end by itself."""
         file = folder / OUTCOME_FILE
         return cls(**json.loads(file.read_text())) if file.is_file() else None
@@ -96,7 +96,7 @@ class MadeUpPolicy:
         return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), reason)
 
 
-async def rehearse(config: ExperimentConfig) -> Outcome:
+async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
     """Play the first row that makes a prompt: of the training set, and of evaluation sets with code of their own."""
     try:
         components = UserComponents(config)
@@ -124,11 +124,11 @@ async def rehearse(config: ExperimentConfig) -> Outcome:
             if failed is not None:
                 return failed
     except ConfigError as error:
-        return Outcome(str(error))
+        return RehearsalOutcome(str(error))
     except Exception as error:  # whatever user code raises
-        return Outcome(_told(error, config), _users_lines(error))
+        return RehearsalOutcome(_told(error, config), _users_lines(error))
     lost = {name.removeprefix(LOST_EPISODES): int(n) for name, n in counted.items() if name.startswith(LOST_EPISODES)}
-    return Outcome(lost=lost)
+    return RehearsalOutcome(lost=lost)
 
 
 def _prompts(components: UserComponents) -> Iterator[Prompt]:
@@ -145,7 +145,9 @@ def _that_are(made: Iterable[Callable[[], Prompt]]) -> Iterator[Prompt]:
             continue
 
 
-async def _evaluations(components: UserComponents, config: ExperimentConfig, policy: MadeUpPolicy) -> Outcome | None:
+async def _evaluations(
+    components: UserComponents, config: ExperimentConfig, policy: MadeUpPolicy
+) -> RehearsalOutcome | None:
     """Play the first row of each evaluation set that has code of its own; returns what failed."""
     for name, (each, rows) in components.prompts.eval_sets.items():
         if not each.code:
@@ -158,7 +160,7 @@ async def _evaluations(components: UserComponents, config: ExperimentConfig, pol
             with metered():
                 await components.play_to_evaluate(name, prompt, policy)
         except Exception as error:  # whatever user code raises
-            return Outcome(f"{each.group}: {_told(error, with_code_of(config, each))}", _users_lines(error))
+            return RehearsalOutcome(f"{each.group}: {_told(error, with_code_of(config, each))}", _users_lines(error))
     return None
 
 

@@ -28,7 +28,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.rewards.settings import ROW_METRICS, NamedRewardConfig, RewardConfig
 from asyncrl.rollout.user_code_pool.adapters import is_built_in
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
-from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity, current_meter
 
@@ -103,7 +103,7 @@ def _load(group: str, name: str, weight: float, config: RewardConfig) -> RewardP
         function = partial(found, **config.args)
     sees = _sees(called)
     code = Code(
-        f"reward {config.path}", Activity.reward, config.timeout_s, place, Target(config.path, config.args), sees
+        f"reward {config.path}", Activity.reward, config.timeout_s, place, CodeTarget(config.path, config.args), sees
     )
     marked = is_verdict(found) or is_verdict(function)
     verdict = marked if config.verdict is None else config.verdict

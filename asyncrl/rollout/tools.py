@@ -22,7 +22,7 @@ from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.plugins.tools.toolbox import HostedTool, Toolbox, ToolFailure
 from asyncrl.rollout.user_code_pool.adapters import is_built_in
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
-from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity, current_meter, timed
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
@@ -202,7 +202,7 @@ def _hosted(group: str, config: ToolConfig, runner: UserCodeRunner) -> HostedToo
         raise ConfigError(f"{given}: {error}") from error
     if place == RunIn.process:
         sent = _InProcess(found, derived.name, config.args)
-        target = Target(f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
+        target = CodeTarget(f"{ProcessTool.__module__}:{ProcessTool.__name__}", {"path": config.path})
         process = Code(label, Activity.tool, config.timeout_s, RunIn.process, target)
         return HostedTool(
             sent, label, _Host(runner, _code(label, config, RunIn.loop), process), config.max_result_chars

@@ -9,8 +9,13 @@ EXIT_CONFIG = 2
 EXIT_HELD = 4
 """Another run holds the trial; nothing was started. Once that one has ended the same command works."""
 EXIT_RESTART_TRAINER = 75
-"""The whole trainer's side must restart, since this process cannot continue alone (`RestartTrainer`)."""
+"""The whole trainer (MasterWorker and all ModelWorkers) must restart: this process cannot continue alone.
+
+Raised as `RestartTrainer`.
+"""
 EXIT_LOST = 255
-"""Nobody can tell how a process on another host ended: the connection to it did, or never was. ssh's own choice."""
+"""The process is lost, and its end is not known: the connection to its host ended or never existed, or the process
+found that another one has taken its name. ssh uses the same code.
+"""
 EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C after a checkpoint."""

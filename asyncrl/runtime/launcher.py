@@ -16,9 +16,9 @@ Life of a run
    - A process ends that the run can do without: it is noted, and the run goes on.
    - Any other end is a failure: it is reported with the last lines of that process's log, the MasterWorker gets a
      moment to save what can be saved, everything is stopped, and the exit code is 1.
-   A process that exits with 1 has not died: it says that it cannot go on, and why, and would say so again. On the
-   trainer's side it may say so because another one died, which is looked for first.
-5. Whatever still runs below the launcher is killed, and the claim is given back.
+   A process that exits with 1 has not crashed: it reported that it cannot continue, and why, and a new one would report
+   the same. A process of the trainer may do so because another one of the trainer died, so that is looked for first.
+5. Whatever still runs below the launcher is killed, and the claim is released.
 """
 
 from __future__ import annotations
@@ -49,16 +49,24 @@ from asyncrl.observe.history import History
 from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import STOP_SIGNAL
-from asyncrl.runtime.kinds import KINDS, Restart, Run
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.memory_checkpoint import uses_memory_checkpoint
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.open_files import check_files
 from asyncrl.runtime.process.worker import open_resolver, outage_told
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, Purpose, Restart
 from asyncrl.runtime.trials import log_rotation
 from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
-from asyncrl.runtime.trials.ends import GAVE_UP, gave_up, how, leads, may_follow_another, trains, wait_for, was_killed
+from asyncrl.runtime.trials.process_exit import (
+    cannot_continue,
+    describe_exit,
+    leads,
+    may_follow_another,
+    trains,
+    wait_for,
+    was_killed,
+)
 from asyncrl.runtime.trials.restart_budget import AfterDeath, RestartPolicy
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, note_restart, note_went_on
 from asyncrl.runtime.trials.resume import CheckFolder
@@ -93,7 +101,7 @@ class Launcher:
         self,
         config: ExperimentConfig,
         display: Display,
-        run: Run = Run.train,
+        run: Purpose = Purpose.train,
         *,
         detached: bool = False,
         check_checkpoint: CheckFolder | None = None,
@@ -123,7 +131,7 @@ class Launcher:
             self._display.note(warning)
         allow_all_files()
         self._trial.prepare()
-        if self._run_of is Run.train:
+        if self._run_of is Purpose.train:
             self._tail.read()  # of earlier launches, which have shown it
             self._remarks.read()
 
@@ -189,7 +197,7 @@ class Launcher:
         await self._fail(ended, outcome)
         if not whole_run or self._interrupts or self._claim_lost:
             return EXIT_FAILED
-        note_restart(self.run_dir, WHOLE_RUN, f"{ended.plan.name} {how(ended)}")
+        note_restart(self.run_dir, WHOLE_RUN, f"{ended.plan.name} {describe_exit(ended)}")
         return None
 
     def _ended_as_asked(self, leader: WorkerHandle) -> bool:
@@ -267,7 +275,7 @@ class Launcher:
                 await self._await_cause(ends)
             if None in ends:
                 return None, AfterDeath.nothing
-            died = sorted((worker for worker in ends if worker is not None), key=gave_up)
+            died = sorted((worker for worker in ends if worker is not None), key=cannot_continue)
             final = [
                 (worker, after)
                 for worker in died
@@ -280,10 +288,10 @@ class Launcher:
         """Restart what must be restarted after `ended`; return it. `alone` also if the run continues without the
         process.
         """
-        kind, name, after = KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
+        kind, name, after = PROCESS_KINDS[ended.plan.kind], ended.plan.name, AfterDeath.nothing
         together = kind.restart is Restart.together or not self._may_go_on_alone(ended)
         replaceable = kind.restart != Restart.nothing and not self._interrupts and not await self._has_lost_claim()
-        if replaceable and ended.exit_code not in (EXIT_OK, GAVE_UP):
+        if replaceable and ended.exit_code not in (EXIT_OK, EXIT_FAILED):
             lost = together and not await asyncio.to_thread(self._trial.memory_checkpoint_is_there)
             counted = TRAINER if ended.exit_code == EXIT_RESTART_TRAINER else name  # its own death was counted before
             after = self._policy.died(counted, time.monotonic(), lost=lost)
@@ -294,19 +302,19 @@ class Launcher:
         outcome = "it is started again" if replaced else "the run continues without it"
         if replaced and together:
             outcome += " with the whole trainer, which resumes from the last step"
-        self._display.note(f"{name} ({ended.description}) {how(ended)}; {outcome}; its log: {ended.log}")
+        self._display.note(f"{name} ({ended.description}) {describe_exit(ended)}; {outcome}; its log: {ended.log}")
         if not replaced:
             self._workers.remove(ended)
         elif together:
-            await self._restart([worker for worker in self._workers if trains(worker)], TRAINER, how(ended))
+            await self._restart([worker for worker in self._workers if trains(worker)], TRAINER, describe_exit(ended))
         else:
-            await self._restart([ended], name, how(ended))
+            await self._restart([ended], name, describe_exit(ended))
         return AfterDeath.alone
 
     async def _await_cause(self, ends: list[WorkerHandle | None]) -> None:
         """Add to `ends` what ends soon after: a rank that is gone makes its peers and the master give up."""
         deadline = time.monotonic() + CAUSE_LIMIT_S
-        while not any(worker is not None and trains(worker) and not gave_up(worker) for worker in ends):
+        while not any(worker is not None and trains(worker) and not cannot_continue(worker) for worker in ends):
             try:
                 ends.append(await asyncio.wait_for(self._ends.get(), max(0.0, deadline - time.monotonic())))
             except TimeoutError:
@@ -316,7 +324,7 @@ class Launcher:
         """True if a successor of the process can start without restarting others of its side. A leader's successor asks
         them for their state, which they have only if steps are kept.
         """
-        leads = KINDS[ended.plan.kind].restart is Restart.alone_or_together
+        leads = PROCESS_KINDS[ended.plan.kind].restart is Restart.alone_or_together
         return not leads or (uses_memory_checkpoint(self.config) and ended.exit_code != EXIT_RESTART_TRAINER)
 
     async def _restart(self, workers: Sequence[WorkerHandle], what: str, reason: str) -> None:
@@ -346,7 +354,7 @@ class Launcher:
             self._deaths[worker.plan.name] += 1
         numbers = {(worker.plan.kind, worker.plan.index): self._deaths[worker.plan.name] for worker in workers}
         killed = [(worker.plan.kind, worker.plan.index) for worker in workers if was_killed(worker)]
-        await asyncio.to_thread(self._trial.give_up, numbers, killed)
+        await asyncio.to_thread(self._trial.fence, numbers, killed)
 
     async def _note_when_ready(self, plans: Sequence[WorkerPlan], what: str, began: float) -> None:
         """Say how long it took until what was started again could work, and write it down."""
@@ -376,7 +384,7 @@ class Launcher:
 
     async def _fail(self, ended: WorkerHandle, outcome: str) -> None:
         """Say what ended and what comes of it, have the rest saved and stopped."""
-        what = f"{ended.plan.name} ({ended.description}) {how(ended)}"
+        what = f"{ended.plan.name} ({ended.description}) {describe_exit(ended)}"
         if outcome:
             self._display.note(f"{what}, {outcome}; the end of {ended.log}:")
         else:
@@ -399,7 +407,7 @@ class Launcher:
     async def _stop_all(self) -> None:
         """Clients before servers, so that no one waits for an answer that nobody gives any more."""
         for serves in (False, True):
-            workers = [worker for worker in self._workers if KINDS[worker.plan.kind].serves == serves]
+            workers = [worker for worker in self._workers if PROCESS_KINDS[worker.plan.kind].serves == serves]
             for worker in workers:
                 worker.terminate()
             for worker in await wait_for(workers, STOP_LIMIT_S):
@@ -418,7 +426,7 @@ class Launcher:
         history: History | None = None
         while True:
             await asyncio.sleep(STANDING_S)
-            if self._run_of is not Run.train:
+            if self._run_of is not Purpose.train:
                 return
             history = await asyncio.to_thread(_read_again, history, self.run_dir)
             self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))

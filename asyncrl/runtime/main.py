@@ -10,17 +10,17 @@ import pkgutil
 from pathlib import Path
 
 from asyncrl.comm.files.private_files import PRIVATE_UMASK
-from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.process.lasting_imports import lasting_imports
 from asyncrl.runtime.process.worker import WorkerSpec
 from asyncrl.runtime.process.worker_log import WorkerLogFilter
+from asyncrl.runtime.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 
 def main() -> int:
     """Run one worker to its end; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=sorted(KINDS))
+    parser.add_argument("kind", choices=sorted(PROCESS_KINDS))
     parser.add_argument("index", type=int)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--niceness", type=int, default=0, help="lower this process's priority by so much")
@@ -40,7 +40,7 @@ def main() -> int:
     for handler in logging.getLogger().handlers:
         handler.addFilter(WorkerLogFilter())
     with lasting_imports():
-        worker_class = pkgutil.resolve_name(KINDS[args.kind].path)
+        worker_class = pkgutil.resolve_name(PROCESS_KINDS[args.kind].path)
     return int(worker_class(WorkerSpec(args.kind, args.index, args.run_dir, args.incarnation, args.host)).start())
 
 

@@ -3,26 +3,27 @@
     <folder>/state/v<N>/     a checkpoint of version N, the newest one, whole or not there
     <folder>/inbox-<head>/   the trajectories that the rank has acknowledged, and that are not trained for good
 
-The folder lies in memory (`/dev/shm`; where there is none in the run's own folder), belongs to this user alone, and is
-there for as long as the launch. When MasterWorker or ModelWorkers die, their successors begin with what is there: at
-the version that was complete last, with the rollouts that waited. That loses nothing because of an order that is kept:
+The folder lies in memory (`/dev/shm`; without that, in the run's own folder), is private to this user, and exists as
+long as the launch. If MasterWorker or ModelWorkers die, their successors resume from it: at the newest complete
+version, with the queued rollouts. Nothing is lost, because this order is kept:
 
     step v is trained ─▶ its state is whole in the folder ─▶ version v is announced, its rollouts are reported trained
                                                           └▶ the trajectories of the step are removed from the inbox
 
-So nobody outside the trainer's side has ever heard of a version or a trained rollout that a successor does not know,
-and no token of a version that is forgotten can be taken for one of its namesake. Where the folder has not even the
-announced version (it was full, or switched off), the trainer's side cannot be restarted alone: `can_go_on`.
+So no process outside the trainer (MasterWorker and ModelWorkers) ever sees a version or a trained rollout that a
+restarted trainer does not know, and tokens of a forgotten version are never mistaken for those of a new version with
+the same number. If the folder lacks the announced version (memory was full, or the setting is off), the trainer cannot
+restart alone: `can_go_on`.
 
-Where ranks run on other hosts than the launcher, each of their hosts has a folder of its own, with all that its ranks
-hold (`asyncrl.trainer.host_folders`). Their inboxes lie in the run's folder, which all hosts see. The master then finds
-out by the ranks whether one can go on: not after the loss of such a host.
+If ranks run on other hosts than the launcher, each of their hosts has its own folder, with all that its ranks hold
+(`asyncrl.trainer.host_folders`). Their inboxes lie in the run's folder, which all hosts see. The MasterWorker then asks
+the ranks if the trainer can resume. It cannot if such a host is lost.
 
-    <run folder>/memory_checkpoint says which folders in memory are of this launch; without it nobody goes on
+    <run folder>/memory_checkpoint says which folders in memory are of this launch; without it nothing resumes
     <run folder>/inboxes/<head>/
 
-A launcher that was killed leaves its folder; whoever begins one on this host removes those whose launcher is gone. On
-another host ranks remove theirs when they are asked to stop, and those of launches that are over when they begin.
+A killed launcher leaves its folder. The next launch on this host removes folders whose launcher is gone. On another
+host, ranks remove their folder when they stop, and those of ended launches when they start.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class MemoryCheckpoint:
     """In-memory checkpoint of the run in `run_dir`.
 
     Args:
-        host: whose memory it is, where ranks run on other hosts than the launcher; empty: the launcher's.
+        host: host whose memory holds it, if ranks run on other hosts than the launcher; empty: the launcher's host.
     """
 
     def __init__(self, run_dir: Path, host: str = "") -> None:
@@ -108,7 +109,7 @@ class MemoryCheckpoint:
 
     @property
     def version(self) -> int | None:
-        """The version whose state is there."""
+        """Newest version whose state is complete; None if there is none."""
         return max(versions_in(self.state_root), default=None)
 
     @property
@@ -117,10 +118,10 @@ class MemoryCheckpoint:
         return not self._mark.exists() or (self.folder / _INVALID).exists()
 
     def begin(self) -> None:
-        """Make the folder anew, empty, and those of other hosts void. The launcher does.
+        """Create an empty folder and invalidate those of other hosts. Called by the launcher.
 
         Raises:
-            OSError: it cannot be made, or another user has made it.
+            OSError: the folder cannot be created, or it belongs to another user.
         """
         self.remove()
         _remove_orphans()
@@ -129,10 +130,10 @@ class MemoryCheckpoint:
         self._make(_Owner(str(self._run_dir), launch, *_identity(os.getpid())))
 
     def join(self) -> None:
-        """Make the folder of this host, where it is not the launcher's to make. A rank does.
+        """Create the folder of this host, unless the launcher creates it. Called by ranks.
 
         Raises:
-            OSError: it cannot be made, or another user has made it.
+            OSError: the folder cannot be created, or it belongs to another user.
         """
         if self.spread:
             _remove_orphans()
@@ -140,12 +141,12 @@ class MemoryCheckpoint:
             (self._run_dir / INBOXES_DIR).mkdir(mode=0o700, exist_ok=True)
 
     def leave(self) -> None:
-        """Remove this host's folder, if the launcher would not. A rank does, once the run is over."""
+        """Remove this host's folder, unless the launcher removes it. Called by ranks, once the run is over."""
         if self.spread:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove the folder with all there is. The launcher does."""
+        """Remove the folder and its content. Called by the launcher."""
         if self.folder.is_symlink():
             raise OSError(f"{self.folder} is a link that another user made; remove it")
         self._mark.unlink(missing_ok=True)
@@ -157,10 +158,10 @@ class MemoryCheckpoint:
         _remove_orphans()  # of other addresses of this host
 
     def invalidate(self) -> None:
-        """Something that should be there is missing: who goes on from here would lose it.
+        """Mark the checkpoint as incomplete, so that no process resumes from it.
 
         Raises:
-            OSError: this can be said nowhere.
+            OSError: the mark cannot be written anywhere.
         """
         with contextlib.suppress(OSError):  # the folder itself is gone, or that of another host
             (self.folder / _INVALID).touch()
@@ -180,8 +181,8 @@ class MemoryCheckpoint:
 
 
 def _remove_orphans() -> None:
-    """Remove this user's folders in memory whose launch is over: its launcher on this host is gone, or another said so
-    in the run's folder.
+    """Remove this user's folders in memory whose launch is over: its launcher on this host is gone, or the run's folder
+    names another launch.
     """
     for folder in _MEMORY.glob(f"{_PREFIX}{os.getuid()}-*"):
         with contextlib.suppress(OSError), _to_remove(folder, 0.0) as is_there:  # who has it removes it
@@ -239,6 +240,6 @@ def _launch_of(run_dir: str | Path) -> str:
 
 
 def _identity(pid: int) -> tuple[int, int]:
-    """Tells a process from a later one with the same id."""
+    """Return an identity of the process that a later process with the same pid does not have."""
     identity = identity_of(pid)
     return pid, 0 if identity is None else identity.started

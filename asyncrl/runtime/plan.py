@@ -11,14 +11,16 @@ from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER, STAGING_SERVER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import adopts, server_shape
 from asyncrl.runtime.hosts.staging_hosts import staging_hosts
-from asyncrl.runtime.kinds import KINDS, Run, Share, gpus_of_servers
 from asyncrl.runtime.process.hardware import visible_gpus
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, Purpose, Share, gpus_of_servers
 from asyncrl.runtime.settings import HostConfig
 from asyncrl.runtime.worker_plan import Host, WorkerPlan
 
 
-def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, run: Run = Run.train) -> list[WorkerPlan]:
-    """Every process of the launch, in the order of `KINDS`.
+def plan_workers(
+    config: ExperimentConfig, gpus: Sequence[str] | None = None, run: Purpose = Purpose.train
+) -> list[WorkerPlan]:
+    """Every process of the launch, in the order of `PROCESS_KINDS`.
 
     The processes of a kind are dealt out in blocks of neighbours over the hosts that run it, in the order of
     `system.hosts`, so that the innermost axes of a layout stay on one host. A host gets as many of them as any other;
@@ -32,7 +34,7 @@ def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, ru
     gpus = visible_gpus() if gpus is None else gpus
 
     def placed(name: str) -> list[HostConfig]:
-        kind = KINDS[name]
+        kind = PROCESS_KINDS[name]
         count = kind.count(config) if run in kind.runs else 0
         hosts = _hosts_of(config, kind.placed_as or name)
         if name == GENERATION_SERVER:
@@ -42,9 +44,9 @@ def plan_workers(config: ExperimentConfig, gpus: Sequence[str] | None = None, ru
     def share_of(host: HostConfig) -> Share:
         return Share(host.gpus if host.name else host.gpus or gpus, ranks[id(host)])
 
-    ranks = Counter(id(host) for name in KINDS if name == MODEL_WORKER for host in placed(name))
+    ranks = Counter(id(host) for name in PROCESS_KINDS if name == MODEL_WORKER for host in placed(name))
     plans = []
-    for name, kind in KINDS.items():
+    for name, kind in PROCESS_KINDS.items():
         before: Counter[int] = Counter()
         for index, host in enumerate(placed(name)):
             resources = kind.resources(config, before[id(host)], share_of(host))
@@ -76,7 +78,7 @@ def _folder_on(host: HostConfig, config: ExperimentConfig) -> str:
 _HERE = HostConfig()
 
 
-def with_types(config: ExperimentConfig, run: Run = Run.train) -> ExperimentConfig:
+def with_types(config: ExperimentConfig, run: Purpose = Purpose.train) -> ExperimentConfig:
     """`config` with the types that `model.dtype` and `generation.dtype` stand for where they are `auto`.
 
     They follow from the plan, and every process of the run reads the same. The type of servers that somebody else

@@ -169,12 +169,12 @@ class SystemConfig:
     )
     restarts_per_process: int = setting(
         6,  # a prompt that kills its worker is found with three deaths (`manager/suspects.py`): room for two of them
-        "how often each process that died is started again, within restart_window_s: alone, or with all of the "
-        "trainer's side; with one more death the whole run goes back to its newest checkpoint, once, then it ends; 0: "
-        "it ends at once",
+        "restarts of each crashed process within restart_window_s: alone, or with the whole trainer (MasterWorker and "
+        "ModelWorkers). One more crash restarts the whole run from its newest checkpoint, once; the next ends it. 0: "
+        "the first crash ends the run",
         minimum=0,
     )
-    restart_window_s: float = setting(600.0, "after so long a restart is forgotten", unit="s", minimum=1.0)
+    restart_window_s: float = setting(600.0, "time after which a restart no longer counts", unit="s", minimum=1.0)
 
 
 def etcd_access(system: SystemConfig) -> EtcdAccess:

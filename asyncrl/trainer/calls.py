@@ -170,6 +170,7 @@ def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
         kl=_choice(algorithm.kl_estimator) if kl_in_loss else None,
         kl_coef=algorithm.kl_coef if kl_in_loss else 0.0,
         entropy_coef=algorithm.entropy_coef,
+        log_ratio_coef=algorithm.log_ratio_coef,
         aggregation=_choice(algorithm.aggregation),
         prox=algorithm.prox,
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.algorithms.registry import KINDS
-from asyncrl.algorithms.spec import ProximalMode
+from asyncrl.algorithms.spec import KLPlace, ProximalMode
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config import catalog
 from asyncrl.config.experiment import ExperimentConfig
@@ -53,6 +53,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from unknown
     if not unknown:
         yield from _critic(config)
+        yield from _parts_of_the_reward(config)
 
 
 def _profile(config: ExperimentConfig) -> Iterator[str]:
@@ -260,6 +261,31 @@ def _critic(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.advantage={choice.name!r}: it needs a critic's values, and graph "
             f"{config.algorithm.graph!r} has no critic; use algorithm.graph=ppo, or an advantage without a critic, "
             "for example grpo or rloo"
+        )
+
+
+def _parts_of_the_reward(config: ExperimentConfig) -> Iterator[str]:
+    """GDPO without the parts that it compares, and a KL estimator where it has no behaviour policy."""
+    algorithm, columns = config.algorithm, config.rollout.columns
+    if algorithm.kl_coef and algorithm.kl.name == "k3_unbiased" and algorithm.kl_in != KLPlace.loss:
+        yield (
+            f"algorithm.kl.name='k3_unbiased': it weighs a term of the loss, and algorithm.kl_in={algorithm.kl_in} is "
+            "elsewhere; use kl_in=loss, or kl.name=k1"
+        )
+    if algorithm.advantage.name != "gdpo":
+        return
+    named = algorithm.advantage.params.get("parts") or []
+    missing = [name for name in named if f"reward/{name}" not in columns]
+    if missing or not any(name.startswith("reward/") for name in columns):
+        wanted = [f"reward/{name}" for name in missing] or ["reward/correct", "reward/format"]
+        yield (
+            f"algorithm.advantage='gdpo': it normalises the parts of the reward, which rollout.columns={list(columns)} "
+            f"lacks; declare them, for example rollout.columns={wanted}"
+        )
+    if algorithm.kl_coef and algorithm.kl_in == KLPlace.reward:
+        yield (
+            "algorithm.advantage='gdpo': a KL term in the reward is none of the parts that it compares; use "
+            "algorithm.kl_in=loss"
         )
 
 

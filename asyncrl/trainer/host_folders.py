@@ -36,7 +36,7 @@ class MemoryCheckpointLost(RuntimeError):
     """Others may have seen a step that is not whole any more; the message says what is missing."""
 
 
-class Holding(msgspec.Struct, frozen=True):
+class StoredVersion(msgspec.Struct, frozen=True):
     """One version in the memory of a host.
 
     Attributes:
@@ -51,7 +51,7 @@ class Holding(msgspec.Struct, frozen=True):
 
 class _Report(msgspec.Struct, frozen=True):
     invalid: bool
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[StoredVersion, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class HostFolders:
             if f"v{version}" not in but:
                 atomic_dir.remove(root / f"v{version}")
 
-    def _holdings(self, root: Path) -> tuple[Holding, ...]:
+    def _holdings(self, root: Path) -> tuple[StoredVersion, ...]:
         """Return the versions that are committed in `root`."""
         here = self.hosts[self.rank]
         elsewhere = {shard_name(rank, len(self.hosts)) for rank, host in enumerate(self.hosts) if host != here}
@@ -130,11 +130,11 @@ class HostFolders:
                 _log.warning("%s", error)
                 continue
             lacking = manifest.files.keys() - elsewhere - set(whole)
-            found.append(Holding(version, checksum(folder / MANIFEST_FILE), tuple(sorted(lacking))))
+            found.append(StoredVersion(version, checksum(folder / MANIFEST_FILE), tuple(sorted(lacking))))
         return tuple(found)
 
 
-def chosen(held: Mapping[str, Sequence[Holding]]) -> int | None:
+def chosen(held: Mapping[str, Sequence[StoredVersion]]) -> int | None:
     """Return the version that all ranks continue from; None if none was kept.
 
     Args:

@@ -126,7 +126,7 @@ class IsStepRunning(Request[StepRunning], frozen=True):
     """Is a step under way? Answered at once, whatever computes."""
 
 
-class Standing(Reply, frozen=True):
+class RankState(Reply, frozen=True):
     """State of a rank between two steps.
 
     Attributes:
@@ -138,7 +138,7 @@ class Standing(Reply, frozen=True):
     master_state: dict[str, Any] | None
 
 
-class TakeUp(Request[Standing], frozen=True):
+class AttachMaster(Request[RankState], frozen=True):
     """A master begins: the one of this `incarnation`. Answered once all is done that one before it had asked for.
 
     From then on nothing that one before it asks for is begun, published or saved, and the first poll tells of every

@@ -49,6 +49,7 @@ from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.messages import (
+    AttachMaster,
     BeginStep,
     CallStats,
     CollectWeights,
@@ -66,15 +67,14 @@ from asyncrl.trainer.messages import (
     PollBuffer,
     Publish,
     PublishedWeights,
+    RankState,
     RunCall,
     SaveCheckpoint,
     SendWeights,
-    Standing,
     StepRunning,
-    TakeUp,
     WrittenShare,
 )
-from asyncrl.trainer.model.layout_parity import Layout
+from asyncrl.trainer.model.layout_parity import SequenceLayout
 from asyncrl.trainer.parallel.collectives import Collectives
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.parallel.world import all_have_started, training_world
@@ -143,7 +143,7 @@ class ModelWorker(Worker):
         self._batches: dict[WorkerGrid, StepBatch] = {}
         self._shares: dict[WorkerGrid, GridShare] = {}
         self._master = 0
-        self._standing = Standing(in_step=False, master_state=None)
+        self._standing = RankState(in_step=False, master_state=None)
         self._memory_checkpoint = MemoryCheckpoint.of_rank(self.config, self.run_dir)
 
     def start(self) -> int:
@@ -228,7 +228,7 @@ class ModelWorker(Worker):
             return implementation
         dtype = getattr(torch, self.config.model.dtype.on(self._device.type))
         kernel = attention_kernel(engine.model_config.to_dict(), implementation, self._device, dtype)
-        return str(Layout(engine.attention, kernel))
+        return str(SequenceLayout(engine.attention, kernel))
 
     def _take_connections(self) -> None:
         system = self.config.system
@@ -247,7 +247,7 @@ class ModelWorker(Worker):
                 CommitCheckpoint: self._commit_checkpoint,
             },
             queued={
-                TakeUp: self._take_up,
+                AttachMaster: self._attach_master,
                 BeginStep: _observed("begin_step", self._begin_step),
                 RunCall: self._run_call,
                 MoveColumns: _observed("move_columns", self._move_columns),
@@ -340,7 +340,7 @@ class ModelWorker(Worker):
         except TimeoutError:
             self.log.warning("a server did not take leave within %g s", _CLOSE_S)
 
-    def _take_up(self, request: TakeUp) -> Standing:
+    def _attach_master(self, request: AttachMaster) -> RankState:
         self._master = request.incarnation
         self._receiver.inbox.tell_again()
         return self._standing
@@ -354,7 +354,7 @@ class ModelWorker(Worker):
     def _begin_step(self, step: BeginStep) -> Done:
         """Bring the samples to every grid's ranks: each role trains or scores all of them, dealt in its own way."""
         self._check_master(step)
-        self._standing = Standing(in_step=True, master_state=None)
+        self._standing = RankState(in_step=True, master_state=None)
         self._profile.begin(step.version + 1)
         held = self._receiver.inbox.get(step.leaving)
         self._shares = {}
@@ -427,7 +427,7 @@ class ModelWorker(Worker):
         self._check_master(request)
         self._rank.save_checkpoint(msgspec.structs.replace(request, path=str(self._path(request))))
         if request.in_memory:
-            self._standing = Standing(in_step=False, master_state=request.master_state)
+            self._standing = RankState(in_step=False, master_state=request.master_state)
         return Done()
 
     def _load_checkpoint(self, request: LoadCheckpoint) -> LoadedCheckpoint:

@@ -256,7 +256,7 @@ class ReferenceModelConfig(RolePlacementConfig):
     path: Optional[str] = setting(None, "Hugging Face folder; null: the actor's model.path")
 
 
-_COMPARING = ("grpo", "dr_grpo", "opo", "gpg")
+_COMPARING = ("grpo", "dr_grpo", "opo", "gpg", "max_rl", "gdpo")
 """Advantages that compare the episodes of a group, of which one alone would have none."""
 
 
@@ -290,6 +290,12 @@ class AlgorithmConfig:
     kl_target: float = setting(0.0, "adapt kl_coef towards this KL; 0: fixed", unit="nats/token", minimum=0.0)
     kl_horizon: int = setting(10000, "samples over which kl_coef adapts", unit="samples", minimum=1)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", minimum=0.0)
+    log_ratio_coef: float = setting(
+        0.0,
+        "weight of half the squared log-ratio to the policy that the loss's ratio refers to, which keeps the policy "
+        "near it (DRO, Kimi k1.5, prime-rl); 0: none",
+        minimum=0.0,
+    )
     stop_kl: float = setting(
         0.0, "end a step's minibatch loop once the KL to the proximal policy exceeds this; 0: never", minimum=0.0
     )

@@ -164,7 +164,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryNeed:
     """Bytes on one rank.
 
     Attributes:
@@ -202,7 +202,7 @@ class Need:
         """At the peak with gradient checkpointing."""
         return self.kept + self._passing(self.checkpointed, self.recomputed)
 
-    def beside(self, other: Need) -> Need:
+    def beside(self, other: MemoryNeed) -> MemoryNeed:
         """Return the need of two roles on one rank, which work one after the other."""
         kept, largest = (self, other), max(self, other, key=lambda need: need.total - need.kept)
         return replace(
@@ -219,7 +219,7 @@ class Need:
         return self.gathered + max(activations + max(self.logits, recomputed + self.reducing), self.reduced_last)
 
 
-def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, *, trained: bool) -> Need:
+def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, *, trained: bool) -> MemoryNeed:
     """Return the memory that `model` needs of the rank at `place` of `layout`."""
     shapes = [
         (parameter, parameter.slice(layout.tensor, place.tensor)) for parameter in model.stage(layout, place.pipeline)
@@ -237,7 +237,7 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
     host = 0
     if work.moments_on_host:
         host, moments, reduced_last = moments, 0, max(reduced_last, min(moments, MOMENT_PIECES_BYTES))
-    return Need(
+    return MemoryNeed(
         weights,
         gradients,
         moments,
@@ -279,7 +279,7 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
     return kept
 
 
-def total(needs: Sequence[Need], *, offload: bool = False) -> Need:
+def total(needs: Sequence[MemoryNeed], *, offload: bool = False) -> MemoryNeed:
     """Return the memory that all roles of a rank need together.
 
     Args:
@@ -288,7 +288,7 @@ def total(needs: Sequence[Need], *, offload: bool = False) -> Need:
     if offload and needs:
         largest = max(needs, key=lambda need: need.total)
         return replace(largest, host=sum(need.host + need.weights + need.moments for need in needs))
-    combined = Need()
+    combined = MemoryNeed()
     for each in needs:
         combined = combined.beside(each)
     return combined

@@ -29,14 +29,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_supervised
+from asyncrl.simulator.engine_model import EngineModel
+from asyncrl.simulator.lengths import Recorded
+from asyncrl.simulator.run import simulate
+from asyncrl.simulator.setup import Host, Outcome, Setup
+from asyncrl.simulator.trainer import TrainerModel
 from asyncrl.trainer.supervised.base_model import ensure_base_model
-from simulator.engine_model import EngineModel
-from simulator.lengths import Recorded
 from simulator.real import IN_FLIGHT, RUNS, WARM_UP, B, RealRun, Run, as_json, from_json, real_run
-from simulator.run import simulate
-from simulator.setup import Host, Outcome, Setup
 from simulator.speed import Speed, least_squares, measure_speed
-from simulator.trainer import TrainerModel
 
 WANTED = 0.10
 DISTURBED = 0.05

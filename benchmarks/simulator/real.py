@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from asyncrl.observe.metrics import read_rows
-from simulator.lengths import parting
+from asyncrl.simulator.lengths import parting
 
 WARM_UP = 8
 """Steps that are not looked at."""

@@ -15,7 +15,10 @@ from typing import Any
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.rollout.settings import Pacing
-from simulator.agents import Turns
+from asyncrl.simulator.agents import Turns
+from asyncrl.simulator.faults import Faults
+from asyncrl.simulator.lengths import LogNormal
+from asyncrl.simulator.setup import Setup
 from simulator.devices import (
     H100,
     QWEN_7B,
@@ -28,9 +31,6 @@ from simulator.devices import (
     switch_s,
     trainer_model,
 )
-from simulator.faults import Faults
-from simulator.lengths import LogNormal
-from simulator.setup import Setup
 
 LONG = LogNormal(median=5_000, sigma=1.0, limit=32_768)
 SHORT_TURNS = LogNormal(median=600, sigma=0.8, limit=8_192)

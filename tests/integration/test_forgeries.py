@@ -20,7 +20,7 @@ from aiohttp import web
 
 from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.http.calls import HttpRefused, HttpUnreachable, JsonHttp
-from asyncrl.comm.http.server import HttpServer, Route, json_response
+from asyncrl.comm.http.server import HttpRoute, HttpServer, json_response
 from asyncrl.comm.push_pull import InvalidTrajectory, TrajectoryPuller, TrajectoryPusher, TrajectoryRejected
 from asyncrl.comm.request_reply import Done, RemoteError, Request, RequestClient, RequestServer
 from asyncrl.comm.request_reply.messages import pack
@@ -247,7 +247,7 @@ class Stranger:
             return json_response({"status": "ok"})
 
         self.sent: list[tuple[str | None, bytes]] = []
-        self.http = HttpServer({"/call": Route(keep)}, token=None, tls=tls)
+        self.http = HttpServer({"/call": HttpRoute(keep)}, token=None, tls=tls)
 
 
 @pytest.mark.parametrize("proof", ["none", "another run's certificate", "adopted"])
@@ -287,7 +287,7 @@ async def test_a_redirect_is_not_followed(http_security: HttpSecurity) -> None:
     async def elsewhere(request: web.BaseRequest, body: bytes) -> web.Response:
         return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/"})
 
-    server = HttpServer({"/call": Route(elsewhere)}, token=None, tls=http_security.server_context())
+    server = HttpServer({"/call": HttpRoute(elsewhere)}, token=None, tls=http_security.server_context())
     url = await server.start(HOST)
     client = JsonHttp(http_security)
     with pytest.raises(HttpRefused, match="answered 307"):

@@ -11,7 +11,7 @@ ADDED = """
 import os
 from pathlib import Path
 
-from asyncrl.runtime.kinds import KINDS, ProcessKind
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, ProcessKind
 from asyncrl.runtime.process.worker import Worker
 from asyncrl.runtime.worker_plan import Resources
 
@@ -42,8 +42,8 @@ class Server(Worker):
         print("the server was asked to stop:", self.stop_requested.is_set())
 
 
-KINDS.clear()
-KINDS |= {
+PROCESS_KINDS.clear()
+PROCESS_KINDS |= {
     "server": ProcessKind("sitecustomize:Server", resources=one, serves=True),
     "panel": ProcessKind("sitecustomize:Panel", resources=one, essential=False),
     "leader": ProcessKind("sitecustomize:Leader", resources=one, leads=True),

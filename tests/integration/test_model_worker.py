@@ -32,6 +32,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.trainer.messages import (
+    AttachMaster,
     CollectWeights,
     CommitCheckpoint,
     Discard,
@@ -42,12 +43,11 @@ from asyncrl.trainer.messages import (
     LoadedCheckpoint,
     PollBuffer,
     Publish,
+    RankState,
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
-    Standing,
     StepRunning,
-    TakeUp,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.weights.versions.logprob_probe import read_probe
@@ -331,11 +331,11 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes
 ) -> None:
     """Until the end of a step is kept, the rank is in it. What is made whole twice is whole."""
     async with start(1, "followed") as workers:
-        fresh = Standing(in_step=False, master_state=None)
-        assert await workers.all(TakeUp(0)) == [fresh]
+        fresh = RankState(in_step=False, master_state=None)
+        assert await workers.all(AttachMaster(0)) == [fresh]
         await workers.train(0)
         assert await workers.all(IsStepRunning()) == [StepRunning(True)]
-        assert await workers.all(TakeUp(1)) == [Standing(in_step=True, master_state=None)]
+        assert await workers.all(AttachMaster(1)) == [RankState(in_step=True, master_state=None)]
         workers.master = 1
         path, state = workers.run_dir / "state" / "v1", {"version": 1, "of": "the master"}
         await workers.save(path, state, in_memory=True)
@@ -346,7 +346,7 @@ async def test_a_second_master_finds_where_the_rank_stands_and_the_first_changes
         await workers.all(PollBuffer(cursor, 0.0))
 
         assert await workers.all(IsStepRunning()) == [StepRunning(False)]
-        assert await workers.all(TakeUp(2)) == [Standing(in_step=False, master_state=state)]
+        assert await workers.all(AttachMaster(2)) == [RankState(in_step=False, master_state=state)]
         with pytest.raises(RemoteError, match="master 1 asks for a step, which master 2 has followed"):
             await workers.begin([], 1, 1)
         with pytest.raises(RemoteError, match="master 1 asks for a version, which master 2 has followed"):

@@ -43,7 +43,7 @@ Handler: TypeAlias = Callable[[web.BaseRequest, Body], Awaitable[web.StreamRespo
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class HttpRoute:
     """Handler of a path.
 
     Attributes:
@@ -78,7 +78,7 @@ class HttpServer:
 
     def __init__(
         self,
-        routes: Mapping[str, Route],
+        routes: Mapping[str, HttpRoute],
         *,
         token: str | None,
         tls: ssl.SSLContext | None,

@@ -15,7 +15,7 @@ from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import write_run_config
 from asyncrl.config.setting import ConfigError
-from asyncrl.rollout.rehearsal import Outcome
+from asyncrl.rollout.rehearsal import RehearsalOutcome
 
 LIMIT_S = 60.0
 _SWITCH = "if only made-up answers do this, set rollout.rehearse=false"
@@ -65,7 +65,7 @@ def _found(process: subprocess.Popen[bytes], folder: Path, config: ExperimentCon
         code = process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         return [f"rehearsal: the first row was not played to its end within {LIMIT_S:g} s; the run begins all the same"]
-    outcome = Outcome.read(folder)
+    outcome = RehearsalOutcome.read(folder)
     if outcome is None:
         said = (folder / "output").read_text(errors="replace").strip().splitlines()[-5:]
         ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -18,7 +18,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.inference.embedded.decoding.batch import Detokenize
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import Server, serve
-from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
+from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, ServedEngine
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.runtime.process.starting import Effort, NotStarted, StartLimit, await_start
@@ -62,7 +62,7 @@ class EmbeddedHost:
         self._engine: GenerationEngine | None = None
         self._server: Server | None = None
 
-    async def start(self) -> Served:
+    async def start(self) -> ServedEngine:
         """Load the model and serve it on a free port.
 
         Raises:
@@ -79,7 +79,7 @@ class EmbeddedHost:
         self._engine.start()
         token, tls = (None, None) if self._security is None else (self._security.token, self._security.server_context())
         self._server = await serve(self._engine, host=self._config.system.host, token=token, tls=tls)
-        return Served(self._server.url, os.getpid())
+        return ServedEngine(self._server.url, os.getpid())
 
     def _load(self) -> GenerationEngine:
         generation = self._config.generation

@@ -10,7 +10,7 @@ import msgspec
 
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolSchema
 from asyncrl.inference.openai.calls import (
-    Call,
+    ApiCall,
     Json,
     forced_call,
     function_tool,
@@ -98,7 +98,7 @@ COUNT: Final = SupportedParameters(
 class Messages:
     """Reader and writer of Anthropic's messages API."""
 
-    def read(self, body: bytes) -> Call:
+    def read(self, body: bytes) -> ApiCall:
         asked = SURFACE.read(body)
         if asked.max_tokens is None:
             raise invalid("max_tokens", "missing; give the longest answer in tokens")
@@ -115,9 +115,9 @@ class Messages:
             stop=asked.stop_sequences,
         )
         messages, choice = messages_of(asked.system, asked.messages), str(asked.tool_choice["type"])
-        return Call(asked.model, messages, tools, choice, sampling, stream=asked.stream, body=asked)
+        return ApiCall(asked.model, messages, tools, choice, sampling, stream=asked.stream, body=asked)
 
-    def answer(self, call: Call, replies: Sequence[ChatReply]) -> Json:
+    def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
         (reply,) = replies
         stopped = reply.stop is not None and reply.finish_reason is ChatFinish.stop
         return {
@@ -131,7 +131,7 @@ class Messages:
             "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.completion.token_ids)},
         }
 
-    def events(self, call: Call, replies: Sequence[ChatReply]) -> Iterator[bytes]:
+    def events(self, call: ApiCall, replies: Sequence[ChatReply]) -> Iterator[bytes]:
         def event(kind: str, **fields: Any) -> bytes:
             return frame({"type": kind, **fields}, kind)
 

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class ApiCall:
     """One request.
 
     Attributes:
@@ -57,7 +57,7 @@ class Call:
 class Api(Protocol):
     """One API: how its requests are read, and its answers written."""
 
-    def read(self, body: bytes) -> Call:
+    def read(self, body: bytes) -> ApiCall:
         """The call in `body`.
 
         Raises:
@@ -65,11 +65,11 @@ class Api(Protocol):
         """
         ...
 
-    def answer(self, call: Call, replies: Sequence[ChatReply]) -> Json:
+    def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
         """The whole answer: `call.n` replies."""
         ...
 
-    def events(self, call: Call, replies: Sequence[ChatReply]) -> Iterator[bytes]:
+    def events(self, call: ApiCall, replies: Sequence[ChatReply]) -> Iterator[bytes]:
         """The same as a stream."""
         ...
 

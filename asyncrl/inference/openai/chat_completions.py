@@ -12,7 +12,7 @@ import msgspec
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolCall, ToolSchema
 from asyncrl.inference.openai.calls import (
     MAX_ANSWERS,
-    Call,
+    ApiCall,
     Json,
     forced_call,
     function_tool,
@@ -144,10 +144,10 @@ class _Message(msgspec.Struct):
 class ChatCompletions:
     """Reader and writer of OpenAI's chat completions API."""
 
-    def read(self, body: bytes) -> Call:
+    def read(self, body: bytes) -> ApiCall:
         return call_of(SURFACE.read(body))
 
-    def answer(self, call: Call, replies: Sequence[ChatReply]) -> Json:
+    def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
         body: Body = call.body
         choices = [
             {
@@ -163,7 +163,7 @@ class ChatCompletions:
             "usage": _usage(replies)
         }
 
-    def events(self, call: Call, replies: Sequence[ChatReply]) -> Iterator[bytes]:
+    def events(self, call: ApiCall, replies: Sequence[ChatReply]) -> Iterator[bytes]:
         body: Body = call.body
         head = _head(call, "chat.completion.chunk")
 
@@ -199,7 +199,7 @@ class ChatCompletions:
         return frame(error.openai())
 
 
-def call_of(body: Body) -> Call:
+def call_of(body: Body) -> ApiCall:
     """The call that `body` asks for.
 
     Raises:
@@ -223,7 +223,7 @@ def call_of(body: Body) -> Call:
         stop=body.stop,
         stop_token_ids=None if body.stop_token_ids is None else tuple(body.stop_token_ids),
     )
-    return Call(
+    return ApiCall(
         body.model, messages_of(body.messages), tools, str(body.tool_choice), sampling, body.n, body.stream, body
     )
 
@@ -333,7 +333,7 @@ def finished_at_length(reply: ChatReply) -> bool:
     return reply.finish_reason == ChatFinish.length
 
 
-def _head(call: Call, kind: str) -> Json:
+def _head(call: ApiCall, kind: str) -> Json:
     return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": call.model}
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from asyncrl.api.chat import ChatReply, Message, ToolSchema
 from asyncrl.inference.openai.calls import (
-    Call,
+    ApiCall,
     Json,
     forced_call,
     function_tool,
@@ -116,7 +116,7 @@ class Responses:
     def __init__(self) -> None:
         self._said: dict[str, list[Message]] = {}
 
-    def read(self, body: bytes) -> Call:
+    def read(self, body: bytes) -> ApiCall:
         asked = SURFACE.read(body)
         for name in asked.include:
             if name not in _INCLUDED:
@@ -133,17 +133,17 @@ class Responses:
         system: list[Message] = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         sampling = sampling_of(max_new_tokens=asked.max_output_tokens, temperature=asked.temperature, top_p=asked.top_p)
         body_ = _Asked(asked, said)
-        return Call(
+        return ApiCall(
             asked.model, [*system, *said], tools, str(asked.tool_choice), sampling, stream=asked.stream, body=body_
         )
 
-    def answer(self, call: Call, replies: Sequence[ChatReply]) -> Json:
+    def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
         (reply,) = replies
         head, output = _head(call), _output(call, reply)
         self._said[head["id"]] = [*call.body.said, told(reply)]
         return _whole(head, output, reply)
 
-    def events(self, call: Call, replies: Sequence[ChatReply]) -> Iterator[bytes]:
+    def events(self, call: ApiCall, replies: Sequence[ChatReply]) -> Iterator[bytes]:
         whole = self.answer(call, replies)
         begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
         numbers = iter(range(1 << 62))
@@ -245,7 +245,7 @@ def _tools(given: Sequence[Json]) -> list[ToolSchema]:
     return tools
 
 
-def _head(call: Call) -> Json:
+def _head(call: ApiCall) -> Json:
     body: Body = call.body.body
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -283,7 +283,7 @@ def _whole(head: Json, output: list[Json], reply: ChatReply) -> Json:
     return {**head, **ended, "output": output, "usage": usage}
 
 
-def _output(call: Call, reply: ChatReply) -> list[Json]:
+def _output(call: ApiCall, reply: ChatReply) -> list[Json]:
     status = "incomplete" if finished_at_length(reply) else "completed"
     items: list[Json] = []
     if reply.reasoning is not None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from asyncrl.api.chat import ChatClient, ChatReply, Message, ToolSchema
 from asyncrl.api.generation import Completion, GenerationResult, SamplingParams
 from asyncrl.inference.openai.anthropic import Messages
-from asyncrl.inference.openai.calls import Api, Call
+from asyncrl.inference.openai.calls import Api, ApiCall
 from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import ApiError
 from asyncrl.inference.openai.responses import Responses
@@ -92,7 +92,7 @@ class Session:
         """True if `key` belongs to this session."""
         return hmac.compare_digest(key.encode(errors="surrogateescape"), self.api_key.encode())
 
-    def ask(self, call: Call) -> asyncio.Task[Sequence[ChatReply]]:
+    def ask(self, call: ApiCall) -> asyncio.Task[Sequence[ChatReply]]:
         """Have the policy answer `call`."""
         return self.begin(self._replies(call))
 
@@ -118,7 +118,7 @@ class Session:
         for completion in given:
             self.client.forget(completion)
 
-    async def _replies(self, call: Call) -> Sequence[ChatReply]:
+    async def _replies(self, call: ApiCall) -> Sequence[ChatReply]:
         sampling = call.sampled_by(self.sampling)
         reply = await self.client.chat(
             call.messages, tools=call.tools, sampling=sampling, tool_choice=call.tool_choice, n=call.n

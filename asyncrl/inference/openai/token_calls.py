@@ -12,7 +12,7 @@ import msgspec
 from asyncrl.api.chat import Message, ToolSchema
 from asyncrl.api.generation import GenerationRequest, GenerationResult, SamplingParams
 from asyncrl.inference.openai import chat_completions
-from asyncrl.inference.openai.calls import MAX_ANSWERS, Call, Json, sampling_of
+from asyncrl.inference.openai.calls import MAX_ANSWERS, ApiCall, Json, sampling_of
 from asyncrl.inference.openai.errors import invalid
 from asyncrl.inference.openai.supported_parameters import SupportedParameters
 
@@ -119,7 +119,7 @@ class ChatFromTokens(chat_completions.ChatCompletions):
     def __init__(self, prompt_ids: PromptIds) -> None:
         self._prompt_ids = prompt_ids
 
-    def read(self, body: bytes) -> Call:
+    def read(self, body: bytes) -> ApiCall:
         asked = _CHAT.read(body)
         call = chat_completions.call_of(asked)
         ids = self._prompt_ids(call.messages, tools=call.tools)
@@ -164,7 +164,7 @@ def read_generate(body: bytes, session: SamplingParams) -> GenerationRequest:
         stop=own.stop,
         stop_token_ids=None if own.stop_token_ids is None else tuple(own.stop_token_ids),
     )
-    call = Call("", (), sampling=sampling)
+    call = ApiCall("", (), sampling=sampling)
     return GenerationRequest(uuid.uuid4().hex, tuple(asked.token_ids), own.n, call.sampled_by(session))
 
 

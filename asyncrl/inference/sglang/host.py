@@ -21,7 +21,7 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import connect
-from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, Served
+from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, ServedEngine
 from asyncrl.inference.messages import ModelInfo
 from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
@@ -67,7 +67,7 @@ class SGLangHost:
         self._ports: PortBlock | None = None
         self._tree: ProcessTree | None = None
 
-    async def start(self) -> Served:
+    async def start(self) -> ServedEngine:
         """Start the server; on a port that a stranger took in the meantime, start it again on another.
 
         Raises:
@@ -82,7 +82,7 @@ class SGLangHost:
                 self._log.warning("a port was taken before the server could bind it; starting it on others")
         return await self._start_once()
 
-    async def _start_once(self) -> Served:
+    async def _start_once(self) -> ServedEngine:
         await self.stop()
         self._scratch = _make_scratch(self._preferred_scratch)
         self._ports = reserve_ports(self._config.system.host)
@@ -103,7 +103,7 @@ class SGLangHost:
             await self.stop()
             raise
         self._tree.watch(_CHILD_TITLE)
-        return Served(command.url, self._tree.pid)
+        return ServedEngine(command.url, self._tree.pid)
 
     async def _await_ready(self, url: str) -> None:
         tree = self._tree
@@ -158,7 +158,7 @@ class AdoptedHost:
         self._url = url.rstrip("/")
         self._model_dir, self._security, self._timeout_s = model_dir, security, timeout_s
 
-    async def start(self) -> Served:
+    async def start(self) -> ServedEngine:
         """Wait for the server and give it the initial model.
 
         Raises:
@@ -179,7 +179,7 @@ class AdoptedHost:
                     "--api-key"
                 ) from error
             raise EngineStartError(f"adopted server {self._url} does not serve the initial model: {error}") from error
-        return Served(self._url, None)
+        return ServedEngine(self._url, None)
 
     async def failed(self) -> str:
         """Never returns: the GserverManager watches its health, and takes it back when it answers again."""

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
-from asyncrl.master.data.buffer_order import BufferOrder
+from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.offline.replay import OfflineGate
@@ -39,7 +39,7 @@ class Batches:
         self._size, self._on_stale = config.train_batch_size, config.on_stale
         self._buffer, self._collector, self._manager = buffer, collector, manager
         self._stall, self._report = stall, report
-        self.order = BufferOrder(config.buffer.order)
+        self.order = ConfiguredOrder(config.buffer.order)
 
     async def next(self, version: int) -> TrainBatch:
         """The batch of the step from `version`.

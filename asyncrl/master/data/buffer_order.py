@@ -32,7 +32,7 @@ class BufferOrderFailed(RuntimeError):
     """The user's order gave no ranks; the message says which function, and why."""
 
 
-class BufferOrder:
+class ConfiguredOrder:
     """The order that the settings name.
 
     Attributes:

@@ -16,7 +16,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.offline.replay import OfflineGate
-from asyncrl.master.peers.ranks import Stalled
+from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.runtime.process.waiting import StopRequested, cancel
 
 _T = TypeVar("_T")

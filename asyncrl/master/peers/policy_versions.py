@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
-from asyncrl.master.peers.ranks import Ranks
+from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.observe import observer
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.trainer.messages import CollectWeights, Publish
@@ -146,7 +146,7 @@ class Publishing:
         announcer: knows which versions servers have, or are to have next.
     """
 
-    def __init__(self, ranks: Ranks, actors: Sequence[RequestClient], announcer: VersionAnnouncer) -> None:
+    def __init__(self, ranks: RankClients, actors: Sequence[RequestClient], announcer: VersionAnnouncer) -> None:
         self.on_disk = 0
         """Newest version whose weights are in a folder; 0 is the base model."""
         self._ranks, self._actors, self._announcer = ranks, actors, announcer

@@ -15,11 +15,11 @@ Facts, and where they survive a death:
 Deaths, and where the run continues (`beginning.find`):
 
     MasterWorker, between two steps ──▶ the ranks have its state: nothing is loaded
-    MasterWorker in a step, or a rank ─▶ all of the trainer's side begins with the last step
+    MasterWorker in a step, or a rank ─▶ the whole trainer resumes from the last step
     a host that has ranks ────────────▶ the last step is gone: the whole run begins with its newest checkpoint
 
 `step_end` lists the reports about a step in their order, `beginning` the first actions of a successor. One rule makes
-both safe: **no process outside the trainer's side sees a step before its state is whole.** So a successor knows at
+both safe: **no process outside the trainer sees a step before its state is whole.** So a successor knows at
 least what others know. Reports that were sent already are sent again; receivers recognise them by id or version.
 
     kept_step   the state after each step: begun, made whole, loaded; what may be reported

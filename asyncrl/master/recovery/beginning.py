@@ -29,11 +29,11 @@ import msgspec
 from asyncrl.comm.request_reply.client import PeerGone
 from asyncrl.master.books.run_files import checkpoint_root, write_books
 from asyncrl.master.parts import Parts
-from asyncrl.master.peers.ranks import Ranks, Stalled
+from asyncrl.master.peers.rank_clients import RankClients, Stalled
 from asyncrl.master.recovery.memory_checkpointer import Known, MemoryCheckpointer, StepState
 from asyncrl.runtime.process.waiting import or_stop
 from asyncrl.runtime.process.worker import RestartTrainer
-from asyncrl.trainer.messages import IsStepRunning, LoadCheckpoint, TakeUp
+from asyncrl.trainer.messages import AttachMaster, IsStepRunning, LoadCheckpoint
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ TAKE_UP_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Standing:
+class RecoveredState:
     """State from which the run continues. The ranks have the weights of this version.
 
     Attributes:
@@ -65,12 +65,12 @@ class Standing:
 
 
 async def find(
-    ranks: Ranks, steps: MemoryCheckpointer, checkpoints: Path, announced: int, fresh: dict[str, Any]
-) -> Standing:
+    ranks: RankClients, steps: MemoryCheckpointer, checkpoints: Path, announced: int, fresh: dict[str, Any]
+) -> RecoveredState:
     """Find where the run stands; the ranks have that state when this returns.
 
     The ranks are asked first: each has the master's state of the step whose end was kept last. If all are between two
-    steps, after the same one, nothing is loaded. Ranks that begin too load the last step, or else the newest
+    steps, after the same one, nothing is loaded. RankClients that begin too load the last step, or else the newest
     checkpoint.
 
     Args:
@@ -87,17 +87,17 @@ async def find(
     else:
         state = await steps.load(announced)
     if state is not None:
-        return Standing(state, announced, saved=False, last=_last_step(state))
+        return RecoveredState(state, announced, saved=False, last=_last_step(state))
     stored = (await ranks.load(LoadCheckpoint(str(checkpoints))))[0].master_state
     state = stored or fresh
-    return Standing(state, state["version"], saved=stored is not None, last=None)
+    return RecoveredState(state, state["version"], saved=stored is not None, last=None)
 
 
 def _last_step(state: dict[str, Any]) -> StepState | None:
     return msgspec.convert(state["step"], StepState, str_keys=True) if "step" in state else None
 
 
-async def _of_ranks(ranks: Ranks) -> dict[str, Any] | None:
+async def _of_ranks(ranks: RankClients) -> dict[str, Any] | None:
     """Return the state that a MasterWorker before this one left with every rank; None if all of them begin too.
 
     Raises:
@@ -107,7 +107,7 @@ async def _of_ranks(ranks: Ranks) -> dict[str, Any] | None:
         async with asyncio.timeout(TAKE_UP_LIMIT_S):
             if any(rank.in_step for rank in await ranks.all(IsStepRunning())):
                 raise RestartTrainer("the ranks are in a step that has not ended")
-            standing = await ranks.all(TakeUp(ranks.master))
+            standing = await ranks.all(AttachMaster(ranks.master))
     except (TimeoutError, Stalled, PeerGone) as error:
         raise RestartTrainer(f"a rank does not report its progress: {error!r}") from error
     states = [rank.master_state for rank in standing]
@@ -141,7 +141,7 @@ class Beginning:
         await self.evaluate_again(standing, path, awaited=awaited is not None, cut_off=cut_off)
         await self.report_last_step(standing, written=ledger_has_step)
 
-    async def take_up_state(self) -> Standing:
+    async def take_up_state(self) -> RecoveredState:
         """1."""
         parts = self._parts
         announced = parts.peers.board.announced_version()
@@ -155,7 +155,7 @@ class Beginning:
         _log.info("beginning at version %d with %d prompts used", standing.version, len(parts.buffer.used))
         return standing
 
-    async def continue_metrics(self, standing: Standing) -> None:
+    async def continue_metrics(self, standing: RecoveredState) -> None:
         """2."""
         parts, dropped = self._parts, self._parts.reports.told.books.dropped
         await parts.reports.look()
@@ -166,7 +166,7 @@ class Beginning:
         )
         write_books(parts.run_dir, standing.version, parts.reports.told.books)
 
-    def continue_ledger(self, standing: Standing) -> bool:
+    def continue_ledger(self, standing: RecoveredState) -> bool:
         """3. Returns True if the ledger has the last step."""
         parts = self._parts
         if standing.last is None:
@@ -176,7 +176,7 @@ class Beginning:
         parts.reports.told_already = told.rollouts
         return told.step
 
-    def take_up_last_step(self, standing: Standing) -> None:
+    def take_up_last_step(self, standing: RecoveredState) -> None:
         """4."""
         if (step := standing.last) is not None:
             parts = self._parts
@@ -185,7 +185,7 @@ class Beginning:
             parts.metrics_log.step_again(standing.version, step.batch, step.measured, status, perf_counter())
             _log.info("going on after step %d, which was complete", standing.version)
 
-    async def publish(self, standing: Standing) -> str:
+    async def publish(self, standing: RecoveredState) -> str:
         """5."""
         parts = self._parts
         in_use = {*parts.reports.told.status.versions_in_use, standing.announced}
@@ -193,7 +193,7 @@ class Beginning:
             await parts.publishing.forget_others(standing.version)
         return await parts.publishing.publish(standing.version, in_use, to_disk=True) if standing.version else ""
 
-    def announce(self, standing: Standing, path: str, *, cut_off: bool) -> None:
+    def announce(self, standing: RecoveredState, path: str, *, cut_off: bool) -> None:
         """6. Before the RolloutWorkers begin, so that the gate knows where the run stands."""
         if standing.version and not cut_off:
             self._parts.announcer.announce(standing.version, path)
@@ -206,7 +206,7 @@ class Beginning:
         parts.stall.progressed()
         self._ready()
 
-    async def evaluate_again(self, standing: Standing, path: str, *, awaited: bool, cut_off: bool) -> None:
+    async def evaluate_again(self, standing: RecoveredState, path: str, *, awaited: bool, cut_off: bool) -> None:
         """8."""
         announcer = self._parts.announcer
         if awaited:
@@ -214,7 +214,7 @@ class Beginning:
         if cut_off:
             await or_stop(announcer.published(standing.version, path), self._parts.stop, math.inf)
 
-    async def report_last_step(self, standing: Standing, *, written: bool) -> None:
+    async def report_last_step(self, standing: RecoveredState, *, written: bool) -> None:
         """9. The reply has the prompts dropped for good meanwhile, before another step begins."""
         parts = self._parts
         try:

@@ -16,7 +16,7 @@ from asyncrl.config.run_dir import versions_in
 from asyncrl.master.books.run_files import checkpoint_root
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.metrics.metrics_log import MetricsLog
-from asyncrl.master.peers.ranks import Ranks
+from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.memory_checkpointer import files_of
 from asyncrl.observe import observer
 from asyncrl.trainer.messages import (
@@ -48,7 +48,7 @@ class Checkpoints:
         self,
         keeping: CheckpointConfig,
         run_dir: Path,
-        ranks: Ranks,
+        ranks: RankClients,
         metrics_log: MetricsLog,
         check: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,

@@ -15,7 +15,7 @@ import msgspec
 from asyncrl.comm.request_reply.client import RemoteError
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
-from asyncrl.master.peers.ranks import Ranks
+from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import (
@@ -64,7 +64,7 @@ class MemoryCheckpointer:
         memory_checkpoint: None if none is kept.
     """
 
-    def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: Ranks) -> None:
+    def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: RankClients) -> None:
         self._memory_checkpoint, self._ranks = memory_checkpoint, ranks
         self._begun = self._whole = 0
         self._begun_with = self._known = Known()
@@ -143,8 +143,14 @@ class MemoryCheckpointer:
         return self.on
 
     def _keep_no_more(self, error: RemoteError) -> None:
-        """Keep no step any more. The kept one is older than what others will see, so nothing continues from it."""
-        _log.warning("a death on the trainer's side would now cost the steps since the last checkpoint: %s", error)
+        """Stop in-memory checkpoints. The existing one is older than what others will see, so nothing resumes from
+        it.
+        """
+        _log.warning(
+            "in-memory checkpoints are now off: a crash of the trainer would cost all steps since the newest "
+            "checkpoint on disk: %s",
+            error,
+        )
         self._memory_checkpoint = None
 
 

@@ -1,4 +1,4 @@
-"""Actions of the MasterWorker once a step is complete, from the trainer's side outwards.
+"""Actions of the MasterWorker once a step is complete, from the trainer outwards.
 
 1. The ranks copy the state, with the reports that are due (`StepState`), and begin to write it. The ledger's lines that
    are in it are on the disk first.

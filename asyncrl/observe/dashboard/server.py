@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncrl.comm.http.server import HttpServer, Refused, Route, json_response
+from asyncrl.comm.http.server import HttpRoute, HttpServer, Refused, json_response
 from asyncrl.observe.dashboard.page import html
 from asyncrl.observe.dashboard.page_data import Decode, page_data
 from asyncrl.observe.history import History
@@ -37,9 +37,9 @@ class Dashboard:
         self._page = html(None).encode()
         self._server = HttpServer(
             {
-                "/": Route(self._answer_page, "GET", open=True),
-                "/api/runs": Route(self._answer_runs, "GET"),
-                "/metrics": Route(self._answer_metrics, "GET"),
+                "/": HttpRoute(self._answer_page, "GET", open=True),
+                "/api/runs": HttpRoute(self._answer_runs, "GET"),
+                "/metrics": HttpRoute(self._answer_metrics, "GET"),
             },
             token=token,
             tls=None,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from asyncrl.observe.doctor.finding import Finding, Level
-from asyncrl.observe.doctor.measured import LITTLE_WAITING, SERVES, Measured, Server, typical
+from asyncrl.observe.doctor.measured import LITTLE_WAITING, SERVES, Measured, ServerLoad, typical
 
 Rule = Callable[[Measured], Finding | None]
 
@@ -394,7 +394,7 @@ def _room(m: Measured) -> float | None:
     return sum(rooms) if rooms else None
 
 
-def _engine_held(server: Server) -> bool:
+def _engine_held(server: ServerLoad) -> bool:
     return server.busy is not None and server.busy > BUSY_ENGINE and (server.cpu or 0.0) < STARVED * server.busy
 
 

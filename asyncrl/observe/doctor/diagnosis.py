@@ -14,7 +14,7 @@ from asyncrl.observe.history import History
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class RunStage:
     """A stage's share of use, None where it is not measured, and its figures."""
 
     name: str
@@ -27,7 +27,7 @@ class Diagnosis:
     """All findings, the gravest first; `measured` is None where the run has too few steps."""
 
     findings: Sequence[Finding]
-    stages: Sequence[Stage]
+    stages: Sequence[RunStage]
     measured: Measured | None
     not_measured: Sequence[str]
 
@@ -58,21 +58,25 @@ def examine(history: History) -> Diagnosis:
     return Diagnosis(findings, () if measured is None else stages(measured), measured, missing)
 
 
-def stages(m: Measured) -> list[Stage]:
+def stages(m: Measured) -> list[RunStage]:
     """The stages of a run with the share of time in which each is in use."""
     listed = [
-        Stage("trainer", 1 - m.wait, f"{m.trainer_s:.2f} of {m.step_s:.2f} s a step; training {m.parts['train']:.2f}"),
-        Stage("gate full", m.idle, f"{m.idle_s:.2f} s a step; η = {m.eta} lets {(m.eta + 1) * m.batch} rollouts live"),
-        Stage("places", m.busy, f"{m.busy_places:.0f} of {m.places} taken, {m.rollout_s:.2f} s a rollout"),
+        RunStage(
+            "trainer", 1 - m.wait, f"{m.trainer_s:.2f} of {m.step_s:.2f} s a step; training {m.parts['train']:.2f}"
+        ),
+        RunStage(
+            "gate full", m.idle, f"{m.idle_s:.2f} s a step; η = {m.eta} lets {(m.eta + 1) * m.batch} rollouts live"
+        ),
+        RunStage("places", m.busy, f"{m.busy_places:.0f} of {m.places} taken, {m.rollout_s:.2f} s a rollout"),
     ]
     listed += [
-        Stage(f"  {what}", seconds / m.rollout_s if m.rollout_s else 0.0, f"{seconds:.2f} s of a rollout")
+        RunStage(f"  {what}", seconds / m.rollout_s if m.rollout_s else 0.0, f"{seconds:.2f} s of a rollout")
         for what, seconds in m.calls.items()
         if seconds > 0.001
     ]
     for server in m.servers:
         if server.running is None:
-            listed.append(Stage(server.name, None, "tells no figures"))
+            listed.append(RunStage(server.name, None, "tells no figures"))
             continue
         most = server.max_running
         figures = f"{server.running:.0f} of {most or 0:.0f} samples, {server.queued or 0:.0f} queued"
@@ -80,5 +84,5 @@ def stages(m: Measured) -> list[Stage]:
             figures += f", KV cache {100 * server.kv_share:.0f} %"
         if server.tokens_s is not None:
             figures += f", {server.tokens_s:,.0f} tokens/s"
-        listed.append(Stage(server.name, server.running / most if most else None, figures))
+        listed.append(RunStage(server.name, server.running / most if most else None, figures))
     return listed

@@ -44,7 +44,7 @@ CALLS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerLoad:
     """A generation server over the window; figures that its engine does not give are None.
 
     `tokens_s` are generated a second; `busy`, `cpu` and `no_core` are shares of the time in engine steps, on a
@@ -103,7 +103,7 @@ class Measured:
     calls: Mapping[str, float]
     places: int
     busy_places: float
-    servers: tuple[Server, ...]
+    servers: tuple[ServerLoad, ...]
     worker_loop_late_s: float | None
     worker_late_s: float | None
     evaluations: float
@@ -124,7 +124,7 @@ class Measured:
 
     @property
     def trainer_s(self) -> float:
-        """Seconds of a step that the trainer's side takes."""
+        """Seconds of a step in which the trainer (MasterWorker and ModelWorkers) is busy."""
         return max(0.0, self.step_s - self.wait_s)
 
     @property
@@ -155,7 +155,7 @@ class Measured:
     ) -> float:
         """Seconds of a step at best, if the given figures were others.
 
-        A step takes as long as the slowest of three: the trainer's side; B rollouts of `rollout_s` in so many places;
+        A step takes as long as the slowest of three: the trainer; B rollouts of `rollout_s` in so many places;
         and what the servers do, as far as they are at their limit. `server` scales what they have to do for a step.
         """
         generation = self.calls.get("generation", 0.0) if generation_s is None else generation_s
@@ -184,7 +184,7 @@ class Measured:
 
 def measure(history: History) -> Measured | None:
     """Measure the newest steps; None where there are fewer than `FEWEST_STEPS` with their row and ledger line."""
-    rows = _window(history)
+    rows = window(history)
     if len(rows) < FEWEST_STEPS:
         return None
     first, last = int(rows[0]["step"]), int(rows[-1]["step"])
@@ -226,8 +226,11 @@ def measure(history: History) -> Measured | None:
     )
 
 
-def _window(history: History) -> list[Row]:
-    """Rows of the newest steps that the ledger has too, without the first fifth of the run, in which it warms up."""
+def window(history: History) -> list[Row]:
+    """Return the rows of the newest steps that the ledger has too.
+
+    The first fifth of the run, in which it warms up, is left out.
+    """
     rows = [row for step, row in sorted(history.rows.items()) if step in history.steps and "time/step_s" in row]
     warm = rows[max(1, len(rows) // 5) :] if len(rows) > FEWEST_STEPS else rows
     return warm[-WINDOW_STEPS:]
@@ -254,7 +257,7 @@ def _little(steps: list, begin: float, end: float, rollout_s: float) -> float:  
     return float(sum(step.admitted for step in steps) / max(end - begin, 1e-9) * rollout_s)
 
 
-def _server(process: Process, history: History, begin: float, end: float) -> Server:
+def _server(process: Process, history: History, begin: float, end: float) -> ServerLoad:
     def mean(name: str) -> float | None:
         return process.mean(name, begin, end)
 
@@ -268,7 +271,7 @@ def _server(process: Process, history: History, begin: float, end: float) -> Ser
         if span["span"] == "update" and span.get("lane") == process.name
     )
     lines = process.between(begin, end)
-    return Server(
+    return ServerLoad(
         name=process.name,
         stage=SERVES if any(line["stage"] == SERVES for line in lines) else lines[-1]["stage"],
         running=mean("running"),
@@ -286,7 +289,7 @@ def _server(process: Process, history: History, begin: float, end: float) -> Ser
     )
 
 
-def _evaluating(history: History, servers: tuple[Server, ...], begin: float, end: float) -> float:
+def _evaluating(history: History, servers: tuple[ServerLoad, ...], begin: float, end: float) -> float:
     """Share of the servers' samples that are not of rollouts while an evaluation runs."""
     spans = [
         (max(span["begin"], begin), min(span["end"], end))

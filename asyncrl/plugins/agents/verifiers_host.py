@@ -30,7 +30,7 @@ EMPTY_ANSWER = "EmptyModelResponseError"
 MODEL = "policy"
 
 
-class World(Protocol):
+class EnvironmentWorld(Protocol):
     """An environment of either API."""
 
     def serving(self) -> contextlib.AbstractAsyncContextManager[None]:
@@ -184,7 +184,9 @@ async def serve(requests: asyncio.Queue[Any], reply: Callable[[Mapping[str, Any]
     try:
         import verifiers
 
-        kind: Callable[[str, Mapping[str, Any]], World] = Classic if hasattr(verifiers, "load_environment") else V1
+        kind: Callable[[str, Mapping[str, Any]], EnvironmentWorld] = (
+            Classic if hasattr(verifiers, "load_environment") else V1
+        )
         world = kind(first["env"], first["args"])
     except Exception as error:
         traceback.print_exc()

@@ -32,7 +32,7 @@ from asyncrl.api import (
 from asyncrl.api.trajectory import check_group
 from asyncrl.plugins.chat.conversation import Turn
 from asyncrl.plugins.chat.drift import DriftError, compare
-from asyncrl.plugins.chat.request import Finish, Limits, Phase, Request
+from asyncrl.plugins.chat.request import ChatLimits, ChatRequest, Finish, Phase
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.stop_strings import before_stop, check_stop_strings, first_stop
 from asyncrl.plugins.chat.template import ChatFormat
@@ -53,7 +53,7 @@ class ConversationEnded(RuntimeError):
 class ChatPolicy:
     """Rules of conversations: their limits, and the choices of `rollout.chat`."""
 
-    limits: Limits = Limits()
+    limits: ChatLimits = ChatLimits()
     reasoning: Reasoning = Reasoning.keep
     drift: DriftCheck = DriftCheck.off
 
@@ -319,13 +319,13 @@ class EpisodeClient:
                 "rollout.chat.drift=tolerant counts such differences"
             )
 
-    def _begun(self, parent: Turn | None, before: Turn | None, tokens: int) -> Request:
+    def _begun(self, parent: Turn | None, before: Turn | None, tokens: int) -> ChatRequest:
         """The conversation's state as its next answer begins; ended where a limit leaves no room for it.
 
         Raises:
             ConversationEnded: it had ended before, and the agent was told.
         """
-        state = before.request if before else Request(self._rules.limits)
+        state = before.request if before else ChatRequest(self._rules.limits)
         if before is not None and state.phase is Phase.calling_tools:
             seconds = time.monotonic() - self._answered_at[before]
             self._counts["tool_s"] += seconds
@@ -420,7 +420,7 @@ def _finish_of(reply: ChatReply) -> Finish:
     return Finish(str(reply.finish_reason))
 
 
-def _within(sampling: SamplingParams, state: Request) -> SamplingParams:
+def _within(sampling: SamplingParams, state: ChatRequest) -> SamplingParams:
     """`sampling` with no more new tokens than the context has room for."""
     room = state.room
     return sampling if room is None else replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from asyncrl.api import ChatReply, Completion, FinishReason, Message, Sample
 from asyncrl.api.trajectory import routing_of_turns
-from asyncrl.plugins.chat.request import Request
+from asyncrl.plugins.chat.request import ChatRequest
 
 NOT_GENERATED = -1
 """The version of a token that no policy produced."""
@@ -37,7 +37,7 @@ class Turn:
     completion: Completion
     messages: tuple[Message, ...] = ()
     reply: ChatReply | None = None
-    request: Request = field(default_factory=Request)
+    request: ChatRequest = field(default_factory=ChatRequest)
 
     @property
     def path(self) -> list[Turn]:

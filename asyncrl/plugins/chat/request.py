@@ -6,8 +6,8 @@
                                   |
                                   +--begin--> running      where it met no limit: another message came
 
-A `Request` is immutable and every step gives the next one, so a conversation that forks needs no copy. A step that its
-phase does not allow raises `IllegalStep`: it is a fault of the program, not of the model.
+A `ChatRequest` is immutable and every step gives the next one, so a conversation that forks needs no copy. A step that
+its phase does not allow raises `IllegalStep`: it is a fault of the program, not of the model.
 
 Limits end a conversation where its next answer would begin: `begin` then gives a completed request whose finish is
 `length` and whose `over` names the limit with the setting that holds it. What was sampled until then is kept. An
@@ -53,7 +53,7 @@ class IllegalStep(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ChatLimits:
     """Limits of a conversation; 0 is no limit."""
 
     max_turns: int = 0
@@ -67,13 +67,13 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ChatRequest:
     """A conversation's state; see the module's docstring.
 
     `turns` counts answers, `tokens` the conversation's after the last of them, `tool_s` the seconds of its tools.
     """
 
-    limits: Limits = Limits()
+    limits: ChatLimits = ChatLimits()
     phase: Phase = Phase.pending
     turns: int = 0
     tokens: int = 0
@@ -81,9 +81,9 @@ class Request:
     finish: Finish | None = None
     over: str = ""
 
-    def forked(self) -> Request:
+    def forked(self) -> ChatRequest:
         """A conversation that goes on from this one in another branch: what was used up stays used up."""
-        return Request(self.limits, turns=self.turns, tool_s=self.tool_s)
+        return ChatRequest(self.limits, turns=self.turns, tool_s=self.tool_s)
 
     @property
     def ended(self) -> bool:
@@ -95,7 +95,7 @@ class Request:
         """Tokens that the running answer may take; None: no limit."""
         return self.limits.max_context - self.tokens if self.limits.max_context else None
 
-    def begin(self, context_tokens: int) -> Request:
+    def begin(self, context_tokens: int) -> ChatRequest:
         """The policy is to answer a conversation of `context_tokens`: running, or completed where a limit is met.
 
         Raises:
@@ -108,7 +108,7 @@ class Request:
             return replace(self, phase=Phase.completed, tokens=context_tokens, finish=Finish.length, over=over)
         return replace(self, phase=Phase.running, tokens=context_tokens, finish=None)
 
-    def answered(self, finish: Finish, tokens: int) -> Request:
+    def answered(self, finish: Finish, tokens: int) -> ChatRequest:
         """The policy's answer ended as `finish` says, after `tokens` tokens.
 
         Raises:
@@ -121,7 +121,7 @@ class Request:
         phase = Phase.calling_tools if finish is Finish.tool_calls else Phase.completed
         return replace(self, phase=phase, turns=self.turns + 1, tokens=self.tokens + tokens, finish=finish, over=over)
 
-    def tools_returned(self, seconds: float) -> Request:
+    def tools_returned(self, seconds: float) -> ChatRequest:
         """The turn's tools took so long; the phase stays, as the policy has not begun to answer them.
 
         Raises:
@@ -131,13 +131,13 @@ class Request:
             raise IllegalStep(f"no tools can return: the conversation is {self._where()}")
         return replace(self, tool_s=self.tool_s + seconds)
 
-    def aborted(self, why: str) -> Request:
+    def aborted(self, why: str) -> ChatRequest:
         """It is given up from outside; one that has ended stays as it is."""
         if self.ended:
             return self
         return replace(self, phase=Phase.completed, finish=Finish.abort, over=why)
 
-    def failed(self, why: str) -> Request:
+    def failed(self, why: str) -> ChatRequest:
         """It cannot go on.
 
         Raises:

@@ -40,7 +40,7 @@ class ToolFailure(RuntimeError):
     """A tool's method failed; the message is what the model reads."""
 
 
-class Host(Protocol):
+class ToolHost(Protocol):
     """Runs a tool's method where it belongs, with a limit."""
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class HostedTool:
 
     tool: Tool
     label: str
-    host: Host
+    host: ToolHost
     max_result_chars: int
 
 

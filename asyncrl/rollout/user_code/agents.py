@@ -14,7 +14,7 @@ from asyncrl.plugins.tools.toolbox import Toolbox
 from asyncrl.rollout.tools import RunTools
 from asyncrl.rollout.user_code.loaded import built, loaded
 from asyncrl.rollout.user_code_pool.adapters import AgentProcess, is_built_in
-from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import UserCodeRunner, is_async
 
 
@@ -60,7 +60,7 @@ def agent_process(config: ExperimentConfig, *, chat: bool) -> AgentProcess | Non
     if "tools" in inspect.signature(found).parameters:
         raise TypeError("agent.run_in=process: it takes `tools`, which are the worker's; use agent.run_in=thread")
     limit_s = config.rollout.rollout_timeout_s
-    return AgentProcess(Target(plugin.path, dict(plugin.args)), str(config.model.path), chat, limit_s)
+    return AgentProcess(CodeTarget(plugin.path, dict(plugin.args)), str(config.model.path), chat, limit_s)
 
 
 def offers_tools(config: ExperimentConfig) -> bool:

@@ -12,7 +12,7 @@ from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.plugins.chat.client import ChatPolicy
 from asyncrl.plugins.chat.parsers import choose, parser
-from asyncrl.plugins.chat.request import Limits
+from asyncrl.plugins.chat.request import ChatLimits
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.datasets.settings import AUTO
@@ -54,5 +54,5 @@ def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> Ch
     context, setting = context_length(config, model_config), "generation.context_length"
     if generation.backend == GenerationBackend.embedded and generation.max_total_tokens < context:
         context, setting = generation.max_total_tokens, "generation.max_total_tokens"
-    limits = Limits(chat.max_turns, context, chat.max_tool_s, setting)
+    limits = ChatLimits(chat.max_turns, context, chat.max_tool_s, setting)
     return ChatPolicy(limits, chat.reasoning, chat.drift)

@@ -15,7 +15,7 @@ from asyncrl.rollout.scoring import AnswerReward
 from asyncrl.rollout.user_code.loaded import built, loaded
 from asyncrl.rollout.user_code_pool.adapters import HostedEnvironment, is_built_in
 from asyncrl.rollout.user_code_pool.child.environment import ProcessEnvironment
-from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.process_slots import GroupSlots, ProcessSlots
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity
@@ -82,7 +82,7 @@ class Environments:
         """
         config = self._config
         if self._in_process:
-            target, label = Target(self._env.path, self._env.args), f"env {config.path}"
+            target, label = CodeTarget(self._env.path, self._env.args), f"env {config.path}"
             return ProcessEnvironment(target, self._reward, label, config.timeout_s, self._runner, places)
         make = functools.partial(built, "env", self._env, Environment, reward=self._reward)
         if self._off_the_loop:

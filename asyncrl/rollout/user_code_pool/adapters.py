@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.api import Agent, ChatClient, Environment, GroupClient, Outcome, Prompt, RunIn, Sample, StepResult
 from asyncrl.rollout.user_code_pool.child.agent import answer, outcome_of
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
-from asyncrl.rollout.user_code_pool.messages import MAKE, USE, Call, Target
+from asyncrl.rollout.user_code_pool.messages import MAKE, USE, ChildCall, CodeTarget
 from asyncrl.rollout.user_code_pool.processes import START_LIMIT_S
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner, is_async
 from asyncrl.rollout.user_code_pool.timing import Activity
@@ -33,7 +33,7 @@ class AgentProcess:
     seconds.
     """
 
-    target: Target
+    target: CodeTarget
     model: str
     chat: bool
     timeout_s: float
@@ -89,9 +89,9 @@ class _EpisodeInProcess(Agent):
         process, label = self._process, self._label
         lease, whole = await self._runner.lease(label, Activity.agent_wait), False
         try:
-            make = Call(process.target, MAKE, [process.model, process.chat])
+            make = ChildCall(process.target, MAKE, [process.model, process.chat])
             await lease.ask(label, make, START_LIMIT_S, partial(answer, env, client))
-            use = Call(process.target, USE, ["run", [prompt], {}])
+            use = ChildCall(process.target, USE, ["run", [prompt], {}])
             raw = await lease.ask(label, use, process.timeout_s, partial(answer, env, client))
             whole = True
             return outcome_of(raw)

@@ -1,10 +1,10 @@
 """Messages over the pipes between a RolloutWorker and its pool's processes: a length, then MessagePack.
 
     4 bytes, little endian: length of what follows
-    MessagePack of a `Call` or an `Answer` (to the process) or a `Reply` (from it)
+    MessagePack of a `ChildCall` or an `PolicyAnswer` (to the process) or a `ChildReply` (from it)
 
 A function travels as its import path, its arguments as plain data. What a call asks of the worker meanwhile, an
-environment its reward, is a `Reply` that `asks`, which an `Answer` follows.
+environment its reward, is a `ChildReply` that `asks`, which an `PolicyAnswer` follows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BYTES = 16 << 20
 """Largest size of a call or a reply in bytes; a reward has no use for more."""
 
 
-class Target(msgspec.Struct, frozen=True):
+class CodeTarget(msgspec.Struct, frozen=True):
     """A user's function or class at import path `path`, with its keyword arguments (of the constructor for a class)."""
 
     path: str
@@ -28,20 +28,22 @@ class Target(msgspec.Struct, frozen=True):
 
 
 MAKE, USE = "make", "use"
-"""Kinds of a `Call`. `make` builds the process's object, an instance of `target` (an agent with `arguments`, else an
-environment). `use` calls a method of it: `arguments` are the method's name, its arguments and its keyword arguments.
+"""Kinds of a `ChildCall`. `make` builds the process's object, an instance of `target` (an agent with `arguments`, else
+an environment). `use` calls a method of it: `arguments` are the method's name, its arguments and its keyword arguments.
 """
 
 
-class Call(msgspec.Struct, frozen=True):
-    """Call `target` with `arguments`, in which an `Episode` is written as a map and marked by `sees`; or see `MAKE`."""
+class ChildCall(msgspec.Struct, frozen=True):
+    """Call `target` with `arguments`, in which an `Episode` is written as a map and marked by `sees`; or see
+    `MAKE`.
+    """
 
-    target: Target
+    target: CodeTarget
     sees: str
     arguments: list[Any]
 
 
-class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChildReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """The value, plain data; or, where `error` is set, what was raised and the end of its traceback.
 
     `left_behind`: processes that the call started are still there. `asks`: it is no reply yet, the call goes on once
@@ -55,17 +57,17 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     asks: list[Any] | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class PolicyAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Answer of the worker to a question of the process; if `error` is set, the reason why there is no answer."""
 
     value: Any = None
     error: str = ""
 
 
-_REPLY = msgspec.msgpack.Decoder(Reply)
+_REPLY = msgspec.msgpack.Decoder(ChildReply)
 
 
-def decode_reply(data: bytes) -> Reply:
+def decode_reply(data: bytes) -> ChildReply:
     """Decode a reply of a process of the pool.
 
     Raises:
@@ -94,7 +96,7 @@ def plain(value: object) -> object:
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
-def packed(message: Call | Reply | Answer) -> bytes:
+def packed(message: ChildCall | ChildReply | PolicyAnswer) -> bytes:
     """`message` with its length in front.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Limits of a process of the pool, and the time of its replacement. Pure: the caller passes clocks and measurements."""
+"""Limits of a process of the pool, and the time of its replacement. Pure: the caller passes clocks and
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ WATCH_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     """Limits of one process and of all processes that it starts.
 
     Attributes:
@@ -33,7 +35,7 @@ class Usage:
     resident_bytes: int
 
 
-def excess(limits: Limits, usage: Usage) -> str | None:
+def excess(limits: ProcessLimits, usage: Usage) -> str | None:
     """Why a process is to be killed; None if it keeps to its limits."""
     if usage.processes > limits.processes:
         return f"started {usage.processes - 1} processes (rollout.user_code.process_children={limits.processes - 1})"
@@ -43,7 +45,7 @@ def excess(limits: Limits, usage: Usage) -> str | None:
     return None
 
 
-def keep(limits: Limits, calls: int, *, left_behind: bool) -> bool:
+def keep(limits: ProcessLimits, calls: int, *, left_behind: bool) -> bool:
     """True if a process that has answered `calls` calls takes another one. A process that left others behind does
     not.
     """

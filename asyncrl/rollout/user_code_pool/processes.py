@@ -29,8 +29,17 @@ import msgspec
 from asyncrl.comm.running_time import RunningTimeout
 from asyncrl.rollout.user_code_pool.child import main as child
 from asyncrl.rollout.user_code_pool.errors import TOO_SLOW, UserCodeError
-from asyncrl.rollout.user_code_pool.messages import LENGTH, MAX_BYTES, Answer, Call, Reply, Target, decode_reply, packed
-from asyncrl.rollout.user_code_pool.policy import WATCH_EVERY_S, WATCH_FROM_S, Limits, excess, keep
+from asyncrl.rollout.user_code_pool.messages import (
+    LENGTH,
+    MAX_BYTES,
+    ChildCall,
+    ChildReply,
+    CodeTarget,
+    PolicyAnswer,
+    decode_reply,
+    packed,
+)
+from asyncrl.rollout.user_code_pool.policy import WATCH_EVERY_S, WATCH_FROM_S, ProcessLimits, excess, keep
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 from asyncrl.rollout.user_code_pool.usage import kill_tree, usage
 
@@ -61,7 +70,7 @@ class _Process:
     waits: bool = False
     """For an answer of the worker's: it uses no more than it did."""
 
-    async def ask(self, call: bytes, answer: Callback | None = None) -> Reply:
+    async def ask(self, call: bytes, answer: Callback | None = None) -> ChildReply:
         """The reply to `call`, packed (to the start, where it is empty).
 
         Args:
@@ -78,9 +87,9 @@ class _Process:
                 raise _Died("asked where nobody answers")
             self.waits = True
             try:
-                given = packed(Answer(await answer(*reply.asks)))
+                given = packed(PolicyAnswer(await answer(*reply.asks)))
             except Exception as error:
-                failure, given = error, packed(Answer(error=_sendable(error)))
+                failure, given = error, packed(PolicyAnswer(error=_sendable(error)))
             finally:
                 self.waits = False
             reply = await self._reply(given)
@@ -88,7 +97,7 @@ class _Process:
             raise failure
         return reply
 
-    async def _reply(self, call: bytes) -> Reply:
+    async def _reply(self, call: bytes) -> ChildReply:
         reader, writer = self.process.stdout, self.process.stdin
         assert reader is not None
         assert writer is not None
@@ -127,9 +136,9 @@ class Lease:
 
     def __init__(self, pool: ProcessPool, process: _Process) -> None:
         self._pool, self._process = pool, process
-        self._last: Reply | None = None
+        self._last: ChildReply | None = None
 
-    async def ask(self, label: str, call: Call, timeout_s: float, answer: Callback) -> Any:
+    async def ask(self, label: str, call: ChildCall, timeout_s: float, answer: Callback) -> Any:
         """Run `call` in the process and return its result; `answer` replies to its questions meanwhile.
 
         Raises:
@@ -159,7 +168,7 @@ class ProcessPool:
         limits: of each.
     """
 
-    def __init__(self, size: int, limits: Limits) -> None:
+    def __init__(self, size: int, limits: ProcessLimits) -> None:
         self._limits = limits
         self._slots = asyncio.Semaphore(size)
         self._idle: list[_Process] = []
@@ -170,7 +179,7 @@ class ProcessPool:
     async def call(
         self,
         label: str,
-        target: Target,
+        target: CodeTarget,
         sees: str,
         arguments: list[Any],
         timeout_s: float,
@@ -186,7 +195,7 @@ class ProcessPool:
             UserCodeError: it raised, exceeded a limit, or its process died.
         """
         try:
-            packed_call = packed(Call(target, sees, arguments))
+            packed_call = packed(ChildCall(target, sees, arguments))
         except ValueError as error:
             raise UserCodeError(label, f"was given what {error}", how=_CANNOT_TRAVEL) from error
         with timed(Activity.process_wait):
@@ -209,7 +218,7 @@ class ProcessPool:
         """
         return Lease(self, await self._acquire(label))
 
-    async def take_back(self, process: _Process, reply: Reply | None) -> None:
+    async def take_back(self, process: _Process, reply: ChildReply | None) -> None:
         """A call or lease is over: keep the process if the last `reply`, None for a failure, says that it is fit."""
         process.calls += 1
         fit = reply is not None and keep(self._limits, process.calls, left_behind=reply.left_behind)
@@ -260,18 +269,18 @@ class ProcessPool:
             raise
         return process
 
-    async def _load(self, process: _Process, label: str, target: Target) -> None:
+    async def _load(self, process: _Process, label: str, target: CodeTarget) -> None:
         key = msgspec.msgpack.encode(target)
         if key in process.loaded:
             return
-        reply = await self.limited(process, label, packed(Call(target, child.LOAD, [])), START_LIMIT_S)
+        reply = await self.limited(process, label, packed(ChildCall(target, child.LOAD, [])), START_LIMIT_S)
         if reply.error:
             raise _raised(label, "cannot be loaded in a process: ", reply)
         process.loaded.add(key)
 
     async def limited(
         self, process: _Process, label: str, call: bytes, timeout_s: float, answer: Callback | None = None
-    ) -> Reply:
+    ) -> ChildReply:
         """The reply to `call` unless the process dies or exceeds a limit first.
 
         Raises:
@@ -333,7 +342,7 @@ class ProcessPool:
             await asyncio.gather(process.printing, return_exceptions=True)
 
 
-def _raised(label: str, begins: str, reply: Reply) -> UserCodeError:
+def _raised(label: str, begins: str, reply: ChildReply) -> UserCodeError:
     kind = reply.error.partition(":")[0]
     how = f"raised {kind}" if kind.isidentifier() else "returned what cannot travel"
     return UserCodeError(label, f"{begins}{reply.error}\n{reply.traceback}", how=how)

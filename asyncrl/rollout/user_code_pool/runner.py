@@ -21,8 +21,8 @@ from typing import Any, Protocol, Self
 from asyncrl.api.reward import RunIn
 from asyncrl.comm.running_time import RunningTimeout
 from asyncrl.rollout.user_code_pool.errors import TOO_SLOW, UserCodeError
-from asyncrl.rollout.user_code_pool.messages import Target
-from asyncrl.rollout.user_code_pool.policy import Limits
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
+from asyncrl.rollout.user_code_pool.policy import ProcessLimits
 from asyncrl.rollout.user_code_pool.processes import Lease, ProcessPool
 from asyncrl.rollout.user_code_pool.threads import DaemonThreads, UnusualExit, UserLoop, run_on
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
@@ -72,7 +72,7 @@ class Code:
     activity: Activity
     timeout_s: float
     run_in: RunIn
-    target: Target | None = None
+    target: CodeTarget | None = None
     sees: str = "answer"
 
 
@@ -90,7 +90,7 @@ class UserCodeRunner:
         self, settings: UserCodeSettings, envs: EpisodeProcesses | None = None, agents: EpisodeProcesses | None = None
     ) -> None:
         memory_bytes = settings.process_memory_mb << 20
-        limits = Limits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
+        limits = ProcessLimits(memory_bytes, settings.process_children + 1, settings.process_max_calls)
         self._users = UserLoop()
         self._threads = DaemonThreads("user-code")
         self._places = asyncio.Semaphore(settings.threads)

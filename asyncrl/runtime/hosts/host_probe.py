@@ -1,4 +1,5 @@
-"""Answers questions about this host: `python -I -S host_probe.py`, a line of JSON (`Question`) in, one (`Answer`) out.
+"""Answers questions about this host: `python -I -S host_probe.py`, a line of JSON (`Question`) in, one (`HostFindings`)
+out.
 
 The launcher runs it over ssh before a run starts (`asyncrl.runtime.hosts.ssh_check`). It imports the standard library
 only, and runs with interpreters that asyncrl does not support, so that their version can be reported.
@@ -27,7 +28,7 @@ class Question(NamedTuple):
     marker: str
 
 
-class Answer(NamedTuple):
+class HostFindings(NamedTuple):
     """Findings on a host; an empty string where nothing is wrong.
 
     Attributes:
@@ -55,9 +56,9 @@ def bind_error(address: str) -> str:
     return ""
 
 
-def answer(question: Question) -> Answer:
+def answer(question: Question) -> HostFindings:
     """Answer a question about this host."""
-    return Answer(
+    return HostFindings(
         version=".".join(map(str, sys.version_info[:2])),
         address=bind_error(question.address),
         working_folder=_enter_error(question.working_folder) if question.working_folder else "",

@@ -27,7 +27,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from asyncrl.comm.http.server import Body, HttpServer, Refused, Route, json_response
+from asyncrl.comm.http.server import Body, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security import RunSecret, SecretError
 from asyncrl.config.run_dir import SECRET_FILE
 from asyncrl.runtime import keeper
@@ -137,9 +137,9 @@ class _Incarnation:
         self._processes: dict[str, _Process] = {}
         http = secret.http()
         routes = {
-            "/start": Route(self._start, "POST", _ENTRY_LIMIT_BYTES),
-            "/tell": Route(self._tell, "POST"),
-            "/ask": Route(self._ask, "POST"),
+            "/start": HttpRoute(self._start, "POST", _ENTRY_LIMIT_BYTES),
+            "/tell": HttpRoute(self._tell, "POST"),
+            "/ask": HttpRoute(self._ask, "POST"),
         }
         self._server = HttpServer(routes, token=http.token, tls=http.server_context())
 

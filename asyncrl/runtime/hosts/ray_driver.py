@@ -12,7 +12,7 @@ Life of a driver
    has it; the launcher's own host is the node that this runs on; any other is whatever node has the CPUs and GPUs free.
 2. Each process that the launcher starts has a carrier (`asyncrl.runtime.hosts.ray_carrier`), which connects to the
    listening socket, a descriptor that the command line names, and hands over its standard input and output with a
-   `Request`.
+   `ProcessRequest`.
 3. The request's host has one actor, which holds the host's bundle and starts a keeper (`asyncrl.runtime.keeper`) for
    each process. What comes from the carrier's standard input goes to the keeper's, what the keeper's tree prints comes
    back; then the keeper's exit code. A host whose actor died, as with its node, gets a new one when a process is next
@@ -44,7 +44,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.runtime.exit_codes import EXIT_LOST
-from asyncrl.runtime.hosts.ray_requests import HostRequest, Request, Task, ambiguous_gpus
+from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, Task, ambiguous_gpus
 from asyncrl.runtime.keeper import TOLD_FAILED
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
@@ -183,7 +183,7 @@ class Driver:
         self._hosts = {asked.name: _Host(number, self._group, asked) for number, asked in enumerate(task.hosts)}
         self._count = 0
 
-    async def carry(self, request: Request, from_launcher: int, output: int) -> int:
+    async def carry(self, request: ProcessRequest, from_launcher: int, output: int) -> int:
         """See one process through; returns its exit code."""
         host = self._hosts[request.host]
         actor = host.actor()
@@ -275,7 +275,7 @@ async def _serve_one(driver: Driver | CannotStart, connection: socket.socket) ->
                 os.close(from_launcher)
                 code = TOLD_FAILED  # and it would not start if tried again
             else:
-                code = await driver.carry(Request(*json.loads(asked)), from_launcher, output)
+                code = await driver.carry(ProcessRequest(*json.loads(asked)), from_launcher, output)
         finally:
             os.close(output)
         with contextlib.suppress(OSError):  # the carrier has gone

@@ -31,7 +31,7 @@ class Task(NamedTuple):
     limit_s: float
 
 
-class Request(NamedTuple):
+class ProcessRequest(NamedTuple):
     """Start a keeper with this interpreter on this host; the process sees these of the host's GPUs, counted from 0."""
 
     host: str

@@ -23,7 +23,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.exit_codes import EXIT_LOST
 from asyncrl.runtime.hosts import host_probe
-from asyncrl.runtime.hosts.host_probe import Answer, Question, bind_error
+from asyncrl.runtime.hosts.host_probe import HostFindings, Question, bind_error
 from asyncrl.runtime.launchers.ssh import ssh_command
 from asyncrl.runtime.settings import SSH, HostConfig
 from asyncrl.runtime.trials.resume import TrialError
@@ -95,7 +95,7 @@ def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, h
         return _Findings([], [f"{setting}.name={host.name!r}: no answer by ssh within {_LIMIT_S:g} s; is the host up?"])
     words = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
     if ended.returncode == 0:
-        answer = Answer(**json.loads(ended.stdout.splitlines()[-1]))  # a login may print lines before
+        answer = HostFindings(**json.loads(ended.stdout.splitlines()[-1]))  # a login may print lines before
         return _Findings(list(_faults(setting, host, question, answer)), [])
     if ended.returncode == EXIT_LOST:
         for sign, mend in _REFUSALS.items():
@@ -113,7 +113,7 @@ def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, h
     )
 
 
-def _faults(setting: str, host: HostConfig, question: Question, answer: Answer) -> Iterator[str]:
+def _faults(setting: str, host: HostConfig, question: Question, answer: HostFindings) -> Iterator[str]:
     if tuple(map(int, answer.version.split("."))) < _OLDEST_PYTHON:
         yield f"{setting}.python={host.python!r}: is Python {answer.version} on {host.name}; give 3.11 or newer"
     yield from _address_fault(setting, host, answer.address)

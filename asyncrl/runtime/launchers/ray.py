@@ -25,7 +25,7 @@ from pathlib import Path
 
 from asyncrl.config.run_dir import LOGS_DIR
 from asyncrl.runtime.hosts import ray_carrier
-from asyncrl.runtime.hosts.ray_requests import HostRequest, Request, Task, address_of
+from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, Task, address_of
 from asyncrl.runtime.hosts.remote import RemoteBackend
 from asyncrl.runtime.launchers import WorkerHandle
 from asyncrl.runtime.plan import plan_workers
@@ -59,7 +59,7 @@ class Backend(RemoteBackend):
         """A small process that hands its standard input and output to the driver."""
         (own,) = [host for host in self.config.system.hosts if host.name == plan.host.name]
         numbers = [own.gpus.index(gpu) for gpu in plan.resources.gpus]
-        request = Request(plan.host.name, command[0], command[-1], numbers)
+        request = ProcessRequest(plan.host.name, command[0], command[-1], numbers)
         return [sys.executable, "-I", "-S", ray_carrier.__file__, self._socket, json.dumps(request)]
 
     def environment(self, plan: WorkerPlan) -> dict[str, str]:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from asyncrl.comm import names
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.process.descriptors import OTHERS
+from asyncrl.runtime.process_kinds import PROCESS_KINDS
 
 _PER_CHILD = 4
 """Descriptors of the launcher per process: its log, its pipe, its end."""
@@ -24,7 +24,7 @@ client and the endpoint.
 """
 
 
-class Need(NamedTuple):
+class DescriptorNeed(NamedTuple):
     """Open files that a process needs.
 
     Attributes:
@@ -40,16 +40,16 @@ class Need(NamedTuple):
     certain: bool
 
 
-def needs(config: ExperimentConfig) -> Iterator[Need]:
+def needs(config: ExperimentConfig) -> Iterator[DescriptorNeed]:
     """The needs of the processes of a run that depend on its size."""
-    counts = {kind: KINDS[kind].count(config) for kind in KINDS}
+    counts = {kind: PROCESS_KINDS[kind].count(config) for kind in PROCESS_KINDS}
     workers, servers, ranks = (
         counts.get(kind, 0) for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER, names.MODEL_WORKER)
     )
     rollout, group = config.rollout, config.group_size
 
-    def need(process: str, connections: int, why: str, *, certain: bool) -> Need:
-        return Need(process, connections + OTHERS, f"{why}, and {OTHERS} others", certain)
+    def need(process: str, connections: int, why: str, *, certain: bool) -> DescriptorNeed:
+        return DescriptorNeed(process, connections + OTHERS, f"{why}, and {OTHERS} others", certain)
 
     yield need(names.MASTER_WORKER, ranks + workers, f"{ranks} training ranks, {workers} RolloutWorkers", certain=True)
     told = f"{workers} RolloutWorkers, {servers} generation servers"
@@ -79,7 +79,7 @@ def check_files(config: ExperimentConfig) -> list[str]:
     return [f"{_told(need, hard)}: at its busiest {need.process} may run out" for need in short]
 
 
-def _told(need: Need, hard: int) -> str:
+def _told(need: DescriptorNeed, hard: int) -> str:
     return (
         f"{need.process} needs up to {need.files} open files ({need.why}) and the hard limit is {hard} (ulimit -Hn "
         f"{need.files} raises it, in the shell or the service that starts the run)"

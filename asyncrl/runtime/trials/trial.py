@@ -32,10 +32,10 @@ from asyncrl.config.run_dir import (
     run_dir_of,
     write_run_config,
 )
-from asyncrl.runtime.kinds import KINDS
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, trains_elsewhere, uses_memory_checkpoint
 from asyncrl.runtime.process.process_tree import end_launch
 from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.process_kinds import PROCESS_KINDS
 from asyncrl.runtime.settings import Resume
 from asyncrl.runtime.trials.claim import TrialClaim, is_here
 from asyncrl.runtime.trials.resume import CheckFolder, TrialError, continuation
@@ -135,7 +135,7 @@ class Trial:
                 given_up = resolver.get_subtree(INCARNATIONS) if again else {}
                 for key, incarnation in given_up.items():
                     kind, index = key.split("/")[-2:]
-                    if int(index) >= KINDS[kind].count(self.config):  # who joined is no child of the launcher
+                    if int(index) >= PROCESS_KINDS[kind].count(self.config):  # who joined is no child of the launcher
                         resolver.add(key, str(int(incarnation) + 1), replace=True)
                 if self._claim is not None:
                     self._claim.announce(resolver)
@@ -161,12 +161,12 @@ class Trial:
         """True if another launch has taken the trial.
 
         Raises:
-            NameResolveError: it cannot be told now.
+            NameResolveError: name resolution does not answer.
         """
         return self._claim is not None and self._claim.is_lost()
 
     def memory_checkpoint_is_there(self) -> bool:
-        """True if the trainer's side can continue from its last step."""
+        """True if the trainer can resume from its in-memory checkpoint."""
         try:
             with open_resolver(self.config, self.run_dir) as resolver:
                 announced = names.PublishedVersion.decode(resolver.get(names.model_version_key(names.ACTOR))).version
@@ -181,11 +181,13 @@ class Trial:
             return not self._memory_checkpoint.invalid
         return self._memory_checkpoint.can_go_on(announced)
 
-    def give_up(
-        self, workers: Mapping[tuple[str, int], int], killed: Collection[tuple[str, int]] = frozenset()
-    ) -> None:
-        """From now on the names of these workers, by kind and index, are for the incarnations to come; those before,
-        if any still run on a host that was cut off, do not put theirs back. Tell which were `killed` from outside.
+    def fence(self, workers: Mapping[tuple[str, int], int], killed: Collection[tuple[str, int]] = frozenset()) -> None:
+        """Fence these workers, given as incarnation by kind and index: their names now belong to later incarnations.
+
+        A fenced process that still runs on a host that was cut off cannot register again.
+
+        Args:
+            killed: workers, among these, that were killed from outside.
         """
         with open_resolver(self.config, self.run_dir) as resolver:
             for (kind, index), incarnation in workers.items():
@@ -194,7 +196,7 @@ class Trial:
                 resolver.add(names.incarnation_key(kind, index), str(incarnation), replace=True)
 
     def forget_trainer(self) -> None:
-        """Take the addresses of the trainer's side out of name resolution: their successors would wait for the dead."""
+        """Remove the trainer's addresses from name resolution: its successors would wait for dead processes."""
         self._remove_meetings()
         with open_resolver(self.config, self.run_dir) as resolver:
             trees = (f"{names.WORKERS}/{names.MODEL_WORKER}", names.PULLERS)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.algorithms.arithmetic.sums import Stat, Stats, count_stat, merge_stats
 from asyncrl.algorithms.inputs import PolicyLossInputs
-from asyncrl.algorithms.objective import should_stop
+from asyncrl.algorithms.objective import should_stop, weight_variance
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
@@ -194,12 +194,11 @@ class _Loss:
 
     def _signal(self) -> Tensor:
         """The tokens that carry loss, bool [T]."""
-        batch, spec = self._batch, self._objective.spec
+        batch = self._batch
         wanted_T = batch["loss_mask"]
         if KEEP in self._ctx.reads:
             wanted_T = wanted_T & batch[KEEP][batch.seq_ids_T]
-        acts_anyway = spec.kl is not None or spec.entropy_coef != 0.0
-        if acts_anyway or not self._ctx.args.get("drop_zero_advantage", True):
+        if self._objective.acts_without_advantage or not self._ctx.args.get("drop_zero_advantage", True):
             return wanted_T
         nonzero_T = (batch["advantages"] != 0) & wanted_T
         counts_S = torch.zeros(batch.num_seqs, dtype=torch.int64, device=batch.device)
@@ -217,8 +216,10 @@ def _report(ctx: CallContext, batch: StepBatch, loss: _Loss, progress: _Progress
     outcomes = progress.outcomes
     if "kl/reference" in reduced:
         ctx.state.kl.update(reduced["kl/reference"], int(reduced["samples/total"]))
+    variance = weight_variance(reduced["ppo/behave_ratio_mean"], reduced["ppo/behave_ratio_square_mean"])
     return {
         **reduced,
+        "ppo/effective_share": 1.0 / (1.0 + variance),
         "loss": sum(losses) / len(losses),
         "ppo/loss_per_minibatch": losses,
         "ppo/minibatches_skipped": float(missing if progress.stopped is None else missing + 1),

@@ -77,7 +77,7 @@ class ParityTestable(Protocol):
         """The same as the engine computes it in training, of all `sequences` in one micro-batch. Differentiable."""
 
 
-class Layout(NamedTuple):
+class SequenceLayout(NamedTuple):
     """Layout of sequences, and transformers' name of the attention function that goes with it."""
 
     kind: AttentionKind
@@ -90,29 +90,29 @@ class Layout(NamedTuple):
 _HOW = {AttentionKind.padded: "on padded rows", AttentionKind.tree: "packed with shared prefixes"}
 
 
-_LAYOUTS: dict[AttentionImplementation, tuple[Layout, ...]] = {
+_LAYOUTS: dict[AttentionImplementation, tuple[SequenceLayout, ...]] = {
     AttentionImplementation.sdpa: (
-        Layout(AttentionKind.tree, PACKED),
-        Layout(AttentionKind.packed, PACKED),
-        Layout(AttentionKind.padded, "sdpa"),
-        Layout(AttentionKind.padded, "eager"),
+        SequenceLayout(AttentionKind.tree, PACKED),
+        SequenceLayout(AttentionKind.packed, PACKED),
+        SequenceLayout(AttentionKind.padded, "sdpa"),
+        SequenceLayout(AttentionKind.padded, "eager"),
     ),
     AttentionImplementation.flash_attention_2: (
-        Layout(AttentionKind.flash, "flash_attention_2"),
-        Layout(AttentionKind.padded, "flash_attention_2"),
+        SequenceLayout(AttentionKind.flash, "flash_attention_2"),
+        SequenceLayout(AttentionKind.padded, "flash_attention_2"),
     ),
-    AttentionImplementation.eager: (Layout(AttentionKind.padded, "eager"),),
+    AttentionImplementation.eager: (SequenceLayout(AttentionKind.padded, "eager"),),
 }
 
 
-def first_layout(setting: AttentionImplementation) -> Layout:
+def first_layout(setting: AttentionImplementation) -> SequenceLayout:
     """Return the layout that `select_attention` tries first."""
     return _LAYOUTS[setting][0]
 
 
 def select_attention(
     engine: ParityTestable, setting: AttentionImplementation, *, longest: int, row: int = 0, share_prefixes: bool = True
-) -> Layout:
+) -> SequenceLayout:
     """Set `engine` to the first layout of `model.attn_implementation` that is proven right for its model; returns it.
 
     Args:
@@ -152,7 +152,7 @@ def select_attention(
     )
 
 
-def layouts(setting: AttentionImplementation) -> tuple[Layout, ...]:
+def layouts(setting: AttentionImplementation) -> tuple[SequenceLayout, ...]:
     """All that are tried, in this order."""
     return _LAYOUTS[setting]
 
@@ -176,7 +176,7 @@ def refuse_longer_than_independent(network: PreTrainedModel, longest: int) -> No
         )
 
 
-def _unseen_layers(network: PreTrainedModel, layout: Layout) -> str | None:
+def _unseen_layers(network: PreTrainedModel, layout: SequenceLayout) -> str | None:
     """Layers whose attention begins to differ from a plain one where no short sequence shows it.
 
     On padded rows transformers draws their masks itself.
@@ -234,7 +234,7 @@ class _Subject:
         """The shortest length that was lowered."""
         return min(self._lengths.values())
 
-    def fault(self, layout: Layout) -> str | None:
+    def fault(self, layout: SequenceLayout) -> str | None:
         """Return the fault of the model under `layout`; None if it has none. The model stays set to `layout`."""
         network = self._engine.network
         try:

@@ -30,7 +30,7 @@ _DEATHS = frozenset({DropReason.worker_died, DropReason.crashed_worker})
 
 
 @dataclass(slots=True)
-class Done:
+class InjectedFault:
     """A fault that was done.
 
     Attributes:
@@ -78,7 +78,9 @@ def replaced_as(target: str) -> str:
     return TRAINER if target.partition("/")[0] in _TRAINERS else target
 
 
-def complete(done: Sequence[Done], steps: Sequence[tuple[float, int]], restarts: Sequence[Mapping[str, Any]]) -> None:
+def complete(
+    done: Sequence[InjectedFault], steps: Sequence[tuple[float, int]], restarts: Sequence[Mapping[str, Any]]
+) -> None:
     """Fill in when the run went on after each fault.
 
     `steps`: when each row of metrics was seen; `restarts`: the lines of `restarts.jsonl`.
@@ -101,12 +103,14 @@ def complete(done: Sequence[Done], steps: Sequence[tuple[float, int]], restarts:
         each.next_step_s = None if row is None else row - origin
 
 
-def _covers(later: Done, earlier: Done) -> bool:
+def _covers(later: InjectedFault, earlier: InjectedFault) -> bool:
     """True if the restart after `later` includes the restart that was due after `earlier`."""
     return later.kind == LAUNCHER or replaced_as(later.fault.target) == replaced_as(earlier.fault.target)
 
 
-def _went_on(each: Done, restarts: Sequence[Mapping[str, Any]], steps: Sequence[tuple[float, int]]) -> float | None:
+def _went_on(
+    each: InjectedFault, restarts: Sequence[Mapping[str, Any]], steps: Sequence[tuple[float, int]]
+) -> float | None:
     """When what replaced it was ready; after the death of a launcher there is no line but the next step's."""
     if each.kind == LAUNCHER:
         return next((seen for seen, _ in steps if seen > each.at), None)
@@ -114,7 +118,7 @@ def _went_on(each: Done, restarts: Sequence[Mapping[str, Any]], steps: Sequence[
     return next((line["time"] for line in restarts if line.get("went_on") in what and line["time"] > each.at), None)
 
 
-def find_work(done: Sequence[Done], entries: Sequence[Entry]) -> None:
+def find_work(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
     """Fill in when each replacement did what it is there for, by the ledger's lines.
 
     A RolloutWorker: it was admitted a rollout. GserverManager: it admitted one, or took one as finished. The trainer's
@@ -143,12 +147,12 @@ def _works(entries: Sequence[Entry]) -> list[tuple[float, str]]:
     return sorted(found)
 
 
-def _is_of(each: Done, worker: str) -> bool:
+def _is_of(each: InjectedFault, worker: str) -> bool:
     """True if a line about `worker` shows that the replacement of `each` works."""
     return each.kind == names.GSERVER_MANAGER or worker == each.fault.target
 
 
-def add_costs(done: Sequence[Done], entries: Sequence[Entry]) -> None:
+def add_costs(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
     """Fill in what each fault cost: what the ledger says was thrown away for it.
 
     A rollout that was dropped as its worker died is the last kill's of that worker, where there was one; what a launch
@@ -201,7 +205,7 @@ def _forgotten(entries: Sequence[Entry]) -> list[tuple[Begin, list[Entry]]]:
     return found
 
 
-def _last_before(done: Sequence[Done], at: float, target: str | None) -> Done | None:
+def _last_before(done: Sequence[InjectedFault], at: float, target: str | None) -> InjectedFault | None:
     """The last kill of `target` before `at`, or else the last fault."""
     before = [each for each in done if each.at <= at]
     kills = [each for each in before if each.fault.kind is FaultKind.kill and each.fault.target == target]

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from asyncrl.comm import names
-from asyncrl.verify.chaos.fault_costs import Done
+from asyncrl.verify.chaos.fault_costs import InjectedFault
 from asyncrl.verify.chaos.plan import FaultKind
 from asyncrl.verify.chaos.run import Watched
 
@@ -66,7 +66,7 @@ def verdict(watched: Watched, books: str | None, findings: Sequence[str]) -> lis
     return wrong
 
 
-def _what(done: Done) -> str:
+def _what(done: InjectedFault) -> str:
     kind, _, index = done.fault.target.partition("/")
     target = f"{_SHORT.get(kind, kind)}/{index}" if index else kind
     return {
@@ -78,7 +78,7 @@ def _what(done: Done) -> str:
     }[done.fault.kind]
 
 
-def _back(done: Done) -> str:
+def _back(done: InjectedFault) -> str:
     if done.fault.kind is not FaultKind.kill:
         return "-"
     if done.overtaken_by is not None and done.at_work_s is None:

@@ -31,7 +31,7 @@ from asyncrl.config.run_dir import METRICS_FILE, SECRET_FILE, run_dir_of
 from asyncrl.manager.messages import StatusReply
 from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.verify.chaos.disk import Ballast
-from asyncrl.verify.chaos.fault_costs import LAUNCHER, Done
+from asyncrl.verify.chaos.fault_costs import LAUNCHER, InjectedFault
 from asyncrl.verify.chaos.links import Links
 from asyncrl.verify.chaos.plan import DELAY_S, Fault, FaultKind, PlanClock
 
@@ -60,7 +60,7 @@ class Watched:
 
     began: float
     code: int | None = None
-    done: list[Done] = field(default_factory=list)
+    done: list[InjectedFault] = field(default_factory=list)
     left: list[tuple[Fault, str]] = field(default_factory=list)
     steps: list[tuple[float, int]] = field(default_factory=list)
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
@@ -185,9 +185,9 @@ class ChaosRun:
                 self._seen.left.append((fault, "the run ended before its target was there"))
             raise
 
-    def _note(self, fault: Fault, what: str, note: str = "") -> Done:
+    def _note(self, fault: Fault, what: str, note: str = "") -> InjectedFault:
         step = self._seen.steps[-1][1] if self._seen.steps else 0
-        done = Done(fault, time.time(), step, note)
+        done = InjectedFault(fault, time.time(), step, note)
         self._seen.done.append(done)
         self._say(f"#{fault.number}, after step {step}: {what}" + (f" ({note})" if note else ""))
         return done
@@ -290,7 +290,7 @@ class ChaosRun:
                 self._links.look(self._names())
             await asyncio.sleep(LINK_LOOK_S)
 
-    async def _await_requests(self, done: Done, dead: int) -> None:
+    async def _await_requests(self, done: InjectedFault, dead: int) -> None:
         """Note when a server in the place of the one that died gets requests: it has the newest weights then."""
         index = int(done.fault.target.partition("/")[2])
         http: JsonHttp | None = None

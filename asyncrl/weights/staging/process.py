@@ -30,7 +30,7 @@ from aiohttp import web
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import PIECE_BYTES, HttpError, JsonHttp
-from asyncrl.comm.http.server import Handler, HttpServer, Refused, Route, json_response
+from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.run_dir import STAGED_DIR
@@ -151,11 +151,11 @@ class StagingService:
         self._sources = KnownSources()
         self.store = Store(root, self._peers, on_launch_folder)
         routes = {
-            "/stage": Route(self._stage, "POST"),
-            "/manifest": Route(_of_copy(self._manifest, self.store), "GET"),
-            "/file": Route(_of_copy(self._file, self.store), "GET"),
-            "/same_code": Route(self._same_code, "POST", _MAX_SUMS_BYTES),
-            "/observed": Route(self._observed, "POST", _MAX_OBSERVED_BYTES),
+            "/stage": HttpRoute(self._stage, "POST"),
+            "/manifest": HttpRoute(_of_copy(self._manifest, self.store), "GET"),
+            "/file": HttpRoute(_of_copy(self._file, self.store), "GET"),
+            "/same_code": HttpRoute(self._same_code, "POST", _MAX_SUMS_BYTES),
+            "/observed": HttpRoute(self._observed, "POST", _MAX_OBSERVED_BYTES),
         }
         self.http = HttpServer(routes, token=token, tls=tls)
 

@@ -27,7 +27,7 @@ from asyncrl.api import (
 from asyncrl.inference.openai.endpoint import Endpoint
 from asyncrl.inference.openai.session import Session
 from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
-from asyncrl.plugins.chat.request import Limits
+from asyncrl.plugins.chat.request import ChatLimits
 from asyncrl.plugins.chat.settings import DriftCheck
 from asyncrl.plugins.chat.stop_strings import kept_tokens
 from asyncrl.plugins.chat.template import ChatFormat
@@ -238,7 +238,7 @@ async def test_answers_that_nobody_got_are_in_no_sample(world: World) -> None:
 
 
 async def test_a_conversation_at_its_limit_ends_with_length_and_then_with_an_error(world: World) -> None:
-    client = world.client(0, ChatPolicy(limits=Limits(max_turns=2)))
+    client = world.client(0, ChatPolicy(limits=ChatLimits(max_turns=2)))
     session = await world.open(client, 0)
     there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
     messages: Any = [question(0)]
@@ -304,7 +304,7 @@ async def test_what_a_client_stitches_together_by_tokenize_is_what_a_conversatio
 
 
 async def test_the_model_says_how_long_a_conversation_may_be(world: World) -> None:
-    for limits, told in ((Limits(max_context=77), 77), (Limits(), None)):
+    for limits, told in ((ChatLimits(max_context=77), 77), (ChatLimits(), None)):
         session = await world.open(world.client(0, ChatPolicy(limits=limits)), 0)
         there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
         model: Any = await there.models.retrieve("policy")
@@ -352,7 +352,7 @@ async def test_anthropics_client_is_told_which_stop_sequence_ended_the_answer(
 
 
 async def test_tokenize_tells_the_context_that_a_conversation_really_has(world: World) -> None:
-    session = await world.open(world.client(0, ChatPolicy(limits=Limits(max_context=77))), 0)
+    session = await world.open(world.client(0, ChatPolicy(limits=ChatLimits(max_context=77))), 0)
     there = world.openai.with_options(base_url=session.base_url, api_key=session.api_key)
     body = {"model": "m", "messages": [question(0)]}
     found: Any = await there.post(f"{session.root_url}/tokenize", cast_to=object, body=body)

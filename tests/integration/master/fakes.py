@@ -24,6 +24,7 @@ from asyncrl.observe.metrics import read_rows
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (
+    AttachMaster,
     BeginStep,
     CallStats,
     CommitCheckpoint,
@@ -39,12 +40,11 @@ from asyncrl.trainer.messages import (
     PolledBuffer,
     Publish,
     PublishedWeights,
+    RankState,
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
-    Standing,
     StepRunning,
-    TakeUp,
     WrittenShare,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
@@ -96,7 +96,7 @@ class FakeWorkers:
     train_gate: asyncio.Event | None = None
     write_gate: asyncio.Event | None = None
     on_train: Callable[[], None] | None = None
-    standing: dict[int, Standing] = field(default_factory=dict)
+    standing: dict[int, RankState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.placed = self.placed or Placement(dict.fromkeys(("actor", "ref"), WorkerGrid(data=self.count)))
@@ -143,14 +143,14 @@ class FakeWorkers:
                 return EndedStep(memory_bytes=1000 + worker)
             case IsStepRunning():
                 return StepRunning(self.stands(worker).in_step)
-            case TakeUp():
+            case AttachMaster():
                 self.received = {head: self._held(records) for head, records in self.received.items()}
                 return self.stands(worker)
             case BeginStep():
-                self.standing[worker] = Standing(in_step=True, master_state=None)
+                self.standing[worker] = RankState(in_step=True, master_state=None)
             case SaveCheckpoint(in_memory=True):
                 state = json.loads(json.dumps(request.master_state))
-                self.standing[worker] = Standing(in_step=False, master_state=state)
+                self.standing[worker] = RankState(in_step=False, master_state=state)
             case LoadCheckpoint():
                 return LoadedCheckpoint(self.stored)
             case LoadMemoryCheckpoint():
@@ -181,8 +181,8 @@ class FakeWorkers:
         begun = {rollout for _, request in self.log if isinstance(request, BeginStep) for rollout in request.leaving}
         return [record for record in records if record.rollout_id not in begun.union(self.discarded)]
 
-    def stands(self, worker: int) -> Standing:
-        return self.standing.get(worker, Standing(in_step=False, master_state=None))
+    def stands(self, worker: int) -> RankState:
+        return self.standing.get(worker, RankState(in_step=False, master_state=None))
 
     def requests(self, kind: type[_Q]) -> list[_Q]:
         """Return the requests of this kind that worker 0 received."""

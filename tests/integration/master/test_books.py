@@ -14,7 +14,7 @@ from asyncrl.comm.files.sealed_json import unseal
 from asyncrl.config.setting import ChoiceConfig
 from asyncrl.manager.messages import ConsumedReply, DroppedRollout
 from asyncrl.master.books.run_files import BooksError
-from asyncrl.master.peers.ranks import Stalled
+from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from tests.integration.master.fakes import (
     FakeWorkers,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.master.peers.ranks import Stalled
+from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.rollout.settings import EvalSetConfig
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.trainer.messages import (

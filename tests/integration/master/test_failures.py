@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.master.graph.executor import ExecutionError
-from asyncrl.master.peers.ranks import Stalled
+from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.trainer.messages import (
     BeginStep,
     FinishShare,

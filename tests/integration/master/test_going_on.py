@@ -16,14 +16,14 @@ from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import (
     MEMORY_CHECKPOINT_LOST,
+    AttachMaster,
     CollectWeights,
     FinishShare,
     IsStepRunning,
     LoadCheckpoint,
     LoadMemoryCheckpoint,
     Publish,
-    Standing,
-    TakeUp,
+    RankState,
 )
 from tests.integration.master.fakes import (
     FakeWorkers,
@@ -123,7 +123,7 @@ async def test_a_master_that_follows_goes_on_with_ranks_between_two_steps(
         await second.deliver(range(10, 16), oldest=2)
         await task
     asked_again = {type(request) for _, request in second.workers.log[asked:]}
-    assert TakeUp in asked_again
+    assert AttachMaster in asked_again
     assert LoadCheckpoint not in asked_again
     assert second.workers.trained_rollouts() == [f"r{order}" for order in range(16)]
     assert [row["step"] for row in second.rows()] == [1, 2, 3, 4]
@@ -184,9 +184,9 @@ async def test_a_master_that_follows_touches_nothing_where_the_ranks_do_not_stan
         await until(lambda: len(first.manager.reports) == 2)
     match stand:
         case "in a step":
-            first.workers.standing[1] = Standing(in_step=True, master_state=None)
+            first.workers.standing[1] = RankState(in_step=True, master_state=None)
         case "after different steps":
-            first.workers.standing[1] = Standing(in_step=False, master_state={"version": 1})
+            first.workers.standing[1] = RankState(in_step=False, master_state={"version": 1})
         case "one is gone":
             first.workers.fail[IsStepRunning] = PeerGone("killed")
     books = (tmp_path / "books.json").read_text()
@@ -195,7 +195,7 @@ async def test_a_master_that_follows_touches_nothing_where_the_ranks_do_not_stan
     second = Run(tmp_path, first.config, follows=first)
     with pytest.raises(RestartTrainer):
         await second.loop.run()
-    assert {type(request) for _, request in second.workers.log[asked:]} <= {IsStepRunning, TakeUp}
+    assert {type(request) for _, request in second.workers.log[asked:]} <= {IsStepRunning, AttachMaster}
     assert second.begun == 0
     assert (tmp_path / "books.json").read_text() == books
 

@@ -21,9 +21,9 @@ from asyncrl.api.trajectory import MAX_REWARD
 from asyncrl.config.catalog import known, resolve
 
 NAMES = sorted(known("advantage"))
-CENTRED = ("dr_grpo", "gpg", "grpo", "opo", "reinforce_pp_baseline")
+CENTRED = ("dr_grpo", "gdpo", "gpg", "grpo", "max_rl", "opo", "reinforce_pp_baseline")
 """Estimators that compare with the group's mean: nothing in a group of one episode."""
-WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
+WHITENED = ("gdpo", "reinforce_pp", "reinforce_pp_baseline")
 BY_TURN = ("dr_grpo", "grpo", "reinforce_pp_baseline", "rloo")
 _LIMIT = float(np.nextafter(np.float32(MAX_REWARD), np.float32(0)))
 
@@ -89,6 +89,8 @@ def test_advantages_are_finite_and_no_larger_than_the_rewards_allow(name, inputs
         "gae_turn": math.sqrt(tokens),
         "reinforce_pp": math.sqrt(tokens),
         "reinforce_pp_baseline": math.sqrt(tokens),
+        "gdpo": math.sqrt(tokens),
+        "max_rl": float((samples_S * episodes_S).max()) + 1.0,
         "gpg": 2 * largest * len(inputs.group_ids_S.unique()),
     }.get(name, 2 * largest)
     assert found <= bound * (1 + 1e-6)

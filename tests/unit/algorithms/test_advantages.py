@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.config.catalog import known, resolve
 
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "remax", "reinforce_pp_baseline")
+GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "remax", "reinforce_pp_baseline", "rae", "max_rl", "gdpo")
 
 
 def advantage_inputs(batch, seed: int, *, truncated: bool = False, token_rewards: bool = False) -> AdvantageInputs:
@@ -63,6 +63,9 @@ def sequence_reference(name: str, batch, inputs: AdvantageInputs) -> np.ndarray:
             "gpg": alpha * (rewards[i] - mean),
             "remax": rewards[i] - greedy[i],
             "reinforce_pp_baseline": rewards[i] - mean,
+            "rae": rewards[i],  # of the first step, when baselines are 0
+            "max_rl": (rewards[i] - mean) / (sum(abs(rewards[members])) / len(members)) if any(rewards[members]) else 0,
+            "gdpo": (rewards[i] - mean) / (spread + 1e-6),
         }[name]
     return result
 
@@ -80,7 +83,7 @@ def test_sequence_estimator_equals_its_definition_for_groups_of_any_size(ragged,
     batch = ragged(seed, group_size=group_size)
     inputs = advantage_inputs(batch, seed, token_rewards=token_rewards)
     expected = np.where(batch.mask, sequence_reference(name, batch, inputs)[batch.seq_ids], 0.0)
-    if name == "reinforce_pp_baseline":
+    if name in ("reinforce_pp_baseline", "gdpo"):
         expected = whitened(expected, batch.mask)
     np.testing.assert_allclose(estimate(name, inputs).advantages_T.numpy(), expected, rtol=1e-9, atol=1e-9)
 
@@ -248,7 +251,7 @@ def run_in_lockstep(name: str, parts: list[AdvantageInputs]) -> list[torch.Tenso
 def test_a_group_of_one_has_no_advantage_but_under_leave_one_out_is_plain_reinforce(ragged):
     batch = ragged(2, num_seqs=3, group_size=1)
     inputs = advantage_inputs(batch, 2)
-    for name in ("grpo", "dr_grpo", "opo", "gpg"):
+    for name in ("grpo", "dr_grpo", "opo", "gpg", "max_rl", "gdpo"):
         assert estimate(name, inputs).advantages_T.abs().max() < 1e-12
     expected = np.where(batch.mask, batch.rewards[batch.seq_ids], 0.0)
     np.testing.assert_allclose(estimate("rloo", inputs).advantages_T.numpy(), expected)

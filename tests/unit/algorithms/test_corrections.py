@@ -21,7 +21,8 @@ def correct(name: str, batch, **params: Any) -> CorrectionOutput:
     inputs = batch.inputs()
     return resolve("correction", name, params)(
         CorrectionInputs(
-            inputs.prox_logprobs_T, inputs.behave_logprobs_T, inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs
+            *(inputs.prox_logprobs_T, inputs.behave_logprobs_T, inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs),
+            *(inputs.logprobs_T.detach(), inputs.advantages_T),
         )
     )
 
@@ -34,10 +35,14 @@ def reference(name: str, batch, low: float, high: float, cap: float):
         ratios = [math.exp(batch.prox[t] - batch.behave[t]) for t in span]
         product = math.prod(ratios)
         mean = product ** (1 / len(ratios)) if ratios else 1.0
+        away = sum(batch.behave[t] - batch.logprobs[t] for t in span) / max(len(span), 1)
+        k3 = sum(r - 1 - math.log(r) for r in ratios) / max(len(span), 1)
         for t, r in zip(span, ratios, strict=True):
             weight, reason = {
                 "none": (1.0, None),
                 "token_truncate": (min(r, cap), None),
+                "opsm": (min(r, cap), "sequence_away" if away > low and batch.advantages[t] < 0 else None),
+                "chain": (min(r, cap), "seq_mean_k3" if k3 > high else None),
                 "token_mask": (r, "weight_above_cap" if r > cap else None),
                 "icepop": (r, "weight_below_band" if r < low else "weight_above_band" if r > high else None),
                 "sequence_truncate": (min(product, cap), None),
@@ -61,6 +66,8 @@ CASES = [
     ("icepop", {"low": 0.8, "high": 1.3}),
     ("sequence_truncate", {"cap": 1.2}),
     ("sequence_mask", {"cap": 1.2}),
+    ("opsm", {"delta": 0.05, "cap": 1.3}),
+    ("chain", {"masks": "seq_mean_k3", "bounds": "0.08", "cap": 1.3}),
     ("geometric_mask", {"low": 0.9, "high": 1.05, "cap": 1.3}),
 ]
 
@@ -74,7 +81,8 @@ def test_every_registered_correction_has_a_reference_version():
 def test_weights_and_masked_counts_equal_the_definition(ragged, seed, name, params):
     batch = ragged(seed, num_seqs=8)
     output = correct(name, batch, **params)
-    weights, masked = reference(name, batch, params.get("low", 0.0), params.get("high", 9.0), params.get("cap", 9.0))
+    low, high = params.get("low", params.get("delta", 0.0)), params.get("high", float(params.get("bounds", 9.0)))
+    weights, masked = reference(name, batch, low, high, params.get("cap", 9.0))
     assert np.flatnonzero(output.keep_T.numpy()).tolist() == sorted(weights)
     np.testing.assert_allclose(
         output.weight_T.numpy()[sorted(weights)], [weights[t] for t in sorted(weights)], rtol=1e-12
@@ -85,7 +93,7 @@ def test_weights_and_masked_counts_equal_the_definition(ragged, seed, name, para
 @pytest.mark.parametrize("name", sorted(known("correction")))
 def test_equal_policies_need_no_correction(ragged, name):
     batch = ragged(2)
-    output = correct(name, dataclasses.replace(batch, prox=batch.behave))
+    output = correct(name, dataclasses.replace(batch, prox=batch.behave, logprobs=batch.behave))
     assert torch.equal(output.keep_T, torch.tensor(batch.mask))
     assert output.weight_T[output.keep_T].eq(1.0).all()
     assert not any(output.masked.values())

@@ -78,7 +78,32 @@ def test_k1_and_k3_are_unbiased_for_the_full_divergence():
 
 
 def test_every_registered_estimator_is_tested_here():
-    assert {*SAMPLED, "full"} == set(known("kl"))
+    assert {*SAMPLED, "k3_unbiased", "full"} == set(known("kl"))
+
+
+def test_the_weighted_k3_has_the_gradient_of_the_divergence_on_tokens_of_another_policy() -> None:
+    """Its expectation over the behaviour policy, word by word, is that of `full` under the policy; k3's is not."""
+    inputs = full_inputs(4)
+    behave_TV = full_inputs(5).log_probs_TV
+    leaf = inputs.log_probs_TV.clone().requires_grad_()
+
+    def slope(name: str) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        policy_TV = leaf.log_softmax(-1)
+        for word in range(9):
+            told = (policy_TV[:, word], inputs.ref_log_probs_TV[:, word], inputs.mask_T)
+            one = KLInputs(*told, behave_logprobs_T=behave_TV[:, word])
+            total = total + (behave_TV[:, word].exp() * resolve("kl", name, {"cap": math.inf})(one)).sum()
+        return torch.autograd.grad(total, leaf)[0]
+
+    exact = resolve("kl", "full")(
+        KLInputs(inputs.logprobs_T, inputs.ref_logprobs_T, inputs.mask_T, leaf.log_softmax(-1), inputs.ref_log_probs_TV)
+    )
+    (expected,) = torch.autograd.grad(exact.sum(), leaf)
+    torch.testing.assert_close(slope("k3_unbiased"), expected, rtol=1e-10, atol=1e-12)
+    assert (slope("k3") - expected).abs().max() > 0.01
+    with pytest.raises(ValueError, match="behaviour log-probabilities"):
+        resolve("kl", "k3_unbiased")(KLInputs(inputs.logprobs_T, inputs.ref_logprobs_T, inputs.mask_T))
 
 
 def k3_at(gap: float, **params: float) -> tuple[float, float]:

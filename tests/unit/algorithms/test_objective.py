@@ -102,8 +102,12 @@ SPECS = [
         ("sapo", "token_mask", "seq_mean_token_mean"),
         ("gpg", "none", "token_mean"),
         ("reinforce", "token_truncate", "constant"),
+        ("dppo_kl", "opsm", "token_mean"),
+        ("gmpo", "chain", "seq_mean_token_mean"),
+        ("topr", "none", "seq_mean_token_mean"),
+        ("vespo", "token_truncate", "token_mean"),
     ]
-]
+] + [ObjectiveSpec(policy_loss=Choice("reinforce"), kl=Choice("k3_unbiased"), kl_coef=0.1, log_ratio_coef=0.3)]
 
 
 def cut(cuts: list[int], num_seqs: int) -> list[list[int]]:
@@ -111,7 +115,7 @@ def cut(cuts: list[int], num_seqs: int) -> list[list[int]]:
     return [list(range(a, b)) for a, b in itertools.pairwise(edges)]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.policy_loss.name)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"{s.policy_loss.name}-{s.kl.name}")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(1, 7), max_size=4), order=st.permutations(range(8)))
 @settings(max_examples=12)

@@ -73,6 +73,39 @@ def dppo(lp, sg, old, A, low, high):
     return token
 
 
+def dppo_kl(lp, sg, old, A, low, high):
+    def token(t):
+        p, q = math.exp(old[t]), math.exp(sg[t])
+        divergence = p * math.log(p / q) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
+        leaves = (A[t] > 0 and q > p and divergence > high) or (A[t] < 0 and q < p and divergence > low)
+        return 0.0 if leaves else -math.exp(lp[t] - old[t]) * A[t]
+
+    return token
+
+
+def gmpo(lp, sg, old, A, spans, low, high):
+    def clipped(x, t):
+        return min(x[t] - old[t], high) if A[t] > 0 else max(x[t] - old[t], -low)
+
+    log_s = {t: sum(clipped(sg, k) for k in span) / len(span) for span in spans for t in span}
+    return lambda t: -math.exp(log_s[t] + clipped(lp, t) - clipped(sg, t)) * A[t]
+
+
+def topr(lp, sg, old, A, spans):
+    weight = {t: min(math.exp(sum(sg[k] - old[k] for k in span)), 1.0) for span in spans for t in span}
+    return lambda t: -(1.0 if A[t] >= 0 else weight[t]) * A[t] * lp[t]
+
+
+def vespo(lp, sg, old, A, spans):
+    log_w = {t: sum(sg[k] - old[k] for k in span) for span in spans for t in span}
+
+    def token(t):
+        k, lam = (2.0, 3.0) if A[t] >= 0 else (3.0, 2.0)
+        return -math.exp(lam) * math.exp(log_w[t]) ** k * math.exp(-lam * math.exp(log_w[t])) * A[t] * lp[t]
+
+    return token
+
+
 def reinforce(lp, sg, old, A):
     return lambda t: -A[t] * lp[t]
 
@@ -111,6 +144,18 @@ CASES: list[tuple[str, dict[str, Any], Callable[..., Callable[[int], float]]]] =
         {"delta_low": 0.05, "delta_high": 0.08},
         lambda b, lp, sg: dppo(lp, sg, b.behave, b.advantages, 0.05, 0.08),
     ),
+    (
+        "dppo_kl",
+        {"delta_low": 0.02, "delta_high": 0.03},
+        lambda b, lp, sg: dppo_kl(lp, sg, b.behave, b.advantages, 0.02, 0.03),
+    ),
+    (
+        "gmpo",
+        {"clip_low": 0.2, "clip_high": 0.3},
+        lambda b, lp, sg: gmpo(lp, sg, b.behave, b.advantages, list(b.spans()), 0.2, 0.3),
+    ),
+    ("topr", {}, lambda b, lp, sg: topr(lp, sg, b.behave, b.advantages, list(b.spans()))),
+    ("vespo", {}, lambda b, lp, sg: vespo(lp, sg, b.behave, b.advantages, list(b.spans()))),
     ("gpg", {}, lambda b, lp, sg: reinforce(lp, sg, b.behave, b.advantages)),
     ("reinforce", {}, lambda b, lp, sg: reinforce(lp, sg, b.behave, b.advantages)),
 ]

@@ -27,7 +27,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.runtime.process import hardware
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.settings import ReferenceMode, RoleRanks
-from asyncrl.trainer.sizing import Need
+from asyncrl.trainer.sizing import MemoryNeed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -74,7 +74,7 @@ def row(worker: int, gpu: str | None, gib: float, checkpointed: float | None = N
     fixed = RUNTIME_BYTES["cpu" if gpu is None else "gpu"]
     activations = round(gib * GIB) - fixed
     saved = round((gib if checkpointed is None else checkpointed) * GIB) - fixed
-    return RankRow(worker, "here", gpu, ("actor@dp0.tp0.pp0",), Need(activations=activations, checkpointed=saved))
+    return RankRow(worker, "here", gpu, ("actor@dp0.tp0.pp0",), MemoryNeed(activations=activations, checkpointed=saved))
 
 
 def test_a_rank_that_does_not_fit_its_gpu_is_named_with_what_to_do() -> None:
@@ -129,7 +129,7 @@ def test_what_is_kept_in_host_memory_is_counted_there(
 
 
 def test_a_host_too_small_for_what_its_gpus_put_there_is_said() -> None:
-    (message,) = warnings([RankRow(0, "here", "0", (), Need(host=5 * GIB))], 4 * GIB, {"0": 80 * GIB})
+    (message,) = warnings([RankRow(0, "here", "0", (), MemoryNeed(host=5 * GIB))], 4 * GIB, {"0": 80 * GIB})
     assert message.startswith("roles and moments that are kept in host memory need 5.0 GiB of it, and this machine has")
 
 

@@ -17,7 +17,7 @@ import yaml
 from asyncrl import launch
 from asyncrl.api import SamplingParams
 from asyncrl.inference.openai.anthropic import Messages
-from asyncrl.inference.openai.calls import Call
+from asyncrl.inference.openai.calls import ApiCall
 from asyncrl.inference.openai.chat_completions import ChatCompletions
 from asyncrl.inference.openai.errors import ApiError
 from asyncrl.inference.openai.responses import Responses
@@ -30,15 +30,15 @@ BROKEN_CALL = {"id": "c", "function": {"name": "f", "arguments": "["}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-def chat(**more: Any) -> Call:
+def chat(**more: Any) -> ApiCall:
     return ChatCompletions().read(json.dumps({"model": "m", "messages": [USER]} | more).encode())
 
 
-def respond(**more: Any) -> Call:
+def respond(**more: Any) -> ApiCall:
     return Responses().read(json.dumps({"model": "m", "input": [USER]} | more).encode())
 
 
-def message(**more: Any) -> Call:
+def message(**more: Any) -> ApiCall:
     return Messages().read(json.dumps({"model": "m", "max_tokens": 9, "messages": [USER]} | more).encode())
 
 
@@ -91,7 +91,7 @@ def parts(kind: str) -> Any:
     ],
 )
 def test_what_would_change_the_meaning_is_refused_by_name(
-    read: Callable[..., Call], given: dict[str, Any], named: str
+    read: Callable[..., ApiCall], given: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ApiError) as refused:
         read(**given)
@@ -114,7 +114,7 @@ def test_what_would_change_the_meaning_is_refused_by_name(
         (message, {"metadata": {"user_id": "u"}, "service_tier": "auto"}),
     ],
 )
-def test_what_asks_for_nothing_changes_nothing(read: Callable[..., Call], given: dict[str, Any]) -> None:
+def test_what_asks_for_nothing_changes_nothing(read: Callable[..., ApiCall], given: dict[str, Any]) -> None:
     call, plain = read(**given), read()
     assert (call.messages, call.tools, call.n) == (plain.messages, plain.tools, 1)
     assert call.sampling == plain.sampling

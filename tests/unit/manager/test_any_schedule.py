@@ -7,7 +7,7 @@ manager's log, the last step, the inboxes, checkpoints, the file of used prompts
     messages   a call's reply is lost, a call arrives late, again, or after those that were made later; a trajectory
                reaches the trainer late, never, twice, or without its acknowledgement
     joining    a RolloutWorker comes while the run goes on, goes for good, and another takes its name
-    deaths     of a RolloutWorker, the manager, the trainer's side (which goes on from its last step), or of the run
+    deaths     of a RolloutWorker, the manager, the trainer (which resumes from its last step), or of the run
                (from its newest checkpoint); and a worker's lease that lapses though it lives
 
 Every schedule ends fairly: what was ever handed out comes to its end, the gate has no place less, the books balance,
@@ -451,7 +451,7 @@ class Schedule(RuleBasedStateMachine):
         self.all_heard = False
         self.service.worker_died(worker.name)
 
-    # The trainer's side.
+    # The trainer.
 
     @move()
     def collect(self) -> None:
@@ -656,7 +656,7 @@ class Schedule(RuleBasedStateMachine):
 
 
 def test_a_checkpoint_keeps_its_line_in_a_ledger_that_went_on_from_a_step() -> None:
-    """The trainer's side dies after a checkpoint and goes on from the step before it; then the run dies."""
+    """The trainer dies after a checkpoint and goes on from the step before it; then the run dies."""
     schedule = Schedule()
     schedule.begin(batch=1, eta=1, on_stale=OnStale.drop, stops_early=False)
     schedule.fair_turn(0)

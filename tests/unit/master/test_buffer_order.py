@@ -16,7 +16,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.checks import check
 from asyncrl.master.data.buffer import SampleBuffer
-from asyncrl.master.data.buffer_order import BufferOrder
+from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.settings import BufferOrderConfig
 from asyncrl.trainer.messages import RolloutRecord
 
@@ -66,7 +66,7 @@ def record(order: int, reward: float, oldest: int = 3) -> RolloutRecord:
 
 async def taken(order: BufferOrderConfig, *records: RolloutRecord, batch: int = 2, eta: int = 2) -> list[list[str]]:
     """Return the rollouts that the steps from version 3 on train."""
-    buffer, mine = SampleBuffer(batch, eta, "drop"), BufferOrder(replace(order, timeout_s=LIMIT_S))
+    buffer, mine = SampleBuffer(batch, eta, "drop"), ConfiguredOrder(replace(order, timeout_s=LIMIT_S))
     buffer.add(records)
     batches = []
     version = 3
@@ -114,7 +114,7 @@ async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_
         return -rollout.order
 
     monkeypatch.setattr("asyncrl.master.data.buffer_order.load_plugin", lambda path: slow)
-    order = BufferOrder(BufferOrderConfig("mine.py:slow", timeout_s=0.05))
+    order = ConfiguredOrder(BufferOrderConfig("mine.py:slow", timeout_s=0.05))
     assert await order.ranks(ROLLOUTS, 3) == {}
     assert "buffer.order mine.py:slow took longer than buffer.order.timeout_s=0.05 for 4 rollouts" in caplog.text
     assert await asyncio.to_thread(begun.wait, LIMIT_S)
@@ -131,7 +131,7 @@ async def test_one_that_takes_too_long_costs_the_order_of_its_steps_and_not_the_
 async def test_what_arrives_while_it_ranks_is_behind_what_it_ranked(mine: str) -> None:
     buffer = SampleBuffer(2, 2, "drop")
     buffer.add([record(0, 1.0), record(2, 0.5)])
-    order = BufferOrder(BufferOrderConfig(f"{mine}:hardest_first", timeout_s=LIMIT_S))
+    order = ConfiguredOrder(BufferOrderConfig(f"{mine}:hardest_first", timeout_s=LIMIT_S))
     ranks = await order.ranks(buffer.live(), 3)
     buffer.add([record(1, 0.0)])
     batch = buffer.take(3, ranks)
@@ -142,7 +142,7 @@ async def test_what_arrives_while_it_ranks_is_behind_what_it_ranked(mine: str) -
 def test_a_path_that_names_no_function_is_refused(mine: str) -> None:
     for path, message in ((f"{mine}:constant", "it is a int"), (f"{mine}:nothing", "defines no 'nothing'")):
         with pytest.raises(ConfigError, match=message):
-            BufferOrder(BufferOrderConfig(path))
+            ConfiguredOrder(BufferOrderConfig(path))
     config = ExperimentConfig()
     config.buffer.order = BufferOrderConfig(f"{mine}:hardest_first", {"form_age": 1})
     assert "did you mean 'from_age'?" in "".join(check(config))
@@ -198,24 +198,26 @@ def of_row(row: int, epoch: int) -> RolloutRecord:
 
 async def test_an_object_is_told_what_is_trained_and_goes_on_from_its_state(classes: str) -> None:
     config = BufferOrderConfig(f"{classes}:LeastSeen", timeout_s=LIMIT_S)
-    order = BufferOrder(config)
+    order = ConfiguredOrder(config)
     assert order.state() == {"path": config.path, "state": {}}
     await order.trained([of_row(0, 0), of_row(1, 0)], 3)
     kept = json.loads(json.dumps(order.state()))
     await order.trained([of_row(0, 1)], 4)
     assert kept["state"] == {"0": 1, "1": 1}, "of the step that it was kept after"
-    again = BufferOrder(config)
+    again = ConfiguredOrder(config)
     again.restore(kept)
     waiting = [of_row(0, 2), of_row(1, 2), of_row(2, 2)]
     assert await again.ranks(waiting, 5) == {"r20": 1.0, "r21": 1.0, "r22": 0.0}
     assert await order.ranks(waiting, 5) == {"r20": 2.0, "r21": 1.0, "r22": 0.0}
-    another = BufferOrder(BufferOrderConfig(f"{classes}:NotPlain".replace("NotPlain", "LeastSeen"), {"weight": 2.0}))
+    another = ConfiguredOrder(
+        BufferOrderConfig(f"{classes}:NotPlain".replace("NotPlain", "LeastSeen"), {"weight": 2.0})
+    )
     another.restore({"path": "elsewhere.py:Other", "state": {"0": 7}})
     assert another.state() == {"path": config.path, "state": {}}
 
 
 async def test_a_functions_order_keeps_nothing(mine: str) -> None:
-    order = BufferOrder(BufferOrderConfig(f"{mine}:hardest_first"))
+    order = ConfiguredOrder(BufferOrderConfig(f"{mine}:hardest_first"))
     await order.trained(ROLLOUTS, 3)
     assert order.state() is None
     order.restore(None)
@@ -223,9 +225,9 @@ async def test_a_functions_order_keeps_nothing(mine: str) -> None:
 
 def test_an_object_that_cannot_be_kept_is_refused_before_the_start(classes: str) -> None:
     with pytest.raises(ConfigError, match=r"state\(\) and restore\(state\) both or neither"):
-        BufferOrder(BufferOrderConfig(f"{classes}:HalfAState"))
+        ConfiguredOrder(BufferOrderConfig(f"{classes}:HalfAState"))
     with pytest.raises(ConfigError, match=r"buffer\.order\.path=.*NotPlain.*state\(\) is a set; it is plain data"):
-        BufferOrder(BufferOrderConfig(f"{classes}:NotPlain"))
+        ConfiguredOrder(BufferOrderConfig(f"{classes}:NotPlain"))
     config = ExperimentConfig()
     config.buffer.order = BufferOrderConfig(f"{classes}:LeastSeen", {"weight": 2.0})
     assert not [line for line in check(config) if "buffer.order" in line]

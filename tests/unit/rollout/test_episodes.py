@@ -27,7 +27,7 @@ from asyncrl.api import (
 from asyncrl.api.agent import agent_of
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
-from asyncrl.plugins.chat.request import Limits
+from asyncrl.plugins.chat.request import ChatLimits
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 from asyncrl.rollout.episode import RetryLimits, run_group
 
@@ -269,7 +269,7 @@ async def test_an_episode_that_fails_once_its_context_is_full_names_the_setting(
             raise KeyError("no tool call")
         return 1.0 if any(completion.token_ids for completion in answer.completions) else None
 
-    full = ChatPolicy(Limits(max_context=len(PROMPT.input_ids)))
+    full = ChatPolicy(ChatLimits(max_context=len(PROMPT.input_ids)))
     with pytest.raises(KeyError) as caught:
         await roll_out_counted(goes_on, tries=RetryLimits(1, least=9), rules=full)
     assert "generation.context_length left no room" in str(caught.value.__notes__)

@@ -27,7 +27,7 @@ from asyncrl.api import (
     ToolCall,
 )
 from asyncrl.rollout.user_code_pool.child.agent import ChildAgent, answer, outcome_of
-from asyncrl.rollout.user_code_pool.messages import LENGTH, Answer, Reply, Target, packed
+from asyncrl.rollout.user_code_pool.messages import LENGTH, ChildReply, CodeTarget, PolicyAnswer, packed
 
 MINE = """
 def run(prompt, env, client, *, chat):
@@ -126,14 +126,16 @@ def child(tmp_path: Path, tiny_model: Path) -> Any:
 
     def play(client: Client) -> tuple[dict[str, Any], Any]:
         def ask(name: str, args: Any, kwargs: Any) -> Any:
-            name, args, kwargs = over_the_pipe(Reply(asks=[name, args, kwargs])).asks
-            return over_the_pipe(Answer(asyncio.run(answer(Env(), cast(ChatClient, client), name, args, kwargs)))).value
+            name, args, kwargs = over_the_pipe(ChildReply(asks=[name, args, kwargs])).asks
+            return over_the_pipe(
+                PolicyAnswer(asyncio.run(answer(Env(), cast(ChatClient, client), name, args, kwargs)))
+            ).value
 
-        agent = ChildAgent(Target(f"{module}:run", {}), str(tiny_model), True, ask)
+        agent = ChildAgent(CodeTarget(f"{module}:run", {}), str(tiny_model), True, ask)
         seen: dict[str, Any] = {}
         agent._run.func.__globals__.update(SEEN=seen, REQUEST=REQUEST)
-        prompt = over_the_pipe(Answer(PROMPT)).value
-        return seen, outcome_of(over_the_pipe(Reply(agent.run(prompt))).value)
+        prompt = over_the_pipe(PolicyAnswer(PROMPT)).value
+        return seen, outcome_of(over_the_pipe(ChildReply(agent.run(prompt))).value)
 
     return play
 

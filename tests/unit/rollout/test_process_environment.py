@@ -28,7 +28,7 @@ from asyncrl.rollout.episode import RetryLimits, run_group
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.child.environment import ProcessEnvironment
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
-from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
 from asyncrl.rollout.user_code_pool.runner import EpisodeProcesses, UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import metered
 
@@ -141,7 +141,7 @@ def make(runner: UserCodeRunner, tmp_path: Path) -> Make:
 
     def environment(name: str, **args: Any) -> ProcessEnvironment:
         reward: RewardFunction = length
-        return ProcessEnvironment(Target(f"{file}:{name}", args), reward, f"env mine.py:{name}", LIMIT_S, runner)
+        return ProcessEnvironment(CodeTarget(f"{file}:{name}", args), reward, f"env mine.py:{name}", LIMIT_S, runner)
 
     return environment
 

@@ -17,7 +17,7 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.launch import main
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.rollout.rehearsal import MadeUpPolicy, Outcome, rehearse
+from asyncrl.rollout.rehearsal import MadeUpPolicy, RehearsalOutcome, rehearse
 
 Configured = Callable[..., ExperimentConfig]
 
@@ -95,7 +95,7 @@ def configured(tmp_path: Path, tiny_model: Path) -> Configured:
 
 
 async def test_the_demo_passes(configured: Configured) -> None:
-    assert await rehearse(configured()) == Outcome()
+    assert await rehearse(configured()) == RehearsalOutcome()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ async def test_the_code_of_an_evaluation_set_is_rehearsed_too(configured: Config
     assert outcome.error.startswith("eval: reward ")
     assert "KeyError: 'solution'" in outcome.error
     assert any('data["solution"] == completion' in line for line in outcome.where)
-    assert await rehearse(configured("eval.reward.path=CODE:number")) == Outcome()
+    assert await rehearse(configured("eval.reward.path=CODE:number")) == RehearsalOutcome()
 
 
 @pytest.mark.parametrize(("name", "whose"), [("as_in_trl", "TRL's"), ("as_in_verl", "verl's")])
@@ -143,7 +143,7 @@ async def test_code_that_fails_on_some_answers_is_a_note(configured: Configured)
 
 async def test_a_failure_reward_is_no_failure(configured: Configured) -> None:
     overrides = ("reward.path=CODE:no_such_column", "reward.failure_reward=0.0")
-    assert await rehearse(configured(*overrides)) == Outcome()
+    assert await rehearse(configured(*overrides)) == RehearsalOutcome()
 
 
 def test_a_process_that_user_code_ends_is_an_error_that_says_so(configured: Configured) -> None:

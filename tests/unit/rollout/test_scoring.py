@@ -34,7 +34,7 @@ from asyncrl.rollout.episode import run_group
 from asyncrl.rollout.scoring import episode_of
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
-from asyncrl.rollout.user_code_pool.messages import USE, Call
+from asyncrl.rollout.user_code_pool.messages import USE, ChildCall
 from asyncrl.rollout.user_code_pool.processes import Lease
 from asyncrl.rollout.user_code_pool.timing import metered
 
@@ -374,7 +374,7 @@ async def test_what_an_agent_in_a_process_does_wrong_costs_its_episode(
     config.agent.args, config.rollout.user_code.process_children = {"deed": deed}, 4
     ask = Lease.ask
 
-    async def impatient_with_member_1(lease: Lease, label: str, call: Call, timeout_s: float, answer: Any) -> Any:
+    async def impatient_with_member_1(lease: Lease, label: str, call: ChildCall, timeout_s: float, answer: Any) -> Any:
         is_its_run = call.sees == USE and call.arguments[1][0].member == 1
         return await ask(lease, label, call, 1.0 if is_its_run else timeout_s, answer)
 

@@ -20,8 +20,8 @@ import pytest
 from asyncrl.api import RunIn
 from asyncrl.rollout.settings import UserCodeConfig
 from asyncrl.rollout.user_code_pool.errors import UserCodeError, failed_label
-from asyncrl.rollout.user_code_pool.messages import MAX_BYTES, Call, Target, packed
-from asyncrl.rollout.user_code_pool.policy import Limits, Usage, excess, keep
+from asyncrl.rollout.user_code_pool.messages import MAX_BYTES, ChildCall, CodeTarget, packed
+from asyncrl.rollout.user_code_pool.policy import ProcessLimits, Usage, excess, keep
 from asyncrl.rollout.user_code_pool.runner import MAX_ABANDONED, QUIET_S, Code, SlowCalls, UserCodeRunner
 from asyncrl.rollout.user_code_pool.timing import Activity, Meter, current_meter, metered, timed
 
@@ -141,7 +141,7 @@ def hostile(tmp_path: Path) -> Callable[..., Code]:
     file.write_text(HOSTILE)
 
     def code(name: str, timeout_s: float = LIMIT_S, **args: Any) -> Code:
-        target = Target(f"{file}:{name}", args)
+        target = CodeTarget(f"{file}:{name}", args)
         return Code(f"reward hostile.py:{name}", Activity.reward, timeout_s, RunIn.process, target)
 
     return code
@@ -446,7 +446,7 @@ async def test_what_holds_the_loops_is_named(
 
 
 def test_a_process_is_renewed_at_its_limits() -> None:
-    limits = Limits(memory_bytes=100 << 20, processes=3, max_calls=10)
+    limits = ProcessLimits(memory_bytes=100 << 20, processes=3, max_calls=10)
     assert excess(limits, Usage(3, 100 << 20)) is None
     assert "started 3 processes" in (excess(limits, Usage(4, 0)) or "")
     assert "used 101 MB" in (excess(limits, Usage(1, 101 << 20)) or "")
@@ -490,19 +490,19 @@ def test_the_name_of_failed_code_is_found_through_causes_and_groups() -> None:
 
 def test_a_message_beyond_the_limit_is_refused() -> None:
     with pytest.raises(ValueError, match=f"more than the {MAX_BYTES}"):
-        packed(Call(Target("a.py:b", {}), "answer", ["x" * MAX_BYTES]))
+        packed(ChildCall(CodeTarget("a.py:b", {}), "answer", ["x" * MAX_BYTES]))
 
 
 def test_the_pool_dies_with_its_worker(tmp_path: Path) -> None:
     program = tmp_path / "worker.py"
     program.write_text(
         "import asyncio, os\n"
-        "from asyncrl.rollout.user_code_pool.messages import Target\n"
-        "from asyncrl.rollout.user_code_pool.policy import Limits\n"
+        "from asyncrl.rollout.user_code_pool.messages import CodeTarget\n"
+        "from asyncrl.rollout.user_code_pool.policy import ProcessLimits\n"
         "from asyncrl.rollout.user_code_pool.processes import ProcessPool\n"
         "async def main():\n"
-        "    pool = ProcessPool(1, Limits(1 << 30, 4, 9))\n"
-        f"    target = Target({str(tmp_path / 'f.py')!r} + ':pid', {{}})\n"
+        "    pool = ProcessPool(1, ProcessLimits(1 << 30, 4, 9))\n"
+        f"    target = CodeTarget({str(tmp_path / 'f.py')!r} + ':pid', {{}})\n"
         "    print(await pool.call('r', target, 'answer', [], 60), flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())\n"

@@ -20,12 +20,12 @@ from asyncrl.observe.display import Row
 from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import STOP_SIGNAL
-from asyncrl.runtime.kinds import KINDS, ProcessKind, Restart
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, ProcessKind, Restart
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
 from asyncrl.runtime.worker_plan import WorkerPlan
 
@@ -105,15 +105,15 @@ class Notes:
 @pytest.fixture
 def kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, ProcessKind]:
     """The registry, with a leader, a client and a server; tests add to it."""
-    for name in list(KINDS):
-        monkeypatch.delitem(KINDS, name)
+    for name in list(PROCESS_KINDS):
+        monkeypatch.delitem(PROCESS_KINDS, name)
     for name, kind in (
         ("server", ProcessKind("nowhere:Server", serves=True)),
         ("client", ProcessKind("nowhere:Client")),
         ("leader", ProcessKind("nowhere:Leader", leads=True)),
     ):
-        monkeypatch.setitem(KINDS, name, kind)
-    return KINDS
+        monkeypatch.setitem(PROCESS_KINDS, name, kind)
+    return PROCESS_KINDS
 
 
 Play = Callable[..., tuple[int, Stage, str]]
@@ -292,7 +292,7 @@ def test_a_death_that_name_resolution_cannot_be_told_of_ends_the_run_with_a_sent
     def away(*_: object) -> None:
         raise NameResolveUnavailable("etcd does not answer")
 
-    monkeypatch.setattr(launcher_module.Trial, "give_up", away)
+    monkeypatch.setattr(launcher_module.Trial, "fence", away)
     code, stage, notes = play(helper=ends(-signal.SIGKILL))
     assert code == EXIT_FAILED
     assert stage.stopped == ["leader/0", "client/0", "server/0"]

@@ -1,4 +1,4 @@
-"""Successors of the trainer's side may go on only from what everyone else has heard of."""
+"""A restarted trainer resumes only from a state that covers all that other processes have seen."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
-from asyncrl.runtime.kinds import GPU_ALLOCATOR
 from asyncrl.runtime.memory_checkpoint import trains_elsewhere
 from asyncrl.runtime.plan import plan_workers
+from asyncrl.runtime.process_kinds import GPU_ALLOCATOR
 from asyncrl.runtime.settings import HostConfig, SystemConfig
 from asyncrl.runtime.worker_plan import WorkerPlan
 from asyncrl.trainer.settings import RoleRanks

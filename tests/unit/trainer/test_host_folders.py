@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.trainer.host_folders import Holding, MemoryCheckpointLost, chosen
+from asyncrl.trainer.host_folders import MemoryCheckpointLost, StoredVersion, chosen
 
 
-def held(version: int, *lacking: str, lineage: int = 0) -> Holding:
-    return Holding(version, f"manifest of {version} in {lineage}", lacking)
+def held(version: int, *lacking: str, lineage: int = 0) -> StoredVersion:
+    return StoredVersion(version, f"manifest of {version} in {lineage}", lacking)
 
 
 def test_the_newest_version_that_every_host_has_whole_is_taken() -> None:
@@ -33,7 +33,7 @@ def test_a_version_that_a_host_never_committed_is_passed_over() -> None:
     ],
 )
 def test_nobody_goes_back_behind_a_version_that_others_may_have_seen(
-    holdings: dict[str, tuple[Holding, ...]], message: str
+    holdings: dict[str, tuple[StoredVersion, ...]], message: str
 ) -> None:
     with pytest.raises(MemoryCheckpointLost, match=message):
         chosen(holdings)
@@ -43,7 +43,7 @@ class Cluster:
     """Hosts that keep steps by the protocol, and the newest version that others have seen."""
 
     def __init__(self, hosts: int) -> None:
-        self.memory: list[list[Holding]] = [[] for _ in range(hosts)]
+        self.memory: list[list[StoredVersion]] = [[] for _ in range(hosts)]
         self.seen = 0
 
     def keep(self, version: int, lineage: int, commits: int) -> None:

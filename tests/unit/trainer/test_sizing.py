@@ -28,7 +28,7 @@ from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Coordinates, WorkerGrid
 from asyncrl.trainer.settings import AttentionImplementation
 from asyncrl.trainer.sizing import (
-    Need,
+    MemoryNeed,
     Workload,
     count,
     layer_bytes_per_token,
@@ -244,8 +244,8 @@ def test_replicas_hold_the_same_shards() -> None:
 
 
 def test_roles_of_a_rank_keep_all_they_have_and_work_one_after_the_other() -> None:
-    small = Need(weights=10, gradients=20, moments=40, activations=5, checkpointed=4, logits=1)
-    large = Need(weights=1, activations=100, checkpointed=3, gathered=50, reducing=30, reduced_last=200)
+    small = MemoryNeed(weights=10, gradients=20, moments=40, activations=5, checkpointed=4, logits=1)
+    large = MemoryNeed(weights=1, activations=100, checkpointed=3, gathered=50, reducing=30, reduced_last=200)
     both = total([small, large])
     assert both == large.beside(small)
     assert (both.weights, both.gradients, both.moments) == (11, 20, 40)
@@ -265,8 +265,8 @@ def test_moments_in_host_memory_are_on_the_device_in_pieces_only() -> None:
 
 
 def test_of_off_loaded_roles_one_is_on_the_device_and_all_are_on_the_host() -> None:
-    actor = Need(weights=10, gradients=20, moments=40, activations=5, checkpointed=4, logits=1)
-    reference = Need(weights=30, activations=3, checkpointed=3)
+    actor = MemoryNeed(weights=10, gradients=20, moments=40, activations=5, checkpointed=4, logits=1)
+    reference = MemoryNeed(weights=30, activations=3, checkpointed=3)
     both = total([actor, reference], offload=True)
     assert both.total == actor.total
     assert both.host == 10 + 40 + 30

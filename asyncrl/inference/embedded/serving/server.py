@@ -32,7 +32,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from asyncrl.api import Tokenizer
 from asyncrl.api.picture import MAX_BYTES, Picture, PictureError
-from asyncrl.comm.http.server import Handler, HttpServer, Refused, Route, json_response
+from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.inference.embedded.engine import COMMAND_TIMEOUT_S, GenerationEngine
 from asyncrl.inference.embedded.serving import info
 from asyncrl.inference.embedded.serving.pictures import MissingPicture, PictureCache
@@ -94,17 +94,17 @@ class GenerationApp:
         self._pictures = PictureCache() if engine.takes_pictures else None
         self._registry, self._latency = build_registry(engine, self._name)
         routes = {
-            "/generate": Route(_refusing(self._generate), "POST", MAX_PROMPTS_BYTES),
-            "/pictures": Route(_refusing(self._picture), "POST", MAX_PICTURE_BODY),
-            "/pause_generation": Route(_refusing(self._pause), "POST"),
-            "/continue_generation": Route(_refusing(self._continue), "POST"),
-            "/abort_request": Route(_refusing(self._abort), "POST"),
-            "/update_weights_from_disk": Route(_refusing(self._update_weights), "POST"),
-            "/health": Route(self._health, "GET", open=True),
-            "/ready": Route(self._ready, "GET", open=True),
-            "/model_info": Route(self._model_info, "GET"),
-            "/server_info": Route(self._server_info, "GET"),
-            "/metrics": Route(self._metrics, "GET", open=True),
+            "/generate": HttpRoute(_refusing(self._generate), "POST", MAX_PROMPTS_BYTES),
+            "/pictures": HttpRoute(_refusing(self._picture), "POST", MAX_PICTURE_BODY),
+            "/pause_generation": HttpRoute(_refusing(self._pause), "POST"),
+            "/continue_generation": HttpRoute(_refusing(self._continue), "POST"),
+            "/abort_request": HttpRoute(_refusing(self._abort), "POST"),
+            "/update_weights_from_disk": HttpRoute(_refusing(self._update_weights), "POST"),
+            "/health": HttpRoute(self._health, "GET", open=True),
+            "/ready": HttpRoute(self._ready, "GET", open=True),
+            "/model_info": HttpRoute(self._model_info, "GET"),
+            "/server_info": HttpRoute(self._server_info, "GET"),
+            "/metrics": HttpRoute(self._metrics, "GET", open=True),
         }
         self.http = HttpServer(routes, token=token, tls=tls, registry=self._registry)
 

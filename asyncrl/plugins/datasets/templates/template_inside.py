@@ -2,7 +2,7 @@
 
     python -P template_inside.py             # requests from its input, answers to its output
 
-    request    8 bytes, little endian: length of what follows; MessagePack of a `Request`
+    request    8 bytes, little endian: length of what follows; MessagePack of a `TemplateRequest`
     answer     `HEADER`; a text in UTF-8, which may hold lone surrogates
 
 A template is somebody else's program. Jinja's sandbox keeps it from Python's objects, but bounds neither its loops nor
@@ -33,7 +33,7 @@ HEADER = struct.Struct("<cQ")
 RENDERED, REFUSED, NO_TEMPLATE, TOO_LARGE = b"r", b"f", b"n", b"l"
 
 
-class Request(msgspec.Struct, frozen=True):
+class TemplateRequest(msgspec.Struct, frozen=True):
     """Render the template `source` with `variables` at the local time `now`; without variables only compile it."""
 
     source: str
@@ -47,7 +47,7 @@ def main(cpu_s: float, memory_bytes: int, text_chars: int) -> None:
         signal.signal(interrupt, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    decoder = msgspec.msgpack.Decoder(Request)
+    decoder = msgspec.msgpack.Decoder(TemplateRequest)
     while length := sys.stdin.buffer.read(LENGTH.size):
         request = decoder.decode(sys.stdin.buffer.read(*LENGTH.unpack(length)))
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
@@ -58,7 +58,7 @@ def main(cpu_s: float, memory_bytes: int, text_chars: int) -> None:
         sys.stdout.buffer.flush()
 
 
-def _answer(request: Request, text_chars: int) -> tuple[bytes, bytes]:
+def _answer(request: TemplateRequest, text_chars: int) -> tuple[bytes, bytes]:
     """Kind and text of the answer to `request`."""
     try:
         try:

@@ -20,7 +20,14 @@ from typing import IO, Any, Final
 
 import msgspec
 
-from asyncrl.plugins.datasets.templates.template_inside import HEADER, LENGTH, NO_TEMPLATE, REFUSED, TOO_LARGE, Request
+from asyncrl.plugins.datasets.templates.template_inside import (
+    HEADER,
+    LENGTH,
+    NO_TEMPLATE,
+    REFUSED,
+    TOO_LARGE,
+    TemplateRequest,
+)
 
 CPU_LIMIT_S: Final = 5.0
 """CPU limit of one rendering, in s; a usual one takes a ten-thousandth of it."""
@@ -52,7 +59,7 @@ class TemplateProcess:
             TemplateLimit: it takes more than the limits.
         """
         try:
-            request = _encoder.encode(Request(source, None if variables is None else dict(variables), now))
+            request = _encoder.encode(TemplateRequest(source, None if variables is None else dict(variables), now))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise TemplateRefusal(
                 f"gets a value that is not plain data ({error}); messages, tools and dataset.chat_template_args may "

@@ -29,7 +29,7 @@ from asyncrl.api.agent import agent_of
 from asyncrl.api.trajectory import check_group
 from asyncrl.config.import_paths import load_plugin
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.rollout.user_code_pool.messages import Target
+from asyncrl.rollout.user_code_pool.messages import CodeTarget
 
 Ask = Callable[..., Any]
 """Gives what the worker answers to a name, positional arguments and keyword arguments."""
@@ -44,7 +44,7 @@ class ChildAgent:
         ask: asks the worker.
     """
 
-    def __init__(self, target: Target, model: str, chat: bool, ask: Ask) -> None:
+    def __init__(self, target: CodeTarget, model: str, chat: bool, ask: Ask) -> None:
         found: Any = load_plugin(target.path)
         offered: dict[str, Any] = {"tokenizer": load_tokenizer(model), "chat": chat}
         if inspect.isclass(found):

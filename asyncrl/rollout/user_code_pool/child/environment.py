@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.api import Environment, RewardFunction, RunIn, StepResult, scored
 from asyncrl.rollout.user_code_pool.errors import UserCodeError
-from asyncrl.rollout.user_code_pool.messages import MAKE, USE, Call, Target
+from asyncrl.rollout.user_code_pool.messages import MAKE, USE, ChildCall, CodeTarget
 from asyncrl.rollout.user_code_pool.process_slots import GroupSlots
 from asyncrl.rollout.user_code_pool.processes import START_LIMIT_S, Lease
 from asyncrl.rollout.user_code_pool.runner import Code, UserCodeRunner
@@ -35,7 +35,7 @@ class ProcessEnvironment(Environment):
 
     def __init__(
         self,
-        target: Target,
+        target: CodeTarget,
         reward: RewardFunction,
         label: str,
         timeout_s: float,
@@ -81,7 +81,7 @@ class ProcessEnvironment(Environment):
             try:
                 if self._lease is None:
                     self._lease = await self._leased()
-                    await self._ask("made", Call(self._target, MAKE, []), START_LIMIT_S)
+                    await self._ask("made", ChildCall(self._target, MAKE, []), START_LIMIT_S)
                 value = await self._ask(method, self._use(method, args, kwargs), self._timeout_s)
                 self._failed = self._closed  # closed meanwhile: nobody else gives the process back
                 return value
@@ -114,10 +114,10 @@ class ProcessEnvironment(Environment):
         finally:
             await self._give_back(whole=whole)
 
-    def _use(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> Call:
-        return Call(self._target, USE, [method, args, kwargs])
+    def _use(self, method: str, args: list[Any], kwargs: dict[str, Any]) -> ChildCall:
+        return ChildCall(self._target, USE, [method, args, kwargs])
 
-    async def _ask(self, name: str, call: Call, timeout_s: float) -> Any:
+    async def _ask(self, name: str, call: ChildCall, timeout_s: float) -> Any:
         assert self._lease is not None
         label = f"{self._label}.{name}"
         with self._runner.told(Code(label, Activity.env, timeout_s, RunIn.process)):

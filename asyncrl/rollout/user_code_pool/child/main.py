@@ -27,10 +27,19 @@ import msgspec
 from asyncrl.api import Environment
 from asyncrl.api.reward import Episode
 from asyncrl.config.import_paths import load_plugin
-from asyncrl.rollout.user_code_pool.messages import LENGTH, MAKE, USE, Answer, Call, Reply, Target, packed
+from asyncrl.rollout.user_code_pool.messages import (
+    LENGTH,
+    MAKE,
+    USE,
+    ChildCall,
+    ChildReply,
+    CodeTarget,
+    PolicyAnswer,
+    packed,
+)
 
 LOAD = "load"
-"""Kind of a `Call` that only loads its target."""
+"""Kind of a `ChildCall` that only loads its target."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TRACEBACK_CHARS = 4000
 
@@ -42,8 +51,8 @@ def main() -> None:
     own_pid = os.getpid()
     loaded: dict[bytes, Callable[..., Any]] = {}
     held = _Held(calls, replies)
-    decoder = msgspec.msgpack.Decoder(Call)
-    _send(replies, Reply())
+    decoder = msgspec.msgpack.Decoder(ChildCall)
+    _send(replies, ChildReply())
     while head := calls.read(LENGTH.size):
         call = decoder.decode(calls.read(*LENGTH.unpack(head)))
         reply = _answer(call, loaded, held)
@@ -78,7 +87,7 @@ class _Held:
         self._object: Any = None
         self._runner = asyncio.Runner()  # one loop for all calls: the object may keep what belongs to it
 
-    def make(self, target: Target, agent: Sequence[Any]) -> None:
+    def make(self, target: CodeTarget, agent: Sequence[Any]) -> None:
         """Make the object: an environment or, with the arguments of `ChildAgent`, an agent, which is made once.
 
         Raises:
@@ -115,10 +124,10 @@ class _Held:
         return _awaited_value(value)
 
     def _ask(self, *what: Any) -> Any:
-        self._replies.write(packed(Reply(asks=list(what))))
+        self._replies.write(packed(ChildReply(asks=list(what))))
         self._replies.flush()
         (length,) = LENGTH.unpack(self._calls.read(LENGTH.size))
-        answer = msgspec.msgpack.decode(self._calls.read(length), type=Answer)
+        answer = msgspec.msgpack.decode(self._calls.read(length), type=PolicyAnswer)
         if answer.error:
             raise RuntimeError(answer.error)
         return answer.value
@@ -128,26 +137,26 @@ async def _awaited_value(value: Any) -> Any:
     return value
 
 
-def _answer(call: Call, loaded: dict[bytes, Callable[..., Any]], held: _Held) -> Reply:
+def _answer(call: ChildCall, loaded: dict[bytes, Callable[..., Any]], held: _Held) -> ChildReply:
     try:
         if call.sees == MAKE:
             held.make(call.target, call.arguments)
-            return Reply()
+            return ChildReply()
         if call.sees == USE:
-            return Reply(held.use(*call.arguments))
+            return ChildReply(held.use(*call.arguments))
         function = _loaded(call.target, loaded)
         if call.sees == LOAD:
-            return Reply()
+            return ChildReply()
         value = function(*_arguments(call))
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
-        return Reply(value)
+        return ChildReply(value)
     except BaseException as error:  # the process serves on, whatever the function raises
         trace = traceback.format_exc()[-_TRACEBACK_CHARS:]
-        return Reply(error=f"{type(error).__name__}: {_text(error)}", traceback=trace)
+        return ChildReply(error=f"{type(error).__name__}: {_text(error)}", traceback=trace)
 
 
-def _loaded(target: Target, loaded: dict[bytes, Callable[..., Any]]) -> Callable[..., Any]:
+def _loaded(target: CodeTarget, loaded: dict[bytes, Callable[..., Any]]) -> Callable[..., Any]:
     key = msgspec.msgpack.encode(target)
     if key not in loaded:
         found: Any = load_plugin(target.path)
@@ -159,7 +168,7 @@ def _loaded(target: Target, loaded: dict[bytes, Callable[..., Any]]) -> Callable
     return loaded[key]
 
 
-def _arguments(call: Call) -> Sequence[Any]:
+def _arguments(call: ChildCall) -> Sequence[Any]:
     if call.sees == "episode":
         return [msgspec.convert(call.arguments[0], Episode)]
     if call.sees == "group":
@@ -188,11 +197,11 @@ def _left_behind() -> bool:
     return True
 
 
-def _send(replies: BinaryIO, reply: Reply, *, left_behind: bool = False) -> None:
+def _send(replies: BinaryIO, reply: ChildReply, *, left_behind: bool = False) -> None:
     try:
         data = packed(msgspec.structs.replace(reply, left_behind=left_behind))
     except ValueError as error:
-        data = packed(Reply(error=f"what it returned {error}", left_behind=left_behind))
+        data = packed(ChildReply(error=f"what it returned {error}", left_behind=left_behind))
     replies.write(data)
     replies.flush()
 

@@ -36,7 +36,7 @@ from asyncrl.trainer.engines.sharded.stage import (
 )
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
-from asyncrl.trainer.model.layout_parity import Layout
+from asyncrl.trainer.model.layout_parity import SequenceLayout
 from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
 from asyncrl.trainer.model.scoring import logits_function
 from asyncrl.trainer.settings import LoraConfig
@@ -65,7 +65,7 @@ class BuildPlan:
 
     mesh: DeviceMesh
     device: torch.device
-    attention: Layout
+    attention: SequenceLayout
     dtype: torch.dtype
     trained: bool
     lora: LoraConfig | None = None

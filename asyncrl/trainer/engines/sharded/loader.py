@@ -26,7 +26,12 @@ from asyncrl.trainer.engines.sharded.build import BuildPlan, Built, build_critic
 from asyncrl.trainer.engines.sharded.engine import ShardedPolicyEngine, ShardedValueEngine
 from asyncrl.trainer.engines.sharded.pipeline import Neighbours
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
-from asyncrl.trainer.model.layout_parity import Layout, layouts, refuse_longer_than_independent, select_attention
+from asyncrl.trainer.model.layout_parity import (
+    SequenceLayout,
+    layouts,
+    refuse_longer_than_independent,
+    select_attention,
+)
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
@@ -38,7 +43,7 @@ class ShardedLoader(EngineLoader):
     def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None:
         self._config, self._place, self._device = config, place, device
         self._neighbours = _neighbours(place)
-        self._settled: dict[tuple[str, torch.dtype], Layout] = {}  # roles often have one model
+        self._settled: dict[tuple[str, torch.dtype], SequenceLayout] = {}  # roles often have one model
 
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> ShardedPolicyEngine:
         lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
@@ -119,7 +124,7 @@ _LAYERS = 2
 
 def settled_layout(
     path: str, config: ExperimentConfig, dtype: torch.dtype, device: torch.device, place: RankPosition
-) -> Layout:
+) -> SequenceLayout:
     """The first layout of `model.attn_implementation` that is right for the model in `path`. Called by all ranks of
     the grid.
 

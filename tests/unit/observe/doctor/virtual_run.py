@@ -56,6 +56,8 @@ class _Rollout:
     left: float = 0.0
     generate_s: float = 0.0
     finished: float = 0.0
+    tokens: int = 0
+    """Of all its answers."""
 
 
 @dataclass
@@ -128,6 +130,7 @@ class VirtualRun:
         while len(self.rollouts) < k.places and self.trained + len(self.finished) + len(self.rollouts) < limit:
             one = _Rollout(f"r{self.admitted}", self.admitted, self.version, self.now)
             one.left = k.tokens * self.random.lognormvariate(-0.18, 0.6)
+            one.tokens = max(1, round(one.left * k.group))
             self.rollouts.append(one)
             worker = "rollout_worker/0"
             self.ledger.append(Admitted(one.name, f"e0-{one.order}", one.order, 0, worker, one.version, self.now))
@@ -144,7 +147,7 @@ class VirtualRun:
             self.rollouts.remove(one)
             one.finished = self.now
             self.finished.append(one)
-            self.ledger.append(Finished(one.name, k.tokens * k.group, self.now))
+            self.ledger.append(Finished(one.name, one.tokens, self.now))
         self.now += PIECE_S
         if int(self.now / LOOK_S) != int((self.now - PIECE_S) / LOOK_S):
             self._look()
@@ -200,7 +203,7 @@ class VirtualRun:
         k = self.knobs
         for one in batch:
             head = (one.name, f"e0-{one.order}", one.order, 0, self.version)
-            self.ledger.append(Trained(*head, {one.version: k.tokens * k.group}, k.group, k.group, 0.5))
+            self.ledger.append(Trained(*head, {one.version: one.tokens}, k.group, k.group, 0.5))
         self.ledger.append(Step(lineage=0, step=self.version, books=None, line=1, at=self.now, seal="0"))
         idle_s, self.idle_s = self.idle_s, 0.0
         self.rows.append(

@@ -29,7 +29,7 @@ from asyncrl.api import (
 from asyncrl.plugins.chat.client import ChatPolicy, ConversationEnded, EpisodeClient
 from asyncrl.plugins.chat.drift import DriftError
 from asyncrl.plugins.chat.parsers import Parsed
-from asyncrl.plugins.chat.request import Finish, Limits, Phase
+from asyncrl.plugins.chat.request import ChatLimits, Finish, Phase
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.datasets.templates.chat import ChatError
@@ -162,7 +162,7 @@ def test_every_sampled_token_is_learned_from_once_where_it_was_drawn(
     """Whatever an episode does: goes on, back, elsewhere, several times, in messages or ids."""
     chat = chat_format(data.draw(st.sampled_from(list(TEMPLATES))))
     policy = random_policy(chat)
-    rules = ChatPolicy(reasoning=data.draw(st.sampled_from(Reasoning)), limits=Limits(max_turns=4, max_context=400))
+    rules = ChatPolicy(reasoning=data.draw(st.sampled_from(Reasoning)), limits=ChatLimits(max_turns=4, max_context=400))
     client = EpisodeClient(policy, prompt, 0, chat, rules)
     said: list[list[Any]] = [[]]
     seen: list[tuple[int, ...]] = []
@@ -378,7 +378,7 @@ async def test_a_full_context_ends_with_length_and_names_the_setting(
     ids = chat.begin([user("a")])
     policy = random_policy(chat)
     policy.cut = True
-    client = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(Limits(max_context=len(ids) + 1)))
+    client = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(ChatLimits(max_context=len(ids) + 1)))
     reply = await client.chat([user("a")])
     assert policy.asked[0].sampling.max_new_tokens == 1
     assert reply.finish_reason == ChatFinish.length
@@ -397,7 +397,7 @@ async def test_a_full_context_ends_with_length_and_names_the_setting(
 async def test_the_limit_of_turns_ends_politely_also_across_branches(chat_format: MakeFormat, prompt: Prompt) -> None:
     chat = chat_format("qwen3")
     texts = ("<think>\nhm\n</think>\n\none", "<think>\nha\n</think>\n\ntwo")
-    rules = ChatPolicy(Limits(max_turns=2), reasoning=Reasoning.branch)
+    rules = ChatPolicy(ChatLimits(max_turns=2), reasoning=Reasoning.branch)
     client = EpisodeClient(speaking(chat, *texts), prompt, 0, chat, rules)
     replies = await converse(client, 3)
     assert [each.finish_reason for each in replies] == ["stop", "stop", "length"]

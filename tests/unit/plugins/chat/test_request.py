@@ -8,13 +8,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncrl.plugins.chat.request import Finish, IllegalStep, Limits, Phase, Request
+from asyncrl.plugins.chat.request import ChatLimits, ChatRequest, Finish, IllegalStep, Phase
 
 ANSWERS = st.sampled_from([Finish.stop, Finish.length, Finish.tool_calls])
 
 
-def running(limits: Limits | None = None, tokens: int = 10) -> Request:
-    return Request(limits or Limits()).begin(tokens)
+def running(limits: ChatLimits | None = None, tokens: int = 10) -> ChatRequest:
+    return ChatRequest(limits or ChatLimits()).begin(tokens)
 
 
 def test_a_turn_with_tools_goes_round_and_ends() -> None:
@@ -29,14 +29,14 @@ def test_a_turn_with_tools_goes_round_and_ends() -> None:
 @pytest.mark.parametrize(
     ("limits", "answers", "tool_s", "tokens", "over"),
     [
-        (Limits(max_turns=1), 1, 0.0, 30, "rollout.chat.max_turns=1"),
-        (Limits(max_context=30), 1, 0.0, 30, "generation.context_length=30"),
-        (Limits(max_context=30, context_setting="generation.max_total_tokens"), 1, 0.0, 31, "generation.max_total"),
-        (Limits(max_tool_s=2.5), 1, 2.5, 30, "rollout.chat.max_tool_s=2.5"),
+        (ChatLimits(max_turns=1), 1, 0.0, 30, "rollout.chat.max_turns=1"),
+        (ChatLimits(max_context=30), 1, 0.0, 30, "generation.context_length=30"),
+        (ChatLimits(max_context=30, context_setting="generation.max_total_tokens"), 1, 0.0, 31, "generation.max_total"),
+        (ChatLimits(max_tool_s=2.5), 1, 2.5, 30, "rollout.chat.max_tool_s=2.5"),
     ],
 )
 def test_a_limit_ends_it_where_the_next_answer_would_begin(
-    limits: Limits, answers: int, tool_s: float, tokens: int, over: str
+    limits: ChatLimits, answers: int, tool_s: float, tokens: int, over: str
 ) -> None:
     request = running(limits)
     for _ in range(answers):
@@ -45,11 +45,11 @@ def test_a_limit_ends_it_where_the_next_answer_would_begin(
     request = request.tools_returned(tool_s).begin(tokens)
     assert (request.phase, request.finish, request.ended) == (Phase.completed, Finish.length, True)
     assert request.over.startswith(over)
-    assert Request(limits, tokens=0).begin(29).room == (1 if limits.max_context else None)
+    assert ChatRequest(limits, tokens=0).begin(29).room == (1 if limits.max_context else None)
 
 
 def test_an_answer_that_fills_the_context_ends_it_and_one_that_was_cut_shorter_does_not() -> None:
-    request = running(Limits(max_context=20))
+    request = running(ChatLimits(max_context=20))
     assert request.answered(Finish.length, 10).over == "generation.context_length=20"
     cut = request.answered(Finish.length, 4)
     assert (cut.finish, cut.ended) == (Finish.length, False)
@@ -70,7 +70,7 @@ def test_what_is_given_up_or_failed_stays_so() -> None:
 
 
 def test_a_branch_has_used_up_what_its_beginning_has() -> None:
-    request = running(Limits(max_turns=2)).answered(Finish.tool_calls, 5).tools_returned(1.0)
+    request = running(ChatLimits(max_turns=2)).answered(Finish.tool_calls, 5).tools_returned(1.0)
     branch = request.forked()
     assert (branch.phase, branch.turns, branch.tool_s, branch.tokens) == (Phase.pending, 1, 1.0, 0)
     assert branch.begin(5).answered(Finish.stop, 1).begin(9).over == "rollout.chat.max_turns=2"
@@ -81,7 +81,7 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.request = Request(Limits(max_turns=4, max_context=100, max_tool_s=5.0))
+        self.request = ChatRequest(ChatLimits(max_turns=4, max_context=100, max_tool_s=5.0))
         self.answers = 0
 
     def refused(self, step: str, *args: object) -> None:

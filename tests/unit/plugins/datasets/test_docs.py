@@ -13,7 +13,7 @@ from asyncrl.commands.before_start.checks import validate
 from asyncrl.commands.before_start.input_checks import check_data
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.master.data.buffer_order import BufferOrder
+from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.rollout.user_code.prompts import load_train_set
 from asyncrl.trainer.messages import RolloutRecord
@@ -39,7 +39,7 @@ def test_settings_are_accepted_and_load_the_data(tmp_path: Path, monkeypatch: py
         RolloutRecord(str(n), f"e0-{n}", n, 0, 0, {0: 1}, (2,), (1,), (1.0 - n,), (False,), (0,)) for n in (0, 1)
     ]
     config.buffer.order.timeout_s = 120.0  # of a busy machine
-    ranks = asyncio.run(BufferOrder(config.buffer.order).ranks(rollouts, 0))
+    ranks = asyncio.run(ConfiguredOrder(config.buffer.order).ranks(rollouts, 0))
     assert ranks == ({"0": 1.0, "1": 0.0} if config.buffer.order.path else {})
     if config.dataset.sources:
         sources = [data.row(index)["source"] for index in range(len(data))]

@@ -19,14 +19,14 @@ from asyncrl.comm.ledger_lines import (
     Trained,
 )
 from asyncrl.verify.audit.history import Entry
-from asyncrl.verify.chaos.fault_costs import LAUNCHER, Done, add_costs, complete, find_work
+from asyncrl.verify.chaos.fault_costs import LAUNCHER, InjectedFault, add_costs, complete, find_work
 from asyncrl.verify.chaos.plan import Fault, FaultKind
 
 SETTINGS = RunSettings(1, 1, "drop", 1, 0)
 
 
-def kill(number: int, target: str, at: float) -> Done:
-    return Done(Fault(number, FaultKind.kill, target, 1, 0.0, 0.0), at, 1)
+def kill(number: int, target: str, at: float) -> InjectedFault:
+    return InjectedFault(Fault(number, FaultKind.kill, target, 1, 0.0, 0.0), at, 1)
 
 
 def went_on(what: str, time: float) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_without_any_sign_a_fault_is_not_made_good() -> None:
 
 
 def test_what_lasts_counts_from_its_end() -> None:
-    done = Done(Fault(1, FaultKind.pause, "model_worker/0", 1, 0.0, 9.0), 100.0, 1, over=109.0)
+    done = InjectedFault(Fault(1, FaultKind.pause, "model_worker/0", 1, 0.0, 9.0), 100.0, 1, over=109.0)
     complete([done], [(100.2, 2), (110.0, 3)], [])
     assert done.next_step_s == 1.0
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.commands import chaos
-from asyncrl.verify.chaos.fault_costs import Done
+from asyncrl.verify.chaos.fault_costs import InjectedFault
 from asyncrl.verify.chaos.plan import Fault, FaultKind
 from asyncrl.verify.chaos.report import WIDTH, table, verdict
 from asyncrl.verify.chaos.run import Watched
@@ -17,13 +17,17 @@ from asyncrl.verify.chaos.run import Watched
 def watched(code: int | None = 0) -> Watched:
     seen = Watched(began=1000.0, code=code)
     seen.done = [
-        Done(Fault(26, FaultKind.pause, "generation_server/11", 9999, 0.0, 19.6), 13_345.0, 9999, next_step_s=1234.56),
-        Done(Fault(7, FaultKind.kill, "rollout_worker/128", 1, 0.5, 0.0), 1012.4, 1, at_work_s=123.4, next_step_s=0.1),
-        Done(Fault(8, FaultKind.kill, "model_worker/0", 1, 0.5, 0.0), 1013.0, 1, overtaken_by=9),
-        Done(
+        InjectedFault(
+            Fault(26, FaultKind.pause, "generation_server/11", 9999, 0.0, 19.6), 13_345.0, 9999, next_step_s=1234.56
+        ),
+        InjectedFault(
+            Fault(7, FaultKind.kill, "rollout_worker/128", 1, 0.5, 0.0), 1012.4, 1, at_work_s=123.4, next_step_s=0.1
+        ),
+        InjectedFault(Fault(8, FaultKind.kill, "model_worker/0", 1, 0.5, 0.0), 1013.0, 1, overtaken_by=9),
+        InjectedFault(
             Fault(9, FaultKind.kill, "launcher", 1, 0.5, 0.0), 1014.0, 1, rollouts=1234, tokens=7_654_321, steps_again=9
         ),
-        Done(Fault(10, FaultKind.full_disk, "disk", 1, 0.5, 12.0), 1015.0, 1),
+        InjectedFault(Fault(10, FaultKind.full_disk, "disk", 1, 0.5, 12.0), 1015.0, 1),
     ]
     return seen
 
@@ -92,7 +96,7 @@ def test_the_plan_of_an_experiment_hits_each_kind_and_says_what_it_leaves_out(
 
 def test_deaths_that_would_take_the_runs_one_restart_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan_lines(capsys, "--kills=8", "--pauses=6", "checkpoint.in_memory=false")
-    assert any("left out: kills of the trainer's side" in line for line in lines)
+    assert any("left out: kills of MasterWorker and ModelWorkers" in line for line in lines)
     assert not any("kill model_worker" in line or "kill master_worker" in line for line in lines)
     assert any("pause model_worker" in line for line in lines)
 

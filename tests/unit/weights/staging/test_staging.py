@@ -13,7 +13,7 @@ from aiohttp import web
 
 from asyncrl.comm.http import calls as http_module
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
-from asyncrl.comm.http.server import HttpServer, Route
+from asyncrl.comm.http.server import HttpRoute, HttpServer
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.same_code import loaded_sources
 from asyncrl.weights.staging import client as client_module
@@ -79,7 +79,7 @@ async def start_bad_source(http_security: HttpSecurity) -> AsyncIterator[Callabl
         async def give(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
             return web.Response(body=manifest)
 
-        routes = {"/manifest": Route(give), "/file": Route(answer)}
+        routes = {"/manifest": HttpRoute(give), "/file": HttpRoute(answer)}
         servers.append(HttpServer(routes, token=http_security.token, tls=http_security.server_context()))
         return await servers[-1].start("127.0.0.1")
 

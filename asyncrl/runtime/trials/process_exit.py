@@ -6,33 +6,30 @@ import asyncio
 import signal
 from collections.abc import Sequence
 
-from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_RESTART_TRAINER
 from asyncrl.runtime.keeper import TOLD_OUT_OF_MEMORY
-from asyncrl.runtime.kinds import KINDS, Restart
 from asyncrl.runtime.launchers import WorkerHandle
-
-GAVE_UP = 1
-"""Exit code of a process that says that it cannot go on (`Worker.start`)."""
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, Restart
 
 
 def trains(worker: WorkerHandle) -> bool:
-    """True if the worker belongs to the trainer's side."""
-    return KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
+    """True if the worker is part of the trainer: MasterWorker or ModelWorker."""
+    return PROCESS_KINDS[worker.plan.kind].restart in (Restart.together, Restart.alone_or_together)
 
 
-def gave_up(worker: WorkerHandle) -> bool:
-    """True if the worker reported that it cannot continue."""
-    return worker.exit_code == GAVE_UP
+def cannot_continue(worker: WorkerHandle) -> bool:
+    """True if the worker exited because it cannot continue (`Worker.start`)."""
+    return worker.exit_code == EXIT_FAILED
 
 
 def may_follow_another(worker: WorkerHandle | None) -> bool:
-    """True if the worker probably ended because another one of its side died."""
-    return worker is not None and trains(worker) and gave_up(worker)
+    """True if the worker probably ended because another one of the trainer died."""
+    return worker is not None and trains(worker) and cannot_continue(worker)
 
 
 def leads(worker: WorkerHandle) -> bool:
     """True if the end of the worker is the end of the run."""
-    return KINDS[worker.plan.kind].leads
+    return PROCESS_KINDS[worker.plan.kind].leads
 
 
 def was_killed(worker: WorkerHandle) -> bool:
@@ -43,7 +40,7 @@ def was_killed(worker: WorkerHandle) -> bool:
     return worker.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL, EXIT_LOST)
 
 
-def how(ended: WorkerHandle) -> str:
+def describe_exit(ended: WorkerHandle) -> str:
     """Describe how a process ended."""
     code = ended.exit_code
     if code is not None and code < 0:

@@ -36,7 +36,7 @@ share memory between GPUs do not accept such segments.
 """
 
 
-class Run(StrEnum):
+class Purpose(StrEnum):
     """Purpose of a launch."""
 
     train = auto()
@@ -44,21 +44,21 @@ class Run(StrEnum):
     """Evaluation of a model that stands, without a trainer."""
 
 
-_TRAIN, _EVALUATE = frozenset({Run.train}), frozenset({Run.evaluate})
+_TRAIN, _EVALUATE = frozenset({Purpose.train}), frozenset({Purpose.evaluate})
 
 
 class Restart(StrEnum):
     """Processes that must restart after a process died."""
 
     nothing = auto()
-    """The run ends; the same command goes on from its newest checkpoint."""
+    """The run ends. The same command continues from the newest checkpoint."""
     alone = auto()
-    """A new one can take its place at any time, and the launcher starts it (`restart_budget`)."""
+    """The launcher starts a new process in its place (`restart_budget`)."""
     together = auto()
-    """All of the trainer's side begin again together, from the last step, which outlives them (`memory_checkpoint`)."""
+    """MasterWorker and all ModelWorkers restart together, from the in-memory checkpoint (`memory_checkpoint`)."""
     alone_or_together = auto()
-    """A new one looks where the others of the trainer's side stand; it goes on with them as they are, or says that it
-    takes all of them (`EXIT_RESTART_TRAINER`).
+    """A new process asks the rest of the trainer for its state. It continues with them, or exits with
+    `EXIT_RESTART_TRAINER` so that all of the trainer restart.
     """
 
 
@@ -107,7 +107,7 @@ class ProcessKind:
     path: str
     count: Callable[[ExperimentConfig], int] = _one
     resources: Callable[[ExperimentConfig, int, Share], Resources] = _on_cpu
-    runs: frozenset[Run] = _TRAIN
+    runs: frozenset[Purpose] = _TRAIN
     leads: bool = False
     serves: bool = False
     essential: bool = True
@@ -172,7 +172,7 @@ def _dealt(index: int, each: int, gpus: Sequence[str]) -> tuple[str, ...]:
     return tuple(gpus[(index * each + offset) % len(gpus)] for offset in range(min(each, len(gpus))))
 
 
-KINDS = {
+PROCESS_KINDS = {
     STAGING_SERVER: ProcessKind(
         "asyncrl.weights.staging.process:StagingServer",
         _staging_servers,

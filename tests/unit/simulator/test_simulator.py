@@ -10,24 +10,13 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
-from simulator.clock import Deadlock
-from simulator.clock import run as run_virtual
-from simulator.cores import FIRST, LATER, Cores, Process
 from simulator.devices import H100, QWEN_7B, engine_model
-from simulator.engine import Engine
-from simulator.engine_model import EngineModel
-from simulator.faults import Faults
 from simulator.fit import fit_rollouts
-from simulator.host import Announcements
-from simulator.lengths import Answer, LogNormal, Recorded, parting
 from simulator.real import B, RealRun, as_json, from_json
 from simulator.report import Kept, tables
-from simulator.run import Simulation, simulate
 from simulator.scenarios import Cell
-from simulator.setup import Host, Setup
-from simulator.trainer import TrainerModel
 
 from asyncrl.inference.messages import (
     ContinueRequest,
@@ -38,6 +27,17 @@ from asyncrl.inference.messages import (
 )
 from asyncrl.manager.fleet.decisions import Target
 from asyncrl.manager.settings import UpdateMode
+from asyncrl.simulator.clock import Deadlock
+from asyncrl.simulator.clock import run as run_virtual
+from asyncrl.simulator.cores import FIRST, LATER, Cores, Process
+from asyncrl.simulator.engine import Engine
+from asyncrl.simulator.engine_model import EngineModel
+from asyncrl.simulator.faults import Faults
+from asyncrl.simulator.host import Announcements
+from asyncrl.simulator.lengths import Answer, LogNormal, Recorded, parting
+from asyncrl.simulator.run import Simulation, simulate
+from asyncrl.simulator.setup import Host, Setup
+from asyncrl.simulator.trainer import TrainerModel
 
 MODEL = EngineModel(
     step_s=0.01,

@@ -17,7 +17,7 @@ class Stalled(CannotContinue):
     """No train step for too long; the message says which stage waits for what, and on which counter."""
 
 
-class Ranks:
+class RankClients:
     """The ModelWorkers.
 
     Args:

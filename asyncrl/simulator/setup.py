@@ -9,10 +9,10 @@ from typing import Any
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.master.settings import OnStale
 from asyncrl.rollout.settings import Pacing
-from simulator.agents import Turns
-from simulator.engine_model import EngineModel
-from simulator.faults import Faults
-from simulator.trainer import TrainerModel
+from asyncrl.simulator.agents import Turns
+from asyncrl.simulator.engine_model import EngineModel
+from asyncrl.simulator.faults import Faults
+from asyncrl.simulator.trainer import TrainerModel
 
 LONG = 16_384
 """Tokens of an answer that counts as long."""
@@ -55,6 +55,7 @@ class Setup:
         batch, group: rollouts per step, answers per rollout.
         grain: tokens that one simulated token stands for.
         turns: episodes of several turns; None: single answers.
+        user_s: of a rollout outside of generation, once its answers are there.
         in_flight: rollouts at a time over all workers; None: as many as the gate can allow.
         steps, warm_up: train steps, of which so many are not measured.
         step_limit_s: a step that takes longer is a stall.
@@ -74,6 +75,7 @@ class Setup:
     grain: int = 1
     colocated: bool = False
     turns: Turns | None = None
+    user_s: float = 0.0
     workers: int = 8
     in_flight: int | None = None
     steps: int = 12

@@ -36,18 +36,18 @@ from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.settings import Pacing, RolloutConfig
 from asyncrl.runtime.process.waiting import cancel
+from asyncrl.simulator.agents import SimulatedCode
+from asyncrl.simulator.clock import run as run_virtual
+from asyncrl.simulator.cores import Cores
+from asyncrl.simulator.engine_model import EngineCounts
+from asyncrl.simulator.faults import Fleet
+from asyncrl.simulator.host import Announcements, Processes
+from asyncrl.simulator.lengths import Lengths
+from asyncrl.simulator.setup import LONG, Outcome, Setup
+from asyncrl.simulator.trainer import DataHead
+from asyncrl.simulator.wire import Network, VerbsHost, VirtualHttp
 from asyncrl.trainer.messages import Discard, RolloutRecord
 from asyncrl.weights.transports.disk import DiskManagerEnd
-from simulator.agents import SimulatedCode
-from simulator.clock import run as run_virtual
-from simulator.cores import Cores
-from simulator.engine_model import EngineCounts
-from simulator.faults import Fleet
-from simulator.host import Announcements, Processes
-from simulator.lengths import Lengths
-from simulator.setup import LONG, Outcome, Setup
-from simulator.trainer import DataHead
-from simulator.wire import Network, VerbsHost, VirtualHttp
 
 HOLD_S = 10.0
 """As the master's: how long the manager holds one question about expiring rollouts."""
@@ -252,6 +252,7 @@ class Simulation:
             prompt_tokens=max(1, setup.prompt_tokens // setup.grain),
             max_new_tokens=max(1, setup.max_new_tokens // setup.grain),
             in_order=setup.in_order,
+            user_s=setup.user_s,
         )
         config = RolloutConfig(
             max_concurrent=concurrent,

@@ -9,8 +9,8 @@ from typing import Any
 from asyncrl.comm.name_resolve.base import FIRST_POLL_S, LAST_POLL_S
 from asyncrl.manager.fleet.decisions import Target
 from asyncrl.manager.process import WATCH_S
-from simulator.cores import FIRST, Cores, Process
-from simulator.setup import Host
+from asyncrl.simulator.cores import FIRST, Cores, Process
+from asyncrl.simulator.setup import Host
 
 NOTHING = Host(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Where no host is given: nobody takes another's time, and what is simulated besides engines and trainer takes none."""

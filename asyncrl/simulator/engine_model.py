@@ -1,4 +1,4 @@
-"""Speed of a generation server, and the state of each running answer in it (`simulator.engine`)."""
+"""Speed of a generation server, and the state of each running answer in it (`asyncrl.simulator.engine`)."""
 
 from __future__ import annotations
 

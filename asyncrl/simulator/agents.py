@@ -21,7 +21,7 @@ from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
 from asyncrl.plugins.datasets.queue.order import PromptRef, prompt_seed
 from asyncrl.rollout.episode import RetryLimits, run_group
-from simulator.lengths import LogNormal
+from asyncrl.simulator.lengths import LogNormal
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,10 @@ class _NoWords:
 
 
 class _Scored(Environment):
-    """Every answer is worth nothing, at once."""
+    """Every answer is worth nothing, after `user_s` seconds."""
+
+    def __init__(self, user_s: float) -> None:
+        self._user_s = user_s
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -60,6 +63,8 @@ class _Scored(Environment):
         return None, {}
 
     async def step(self, action: Any) -> StepResult:
+        if self._user_s:
+            await asyncio.sleep(self._user_s)
         return None, 0.0, True, False, {}
 
 
@@ -69,7 +74,7 @@ class TurnsAgent(Agent):
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
 
-    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sample:  # type: ignore[override]
+    async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sample:
         """See `Agent`."""
         builder = SampleBuilder(prompt.input_ids)
         seed = prompt.sampling.seed
@@ -107,6 +112,7 @@ class SimulatedCode:
         turns: episodes of several turns; None: single answers.
         prompt_tokens: of a prompt; with the rest in the run's units.
         in_order: a prompt's number is its place in the data order.
+        user_s: seconds that an environment takes for an answer.
     """
 
     def __init__(
@@ -118,8 +124,9 @@ class SimulatedCode:
         prompt_tokens: int,
         max_new_tokens: int,
         in_order: bool = False,
+        user_s: float = 0.0,
     ) -> None:
-        self._in_order = in_order
+        self._in_order, self._user_s = in_order, user_s
         tokenizer: Any = _NoWords()
         self.agent = SingleTurnAgent(tokenizer=tokenizer) if turns is None else TurnsAgent(turns)
         self.prompts: Any = SimpleNamespace(train=self._train_prompt)
@@ -128,7 +135,8 @@ class SimulatedCode:
 
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Any:
         """See `UserComponents`."""
-        return await run_group(self.agent, _Scored, prompt, policy, _Client, tries)
+        make_client: Any = _Client  # of chat it has nothing
+        return await run_group(self.agent, lambda: _Scored(self._user_s), prompt, policy, make_client, tries)
 
     def _train_prompt(self, ref: PromptRef) -> Prompt:
         seed = prompt_seed(self._seed, ref.order, ref.attempt)

@@ -1,0 +1,35 @@
+"""The registry of process kinds: what it names exists, and one process leads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.process_kinds import PROCESS_KINDS, Purpose
+
+
+def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
+    program = (
+        "import pkgutil; from asyncrl.runtime.process_kinds import PROCESS_KINDS; "
+        "from asyncrl.runtime.process.worker import Worker; "
+        "assert all(issubclass(pkgutil.resolve_name(kind.path), Worker) for kind in PROCESS_KINDS.values())"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=170)
+    config = ExperimentConfig()
+    leaders = [
+        [name for name, kind in PROCESS_KINDS.items() if kind.leads and run in kind.runs and kind.count(config)]
+        for run in Purpose
+    ]
+    assert leaders == [["master_worker"], ["evaluation_master"]]
+    config.samples.only = True
+    keeping = [name for name, kind in PROCESS_KINDS.items() if kind.leads and Purpose.train in kind.runs]
+    assert [name for name in keeping if PROCESS_KINDS[name].count(config)] == ["recorder"]
+
+
+def test_the_registry_imports_no_process() -> None:
+    program = (
+        "import sys, asyncrl.runtime.launcher; from asyncrl.runtime.process_kinds import PROCESS_KINDS; "
+        "sys.exit(any(kind.path.split(':')[0] in sys.modules for kind in PROCESS_KINDS.values()))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=170, check=False).returncode == 0
