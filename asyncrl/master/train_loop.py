@@ -33,7 +33,7 @@ from asyncrl.master.metrics.metric_rows import Row, buffered_s
 from asyncrl.master.metrics.profile import profiled
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.connections import GRACE_S
-from asyncrl.master.peers.ranks import Stalled
+from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.master.recovery.beginning import Beginning
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
 from asyncrl.observe import observer

@@ -50,7 +50,7 @@ REFUSES = """
 import sys
 from pathlib import Path
 from asyncrl.config.setting import ConfigError
-from asyncrl.master.peers.ranks import Stalled
+from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 class Refuses(Worker):
