@@ -12,7 +12,12 @@ from asyncrl.api.prompt import Prompt
 from asyncrl.api.trajectory import Sample
 
 Message = Mapping[str, Any]
-"""A chat message in OpenAI's form: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`, `name`."""
+"""A chat message in OpenAI's form: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`, `name`.
+
+`content` is text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}` with a
+`Picture`, PNG or JPEG bytes, a data URL, a uint8 array [height, width, 3] or a PIL image; OpenAI's `image_url` and
+Anthropic's `source` are taken too.
+"""
 ToolSchema = Mapping[str, Any]
 """A tool as the model sees it: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
@@ -65,6 +70,11 @@ class ChatClient(GenerationClient, Protocol):
 
     Several calls may be under way at the same time.
     """
+
+    @property
+    def takes_pictures(self) -> bool:
+        """True if messages may have pictures."""
+        ...
 
     async def chat(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.api.generation import SamplingParams
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.api.seeds import seed_from
 
 
@@ -17,7 +18,8 @@ class Prompt:
     `data` is the dataset's own row (for the built-in agents: `prompt` text and what the reward needs), with the prompt
     as `dataset.overlong` shortened it; `input_ids` its tokens, with what the template says of the settings' tools
     where the agent takes them; `group_size` the number of episodes wanted; `sampling` the settings of the experiment,
-    with the seed of this prompt or, for one episode, of its `member` of the group.
+    with the seed of this prompt or, for one episode, of its `member` of the group. `pictures` stand at spans of
+    `input_ids`: an agent that asks in token ids gives them with its request, and its samples have them.
     """
 
     prompt_id: str
@@ -27,6 +29,7 @@ class Prompt:
     group_size: int
     sampling: SamplingParams
     member: int = 0
+    pictures: tuple[PlacedPicture, ...] = ()
 
     def of_member(self, member: int) -> Prompt:
         """The prompt as episode `member` of the group receives it: with a seed of its own."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.api.chat import ToolSchema
+from asyncrl.api.picture import Picture
 from asyncrl.api.tool_schema import ToolSchemaError, schema_of
 
 
@@ -36,12 +37,14 @@ class ToolResult:
         reward: added to the sample's reward, as the part `tool/<name>`.
         metrics: finite numbers of the tool's own, logged as `tool/<name>/<metric>`.
         is_error: the call failed, and `text` says why; counted as `tool/<name>/errors`.
+        pictures: what the model sees after the text; where it takes no pictures, it reads their names.
     """
 
     text: str
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_error: bool = False
+    pictures: tuple[Picture, ...] = ()
 
 
 class Tool:
@@ -145,8 +148,8 @@ def as_tool(function: Callable[..., Any], name: str = "", **hidden: Any) -> Func
     """A tool that calls `function`, plain or `async`.
 
     Args:
-        function: what it returns is told to the model: text as it is, anything else as JSON; a `ToolResult` may carry a
-            reward.
+        function: what it returns is told to the model: text as it is, a `Picture` as a picture, anything else as JSON;
+            a `ToolResult` may carry a reward.
         name: what the model calls it; by default the function's own name.
         hidden: values of keyword-only parameters, for all samples.
 
@@ -162,4 +165,6 @@ def as_result(value: object) -> ToolResult:
         return value
     if isinstance(value, str):
         return ToolResult(value)
+    if isinstance(value, Picture):
+        return ToolResult("", pictures=(value,))
     return ToolResult(json.dumps(value, ensure_ascii=False, default=str))

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
 
 Row: TypeAlias = dict[str, Any]
@@ -44,6 +45,9 @@ def schema() -> Any:
             ("text", pa.string()),
         ]
     )
+    picture = pa.struct(
+        [("position", pa.int32()), ("length", pa.int32()), ("sha256", pa.string()), ("data", pa.binary())]
+    )
     tokens = [("tokens", pa.int32()), ("loss_mask", pa.uint8()), ("versions", pa.int32())]
     scores = [(name, pa.float32()) for name in ("behave_logprobs", *TOKEN_SCORES, "token_rewards")]
     return pa.schema(
@@ -65,6 +69,7 @@ def schema() -> Any:
             ("staleness", pa.int32()),
             ("text", pa.string()),
             ("segments", pa.list_(segment)),
+            ("pictures", pa.list_(picture)),
             *((name, pa.list_(kind)) for name, kind in (*tokens, *scores)),
             ("set", pa.string()),
             ("right", pa.bool_()),
@@ -75,10 +80,11 @@ def schema() -> Any:
 def rows_of(trajectory: Trajectory, step: int, decode: Callable[[Sequence[int]], str], scores: Scores) -> list[Row]:
     """The rows of a trajectory that the step which makes version `step` trained; 0: none did."""
     rows, start = [], 0
+    written: set[str] = set()
     for number, sample in enumerate(trajectory.samples):
         stop = start + len(sample.tokens)
         own = {name: values[start:stop] for name, values in scores.items()}
-        rows.append(_row(trajectory, number, sample, step, decode, own))
+        rows.append(_row(trajectory, number, sample, step, decode, own) | {"pictures": _pictures(sample, written)})
         start = stop
     return rows
 
@@ -161,13 +167,45 @@ def trajectories(rows: Iterable[Row]) -> Iterator[tuple[int, Trajectory]]:
 
 
 def _trajectory(group: Sequence[Row]) -> tuple[int, Trajectory]:
-    first = group[0]
-    samples = [_sample(row) for row in group]
+    first, pictures = group[0], pictures_of(group)
+    samples = [_sample(row, pictures) for row in group]
     made = Trajectory(first["rollout"], first["prompt"], first["order"], samples, dict(first["rollout_metrics"] or {}))
     return first["step"], made
 
 
-def _sample(row: Row) -> Sample:
+def pictures_of(rows: Iterable[Row]) -> dict[str, Picture]:
+    """The pictures of rows by hash; a file has the bytes of each in the first row of a rollout that shows it.
+
+    Raises:
+        ValueError: the bytes are not of the hash that is written beside them.
+    """
+    return {
+        each["sha256"]: Picture.received(each["data"], each["sha256"])
+        for row in rows
+        for each in row.get("pictures") or ()
+        if each["data"] is not None
+    }
+
+
+def _pictures(sample: Sample, written: set[str]) -> list[Row]:
+    """The pictures of a row, their bytes where they are not among those `written`, to which they are added."""
+    rows = []
+    for placed in sample.pictures:
+        sha256 = placed.picture.sha256
+        data = None if sha256 in written else placed.picture.data
+        written.add(sha256)
+        rows.append({"position": placed.position, "length": placed.length, "sha256": sha256, "data": data})
+    return rows
+
+
+def _placed(row: Row, pictures: Mapping[str, Picture]) -> tuple[PlacedPicture, ...]:
+    shown = row.get("pictures") or ()
+    if any(each["sha256"] not in pictures for each in shown):
+        raise ValueError(f"rollout {row['rollout']!r} shows a picture whose bytes its rows do not have")
+    return tuple(PlacedPicture(each["position"], each["length"], pictures[each["sha256"]]) for each in shown)
+
+
+def _sample(row: Row, pictures: Mapping[str, Picture]) -> Sample:
     rewards = row["token_rewards"]
     return Sample(
         tokens=np.array(row["tokens"], np.int32),
@@ -181,6 +219,7 @@ def _sample(row: Row) -> Sample:
         reward_parts=dict(row["reward_parts"] or {}),
         metrics=dict(row["metrics"] or {}),
         token_columns={name: np.array(own, np.float32) for name, own in dict(row.get("token_columns") or {}).items()},
+        pictures=_placed(row, pictures),
         group=row.get("group") or "",
     )
 
@@ -195,6 +234,7 @@ def _row(
 ) -> Row:
     tokens, mask = sample.tokens.tolist(), sample.loss_mask.astype(bool)
     generated = sample.versions[mask]
+    segments = _segments(tokens, mask, sample, decode)
     return {
         "step": step,
         "rollout": trajectory.rollout_id,
@@ -211,8 +251,8 @@ def _row(
         "rollout_metrics": dict(trajectory.metrics),
         "truncated": bool(sample.truncated),
         "staleness": step - 1 - int(generated.min()) if step and len(generated) else None,
-        "text": decode(tokens),
-        "segments": _segments(tokens, mask, sample.versions, decode),
+        "text": decode(tokens) if not sample.pictures else "".join(segment["text"] for segment in segments),
+        "segments": segments,
         "tokens": tokens,
         "loss_mask": sample.loss_mask.tolist(),
         "versions": sample.versions.tolist(),
@@ -225,19 +265,24 @@ def _row(
 def _segments(
     tokens: Sequence[int],
     mask: NDArray[np.bool_],
-    versions: NDArray[np.int32],
+    sample: Sample,
     decode: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
-    """The sample cut where the policy begins or ceases to speak, and where its version changes."""
+    """The sample cut where the policy begins or ceases to speak, where its version changes, and around pictures, whose
+    text is their name.
+    """
+    versions = sample.versions
     changes = np.flatnonzero((mask[1:] != mask[:-1]) | (mask[1:] & (versions[1:] != versions[:-1]))) + 1
-    bounds = [0, *changes.tolist(), len(tokens)]
+    names = {placed.position: str(placed.picture) for placed in sample.pictures}
+    around = [place for placed in sample.pictures for place in (placed.position, placed.end)]
+    bounds = sorted({0, *changes.tolist(), *around, len(tokens)})
     return [
         {
             "generated": bool(mask[start]),
             "version": int(versions[start]) if mask[start] else None,
             "start": start,
             "stop": stop,
-            "text": decode(tokens[start:stop]),
+            "text": names[start] if start in names else decode(tokens[start:stop]),
         }
         for start, stop in pairwise(bounds)
     ]

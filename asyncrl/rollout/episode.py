@@ -29,6 +29,7 @@ from asyncrl.api.columns import numbers_of
 from asyncrl.api.seeds import seed_from
 from asyncrl.api.trajectory import compared_episodes, named_columns, role_of
 from asyncrl.comm.drop_reasons import LOST_EPISODES
+from asyncrl.plugins.chat.client import check_prompt_pictures
 from asyncrl.rollout.user_code_pool.errors import named_failure
 
 _log = logging.getLogger(__name__)
@@ -204,6 +205,8 @@ async def run_group(
     try:
         try:
             samples = await agent.roll_out(prompt, make, group)
+            for sample in samples if prompt.pictures else ():
+                check_prompt_pictures(prompt, sample.tokens.tolist(), sample.pictures)
             if group.last_failure is not None and len({sample.episode for sample in samples}) < tries.least:
                 raise group.last_failure
             return samples, group.metrics()

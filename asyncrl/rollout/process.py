@@ -32,6 +32,7 @@ from asyncrl.rollout.inputs.copied import Inputs, check_rows, import_named, read
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.messages import Evaluate, EvaluationResult
 from asyncrl.rollout.user_code.components import UserComponents
+from asyncrl.rollout.user_code.prompts import pictures_taken
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 from asyncrl.runtime.process.waiting import StopRequested, cancel
@@ -90,6 +91,7 @@ class RolloutWorker(AsyncWorker):
                     decode=self._components.tokenizer.decode_all,
                     servers_stop=finds_stop_strings(self.config.generation),
                     servers_cache=caches_prefixes(self.config.generation) and mode != UpdateMode.in_place,
+                    pictures=pictures_taken(self.config) is not None,
                     routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
                 ) as client,
             ):

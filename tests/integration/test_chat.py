@@ -103,7 +103,7 @@ async def policy_of(
 def prompt_of(tokenizer: ChatTokenizer, seed: int = 5) -> tuple[Prompt, ChatFormat]:
     chat = ChatFormat(PromptFormat(tokenizer, ChatTemplate(CHATML, {})), parser("hermes"))
     sampling = SamplingParams(max_new_tokens=40, temperature=TEMPERATURE, seed=seed)
-    ids = tuple(chat.begin([{"role": "user", "content": "2+2?"}]))
+    ids = tuple(chat.begin([{"role": "user", "content": "2+2?"}]).ids)
     return Prompt("p", 0, {"prompt": "2+2?"}, ids, 1, sampling), chat
 
 

@@ -22,6 +22,7 @@ from asyncrl.plugins.datasets import Placed
 from asyncrl.plugins.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
 from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.plugins.datasets.prompt_stats import PromptStats, measure_prompts
+from asyncrl.plugins.datasets.prompts import PicturesRefused
 from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
 from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.rollout.inputs import named as named_inputs
@@ -97,7 +98,8 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         `eval.sets[0]` and so on.
 
     Raises:
-        ConfigError: a set has no row that makes a prompt, or `dataset.overlong=refuse` and a prompt is too long.
+        ConfigError: a set has no row that makes a prompt, one has pictures where the run takes none, or
+            `dataset.overlong=refuse` and a prompt is too long.
     """
     if messages := list(_not_found_elsewhere(config)):
         raise ConfigError("\n".join(messages))
@@ -112,7 +114,10 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
         limit, overlong = config.dataset.max_prompt_tokens, config.dataset.overlong
         of_files = None if overlong is Overlong.refuse else FILE_ROWS_LOOKED_AT
         form = replace(prompt_format, tools=offered_tools(played))
-        seen = measure_prompts(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
+        try:
+            seen = measure_prompts(rows, form, of_files if isinstance(rows, Placed) else ROWS_LOOKED_AT)
+        except PicturesRefused as error:
+            raise ConfigError(f"{group}: {error}") from None
         found[group] = seen = replace(seen, mcp=bool(config.mcp) and offers_tools(played))
         if seen.overlong and overlong is Overlong.refuse:
             raise ConfigError(

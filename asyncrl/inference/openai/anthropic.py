@@ -17,10 +17,11 @@ from asyncrl.inference.openai.calls import (
     one_call_at_a_time,
     sampling_of,
 )
-from asyncrl.inference.openai.chat_completions import assistant_call, text_of
+from asyncrl.inference.openai.chat_completions import assistant_call, seen_of, text_of
 from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import frame, pieces
 from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
+from asyncrl.plugins.datasets.templates.parts import joined
 
 _TEXT: Final = ("text",)
 _STOP: Final = {ChatFinish.stop: "end_turn", ChatFinish.length: "max_tokens", ChatFinish.tool_calls: "tool_use"}
@@ -73,6 +74,7 @@ class _Block(msgspec.Struct):
     input: Json = msgspec.field(default_factory=dict)
     tool_use_id: str = ""
     content: str | list[Json] = ""
+    source: Json | None = None
 
 
 class _Tool(msgspec.Struct):
@@ -191,18 +193,22 @@ def messages_of(system: str | Sequence[Json], given: Sequence[Json]) -> list[Mes
 
 
 def _of_user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
-    """A message for each tool's result, then one for the text."""
-    texts = []
+    """A message for each tool's result, then one for the text and the pictures."""
+    parts: list[Json] = []
     for number, block in enumerate(blocks):
         if block.type == "tool_result":
-            content = text_of(block.content, f"{where}.content[{number}].content", _TEXT)
+            content = seen_of(block.content, f"{where}.content[{number}].content", _TEXT)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         elif block.type == "text":
-            texts.append(block.text)
+            parts.append({"type": "text", "text": block.text})
+        elif block.type == "image":
+            picture = seen_of([{"type": "image", "source": block.source}], f"{where}.content[{number}]", _TEXT)
+            parts += picture if isinstance(picture, list) else ()
         else:
-            raise refused(f"{where}.content[{number}].type", block.type, "the policy reads text and tools' results")
-    if texts:
-        yield {"role": "user", "content": "".join(texts)}
+            wanted = "the policy reads text, pictures and tools' results"
+            raise refused(f"{where}.content[{number}].type", block.type, wanted)
+    if parts:
+        yield {"role": "user", "content": joined(parts)}
 
 
 def _of_assistant(blocks: Sequence[_Block], where: str) -> Message:

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from asyncrl.api.chat import ChatFinish, ChatReply, Message, ToolCall, ToolSchema
+from asyncrl.api.picture import PictureError
 from asyncrl.inference.openai.calls import (
     MAX_ANSWERS,
     ApiCall,
@@ -23,6 +24,7 @@ from asyncrl.inference.openai.calls import (
 from asyncrl.inference.openai.errors import ApiError, invalid, refused
 from asyncrl.inference.openai.sse import DONE, frame, pieces
 from asyncrl.inference.openai.supported_parameters import SupportedParameters, convert
+from asyncrl.plugins.datasets.templates.parts import PICTURE_TYPES, Content, content_of
 
 
 class StreamOptions(msgspec.Struct):
@@ -272,7 +274,8 @@ def _message(given: Json, where: str) -> Message:
     for name in ("function_call", "audio"):
         if value := getattr(found, name):
             raise refused(f"{where}.{name}", value, "not supported; functions are called by tool_calls")
-    message: Json = {"role": role, "content": text_of(found.content, f"{where}.content", ("text",))}
+    read = seen_of if role in ("user", "tool") else text_of
+    message: Json = {"role": role, "content": read(found.content, f"{where}.content", ("text",))}
     if found.name is not None:
         message["name"] = found.name
     if role == "tool":
@@ -308,6 +311,29 @@ def text_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[st
         if part.get("type") not in kinds or not isinstance(part.get("text"), str):
             raise refused(f"{where}[{number}].type", part.get("type"), "the policy reads text")
     return "".join(part["text"] for part in content)
+
+
+def seen_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[str]) -> Content:
+    """A message's content with its pictures: text, or text of one of `kinds` and pictures in turn.
+
+    Raises:
+        ApiError: a part of another kind, or a picture that cannot be used; nothing is fetched from URLs.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts: list[Json] = []
+    for number, part in enumerate(content):
+        if part.get("type") in PICTURE_TYPES:
+            try:
+                found = content_of([part])
+            except PictureError as error:
+                raise invalid(f"{where}[{number}]", str(error)) from None
+            parts += found if isinstance(found, list) else ()
+        elif part.get("type") in kinds and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise refused(f"{where}[{number}].type", part.get("type"), "the policy reads text and pictures")
+    return content_of(parts)
 
 
 def told(reply: ChatReply) -> Json:

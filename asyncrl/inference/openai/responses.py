@@ -28,6 +28,7 @@ from asyncrl.inference.openai.chat_completions import (
     arguments_of,
     assistant_call,
     finished_at_length,
+    seen_of,
     text_of,
     token_logprobs,
     told,
@@ -218,14 +219,15 @@ def _messages(given: str | Sequence[Json]) -> list[Message]:
             role = "system" if item.role == "developer" else item.role
             if role not in ("system", "user"):
                 raise refused(f"{where}.role", item.role, "system, developer, user and assistant are known")
-            messages.append({"role": role, "content": text_of(item.content, f"{where}.content", _TEXT)})
+            read = seen_of if role == "user" else text_of
+            messages.append({"role": role, "content": read(item.content, f"{where}.content", _TEXT)})
         elif item.type == "function_call":
             calls = answer().setdefault("tool_calls", [])
             calls.append(assistant_call(item.call_id, item.name, item.arguments, where))
         elif item.type == "function_call_output":
             answering = None
-            text = text_of(item.output, f"{where}.output", _TEXT)
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+            output = seen_of(item.output, f"{where}.output", _TEXT)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         elif item.type == "reasoning":
             answering = None
             if content := text_of(item.content, f"{where}.content", ("reasoning_text",)):

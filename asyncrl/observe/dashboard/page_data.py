@@ -10,11 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from asyncrl.api.picture import Picture
 from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
 from asyncrl.observe.doctor import Diagnosis, examine
 from asyncrl.observe.glossary import find
 from asyncrl.observe.history import History
-from asyncrl.observe.samples import Row, read_samples, sample_files
+from asyncrl.observe.samples import Row, pictures_of, read_samples, sample_files
 from asyncrl.observe.timeline import timeline
 from asyncrl.observe.timeline.spans import Timeline
 
@@ -25,6 +26,7 @@ MOST_POINTS = 600
 TIMELINE_STEPS = 40
 TIMELINE_SPANS = 2500
 SAMPLE_FILES, SAMPLES_OF_FILE, SAMPLES_OF_ROLLOUT = 6, 12, 3
+PICTURES_OF_SAMPLE, PICTURE_BYTES = 4, 128 << 10
 SAMPLE_TOKENS = 2000
 LOG_BYTES = 6000
 PROCESS_POINTS = 120
@@ -180,11 +182,11 @@ def _samples(folder: Path, decode: Decode | None) -> dict[str, Any]:
         return {"rows": [], "why": "no samples were kept; samples.every=16 keeps every 16th trained rollout"}
     chosen = [files[round(place * (len(files) - 1) / max(1, SAMPLE_FILES - 1))] for place in range(SAMPLE_FILES)]
     try:
-        rows = [
-            _sample(row, decode)
-            for file in dict.fromkeys(chosen)
-            for row in islice(_few_of_each(read_samples([file])), SAMPLES_OF_FILE)
-        ]
+        rows = []
+        for file in dict.fromkeys(chosen):
+            read = list(islice(_few_of_each(read_samples([file])), SAMPLES_OF_FILE))
+            pictures = pictures_of(read)
+            rows += [_sample(row, decode) | _pictures(row, pictures) for row in read]
     except ImportError:
         return {"rows": [], "why": "samples are Parquet files, which need pyarrow: pip install 'asyncrl[data]'"}
     except (OSError, ValueError) as error:
@@ -201,6 +203,14 @@ def _few_of_each(rows: Iterable[Row]) -> Iterator[Row]:
             yield row
 
 
+def _pictures(row: Row, pictures: Mapping[str, Picture]) -> dict[str, Any]:
+    """The row's first pictures as data URLs, those that are small; the others are named in its text."""
+    hashes = list(dict.fromkeys(each["sha256"] for each in row.get("pictures") or ()))[:PICTURES_OF_SAMPLE]
+    found = [pictures[sha256] for sha256 in hashes if sha256 in pictures]
+    urls = [picture.data_url for picture in found if len(picture.data) <= PICTURE_BYTES]
+    return {"pictures": urls} if urls else {}
+
+
 def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
     """A sample for the page: pieces of text, each with its version (-1: not generated) and scores of its token."""
     shown = {name: row[name] for name in ("step", "prompt", "rollout", "sample", "staleness", "truncated")}
@@ -210,7 +220,15 @@ def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
         return {**shown, "pieces": pieces, "by_token": False}
     scores = [row["behave_logprobs"], row["prox_logprobs"], row["advantages"]]
     pieces = []
+    spans = {each["position"]: each for each in row.get("pictures") or ()}
+    names = {each["start"]: each["text"] for each in row["segments"]}
+    end = 0
     for place, token in enumerate(row["tokens"]):
+        if place in spans:
+            end = place + spans[place]["length"]
+            pieces.append([names[place], -1])
+        if place < end:
+            continue
         version = row["versions"][place] if row["loss_mask"][place] else -1
         pieces.append([decode([token]), version, *(each[place] if each else None for each in scores)])
     return {**shown, "pieces": pieces, "by_token": True}

@@ -17,13 +17,16 @@ from asyncrl.api import (
     Tokenizer,
     messages_of,
 )
+from asyncrl.api.picture import PictureError
 from asyncrl.api.trajectory import with_turn_rewards
+from asyncrl.plugins.datasets.templates.parts import Content, joined, observed
 
 
 class GameAgent(Agent):
     """Plays one game in up to `max_turns` actions; each turn has the reward of its action. One that is cut off counts.
 
-    The prompt says what the game is; the first observation follows it. The row's `seed`, where there is one, begins the
+    The prompt says what the game is; the first observation follows it. An observation is text, or with a chat template
+    a picture (uint8 [height, width, 3]) or a list of parts. The row's `seed`, where there is one, begins the
     games of all members alike.
 
     Args:
@@ -47,7 +50,7 @@ class GameAgent(Agent):
         rewards: list[float] = []
         ended = False
         while not ended and len(rewards) < self._max_turns:
-            action, answer = await talk.answer(str(observation))
+            action, answer = await talk.answer(observed(observation))
             if not answer.token_ids:
                 break  # the context is full
             observation, reward, terminated, truncated, _ = await env.step(action)
@@ -64,7 +67,7 @@ class GameAgent(Agent):
 class _Talk(Protocol):
     """A conversation."""
 
-    async def answer(self, observation: str) -> tuple[str, Completion]:
+    async def answer(self, observation: Content) -> tuple[str, Completion]:
         """The policy's answer to `observation`, as text and as tokens."""
         ...
 
@@ -73,10 +76,10 @@ class _Messages:
     def __init__(self, prompt: Prompt, client: ChatClient) -> None:
         self._client, self._messages = client, messages_of(prompt)
 
-    async def answer(self, observation: str) -> tuple[str, Completion]:
+    async def answer(self, observation: Content) -> tuple[str, Completion]:
         last: dict[str, Any] = self._messages[-1]
         if last["role"] == "user":  # the prompt's own
-            self._messages[-1] = {**last, "content": f"{last['content']}\n\n{observation}"}
+            self._messages[-1] = {**last, "content": joined(last["content"], "\n\n", observation)}
         else:
             self._messages.append({"role": "user", "content": observation})
         reply = await self._client.chat(self._messages)
@@ -89,7 +92,9 @@ class _Tokens:
         self._prompt, self._client, self._tokenizer, self._separator = prompt, client, tokenizer, separator
         self._ids, self._turn = prompt.input_ids, 0
 
-    async def answer(self, observation: str) -> tuple[str, Completion]:
+    async def answer(self, observation: Content) -> tuple[str, Completion]:
+        if not isinstance(observation, str):
+            raise PictureError("an observation is a picture, which needs a chat template (dataset.chat_template)")
         shown = self._tokenizer.encode(f"{self._separator}{observation}{self._separator}")
         self._ids = (*self._ids, *shown)
         name = f"{self._prompt.prompt_id}/{self._turn}/{self._prompt.member}"

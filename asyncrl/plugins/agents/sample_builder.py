@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.api import Completion, Sample
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.api.trajectory import routing_of_turns
 
 NOT_GENERATED = -1
@@ -16,24 +17,31 @@ NOT_GENERATED = -1
 
 
 class SampleBuilder:
-    """One conversation as it grows; starts with the prompt's tokens."""
+    """One conversation as it grows; starts with the prompt's tokens and pictures."""
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: Sequence[int], pictures: Sequence[PlacedPicture] = ()) -> None:
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._routing: list[NDArray[Any] | None] = []
-        self.observe(prompt_ids)
+        self._pictures: list[PlacedPicture] = []
+        self.observe(prompt_ids, pictures)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens so far: the context of the next turn."""
         return tuple(self._tokens)
 
-    def observe(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not write (prompt, feedback, tool output)."""
+    @property
+    def pictures(self) -> tuple[PlacedPicture, ...]:
+        """All pictures so far, at spans of `tokens`."""
+        return tuple(self._pictures)
+
+    def observe(self, token_ids: Sequence[int], pictures: Sequence[PlacedPicture] = ()) -> None:
+        """Append tokens that the policy did not write (prompt, feedback, tool output), with pictures at their spans."""
         count = len(token_ids)
+        self._pictures += [placed.shifted(len(self._tokens)) for placed in pictures]
         self._tokens.extend(token_ids)
         self._mask.extend([0] * count)
         self._logprobs.extend([0.0] * count)
@@ -72,4 +80,5 @@ class SampleBuilder:
             reward=reward,
             truncated=truncated,
             routing=routing_of_turns(len(self._tokens), self._routing),
+            pictures=self.pictures,
         )

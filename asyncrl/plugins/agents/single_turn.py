@@ -32,7 +32,9 @@ class SingleTurnAgent(Agent):
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
     ) -> Sequence[Sample]:
         """The group's samples, in the order of the completions. One that cannot be scored is tried again alone."""
-        request = GenerationRequest(prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling)
+        request = GenerationRequest(
+            prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling, prompt.pictures
+        )
         result = await client.generate(request)
 
         async def scored(member: int, completion: Completion) -> Sequence[Sample]:
@@ -58,7 +60,8 @@ class SingleTurnAgent(Agent):
         return await self._scored(prompt, env, await self._answer(prompt, client))
 
     async def _answer(self, prompt: Prompt, client: GenerationClient) -> Completion:
-        request = GenerationRequest(f"{prompt.prompt_id}/{prompt.member}", prompt.input_ids, 1, prompt.sampling)
+        name = f"{prompt.prompt_id}/{prompt.member}"
+        request = GenerationRequest(name, prompt.input_ids, 1, prompt.sampling, prompt.pictures)
         (completion,) = (await client.generate(request)).completions
         return completion
 
@@ -66,7 +69,7 @@ class SingleTurnAgent(Agent):
         with reward_parts() as parts:
             await env.reset(options={"data": prompt.data})
             _, reward, _, truncated, _ = await env.step(self._tokenizer.decode(completion.token_ids))
-        builder = SampleBuilder(prompt.input_ids)
+        builder = SampleBuilder(prompt.input_ids, prompt.pictures)
         builder.generate(completion)
         sample = builder.build(reward, truncated=truncated or completion.finish_reason == "length")
         return replace(sample, reward_parts=parts.means())

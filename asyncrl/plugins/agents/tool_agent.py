@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from asyncrl.api import Agent, ChatClient, Environment, Prompt, Sample, Tokenizer, messages_of
+from asyncrl.api import Agent, ChatClient, Environment, Prompt, Sample, Tokenizer, ToolResult, messages_of
+from asyncrl.plugins.datasets.templates.parts import Content, joined
 from asyncrl.plugins.tools.toolbox import Toolbox
 
 
@@ -59,13 +60,13 @@ class ToolAgent(Agent):
                 calls += len(reply.tool_calls)
                 async with asyncio.TaskGroup() as tasks:
                     running = [tasks.create_task(session.call(call)) for call in reply.tool_calls[: self._max_calls]]
-                said = [task.result().text for task in running]
+                said: list[Content] = [_content(task.result(), pictures=client.takes_pictures) for task in running]
                 said += [f"Error: not run, {self._max_calls} calls are the most of one turn"] * (
                     len(reply.tool_calls) - len(said)
                 )
                 messages += [
-                    {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
-                    for call, text in zip(reply.tool_calls, said, strict=True)
+                    {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+                    for call, content in zip(reply.tool_calls, said, strict=True)
                 ]
             _, reward, _, _, _ = await env.step(reply.content)
             parts = {"answer": float(reward), **await session.rewards()}
@@ -77,3 +78,10 @@ class ToolAgent(Agent):
             replace(sample, reward_parts=parts, metrics=metrics, truncated=truncated)
             for sample in client.samples(sum(parts.values()))
         ]
+
+
+def _content(result: ToolResult, *, pictures: bool) -> Content:
+    """What the model is given of a tool's result: without pictures it reads their names."""
+    if pictures:
+        return joined(result.text, [{"type": "image", "image": picture} for picture in result.pictures])
+    return "\n".join(filter(None, (result.text, *map(str, result.pictures))))

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ from asyncrl.api import (
     ToolSchema,
     messages_of,
 )
+from asyncrl.api.picture import PictureError, PlacedPicture
 from asyncrl.api.trajectory import check_group
 from asyncrl.plugins.chat.conversation import Turn
 from asyncrl.plugins.chat.drift import DriftError, compare
@@ -36,9 +37,10 @@ from asyncrl.plugins.chat.request import ChatLimits, ChatRequest, Finish, Phase
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
 from asyncrl.plugins.chat.stop_strings import before_stop, check_stop_strings, first_stop
 from asyncrl.plugins.chat.template import ChatFormat
-from asyncrl.plugins.chat.turn_recorder import TurnRecorder
+from asyncrl.plugins.chat.turn_recorder import TurnRecorder, bytes_of_ids
 from asyncrl.plugins.datasets.queue.order import seed_from
 from asyncrl.plugins.datasets.templates.chat import ChatError, wrong_messages
+from asyncrl.plugins.datasets.templates.parts import Rendered, with_content
 
 _log = logging.getLogger(__name__)
 
@@ -63,14 +65,22 @@ class _Context:
     """Context of an answer: a recorded turn and the ids after it, or the ids of the whole conversation."""
 
     parent: Turn | None
-    given: tuple[int, ...]
+    given: Rendered
     messages: tuple[Message, ...]
     before: Turn | None
     """The recorded turn that the messages begin with, whether its ids are kept (then it is `parent`) or not."""
 
     @property
     def ids(self) -> tuple[int, ...]:
-        return (*self.parent.ids, *self.given) if self.parent else self.given
+        return (*self.parent.ids, *self.given.ids) if self.parent else tuple(self.given.ids)
+
+    @property
+    def pictures(self) -> tuple[PlacedPicture, ...]:
+        """At spans of `ids`."""
+        if self.parent is None:
+            return self.given.pictures
+        length = len(self.parent.ids)
+        return (*self.parent.pictures, *(placed.shifted(length) for placed in self.given.pictures))
 
 
 class EpisodeClient:
@@ -138,6 +148,11 @@ class EpisodeClient:
         return self._rules.limits.max_context
 
     @property
+    def takes_pictures(self) -> bool:
+        """True if messages may have pictures."""
+        return self._format is not None and self._format.takes_pictures
+
+    @property
     def turns(self) -> tuple[Turn, ...]:
         """Return the turns that this client recorded, in order."""
         return tuple(self._recorder.turns)
@@ -148,15 +163,18 @@ class EpisodeClient:
         Raises:
             Exception: the policy cannot answer.
         """
-        parent = self._recorder.find_ids(request.input_ids)
-        given = request.input_ids[len(parent.ids) if parent else 0 :]
+        check_prompt_pictures(self._prompt, request.input_ids, request.pictures)
+        parent = self._recorder.find_ids(request.input_ids, request.pictures)
+        length = len(parent.ids) if parent else 0
+        given = request.input_ids[length:]
+        shown = tuple(placed.shifted(-length) for placed in request.pictures if placed.position >= length)
         state = self._begun(parent, parent, len(request.input_ids))
         if state.ended:
             return GenerationResult(request.request_id, tuple(_nothing() for _ in range(request.n)))
         result = await self._policy.generate(replace(request, sampling=_within(request.sampling, state)))
         for completion in result.completions:
             after = state.answered(Finish(completion.finish_reason), len(completion.token_ids))
-            self._recorder.add(Turn(parent, given, completion, request=after))
+            self._recorder.add(Turn(parent, given, completion, request=after, given_pictures=shown))
         return result
 
     async def chat(
@@ -184,18 +202,18 @@ class EpisodeClient:
             )
         chat, wanted = self._chat(), sampling or self._prompt.sampling
         check_stop_strings(wanted.stop)
-        messages = [_in_text(message) for message in messages]
+        messages = [_read(message) for message in messages]
         context = self._context(messages, tools)
         ids = context.ids
         self._check_drift(context, ids, messages, tools)
         state = self._begun(context.parent, context.before, len(ids))
         if state.ended:
             return _empty_reply(ids)
-        seed = self._seed(ids, wanted.seed)
+        seed = self._seed(ids, context.pictures, wanted.seed)
         stops = tuple(dict.fromkeys((*wanted.stop_token_ids, *chat.stop_token_ids)))
         drawn = _within(replace(wanted, seed=seed, stop_token_ids=stops), state)
         name = f"{self._prompt.prompt_id}/{self._member}/{next(self._calls)}"
-        result = await self._policy.generate(GenerationRequest(name, ids, n, drawn))
+        result = await self._policy.generate(GenerationRequest(name, ids, n, drawn, context.pictures))
         self._counts["calls"] += 1
         self._counts["extended" if context.parent else "branches"] += 1
         offered = tools if tool_choice == "auto" else ()
@@ -205,7 +223,10 @@ class EpisodeClient:
         ]
         for reply in (first, *others):
             after = state.answered(_finish_of(reply), len(reply.completion.token_ids))
-            turn = Turn(context.parent, context.given, reply.completion, context.messages, reply, after)
+            given = context.given
+            turn = Turn(
+                context.parent, tuple(given.ids), reply.completion, context.messages, reply, after, given.pictures
+            )
             self._recorder.add(turn, tools)
             self._answered_at[turn] = time.monotonic()
         return replace(first, alternatives=tuple(others))
@@ -216,7 +237,7 @@ class EpisodeClient:
         Raises:
             ChatError: these messages cannot be rendered.
         """
-        return self._context([_in_text(message) for message in messages], tools).ids
+        return self._context([_read(message) for message in messages], tools).ids
 
     def shown_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """The ids that the template makes of `messages`, whoever speaks last, without the beginning of an answer.
@@ -224,7 +245,7 @@ class EpisodeClient:
         Raises:
             ChatError: these messages cannot be rendered.
         """
-        return tuple(self._chat().shown([_in_text(message) for message in messages], tools))
+        return tuple(self._chat().shown([_read(message) for message in messages], tools).ids)
 
     def forget(self, answer: Completion) -> None:
         """Take `answer`, which nobody was given, out of the records."""
@@ -255,16 +276,17 @@ class EpisodeClient:
             raise ChatError(f"these messages are not a valid conversation: {wrong}")
         turn, covered = self._recorder.find(messages, tools)
         if turn is not None and (given := self._extension(turn, messages, covered, tools)) is not None:
-            return _Context(turn, tuple(given), tuple(messages[covered:]), turn)
+            return _Context(turn, given, tuple(messages[covered:]), turn)
         if not tools and "prompt" in self._prompt.data and list(messages) == messages_of(self._prompt):
-            return _Context(None, self._prompt.input_ids, tuple(messages), None)  # these may have been shortened
+            first = Rendered([*self._prompt.input_ids], self._prompt.pictures)  # these may have been shortened
+            return _Context(None, first, tuple(messages), None)
         given = chat.begin(self._with_reasoning(turn, messages), tools)
-        return _Context(None, tuple(given), tuple(messages), turn)
+        return _Context(None, given, tuple(messages), turn)
 
     def _extension(
         self, turn: Turn, messages: Sequence[Message], covered: int, tools: Sequence[ToolSchema]
-    ) -> list[int] | None:
-        """The ids that `messages` after the first `covered` add to those of `turn`; None where it is not extended."""
+    ) -> Rendered | None:
+        """What `messages` after the first `covered` add to the ids of `turn`; None where it is not extended."""
         chat = self._chat()
         assert turn.reply is not None, "a turn that messages find has a message"
         bridge = chat.bridge(turn.reply.message, messages[covered:], tools)
@@ -276,7 +298,9 @@ class EpisodeClient:
                 return None  # as the template shows it
         end_id, sampled = chat.end_id(tools), turn.completion.token_ids
         assert end_id is not None, "only a template with an end-of-turn token has bridges"
-        return bridge if sampled and sampled[-1] == end_id else [end_id, *bridge]
+        if sampled and sampled[-1] == end_id:
+            return bridge
+        return Rendered([end_id, *bridge.ids], tuple(placed.shifted(1) for placed in bridge.pictures))
 
     def _reasoned(self, turn: Turn) -> list[int]:
         """Positions of the answers in `turn`'s conversation whose reasoning its ids hold."""
@@ -309,7 +333,7 @@ class EpisodeClient:
         except ChatError:  # extending by ids does what the template cannot: several calls in one message of Llama 3
             self._counts["drift_refused"] += 1
             return
-        drift = compare(ids, anew, chat.tokenizer.decode_all)
+        drift = compare(ids, anew.ids, chat.tokenizer.decode_all)
         if drift is None:
             return
         self._counts["drift_text" if drift.text else "drift_tokens"] += 1
@@ -345,14 +369,14 @@ class EpisodeClient:
             _log.info("prompt %s: a conversation of %d tokens ends at %s", self._prompt.prompt_id, tokens, state.over)
         return state
 
-    def _seed(self, ids: Sequence[int], own: int | None) -> int:
+    def _seed(self, ids: Sequence[int], pictures: Sequence[PlacedPicture], own: int | None) -> int:
         """Derive the random seed of the next answer from the prompt's seed, the caller's seed `own`, the group member,
-        the conversation's token ids and the number of earlier requests with the same ids. It does not depend on
-        concurrent requests, so runs are reproducible.
+        the conversation's token ids and pictures and the number of earlier requests with the same. It does not depend
+        on concurrent requests, so runs are reproducible.
 
         `own` is the seed that the caller gave, or the prompt's.
         """
-        digest = hashlib.blake2b(b"".join(token.to_bytes(4, "little") for token in ids), digest_size=8).digest()
+        digest = hashlib.blake2b(bytes_of_ids(ids, pictures), digest_size=8).digest()
         again = self._asked[digest]
         self._asked[digest] += 1
         return seed_from("chat", self._prompt.sampling.seed or 0, own or 0, self._member, digest.hex(), again)
@@ -395,20 +419,34 @@ class EpisodeClient:
         )
 
 
-def _in_text(message: Message) -> Message:
-    """A message whose content is text, where it is text in parts, or absent from an answer.
+def _read(message: Message) -> Message:
+    """A message whose content is text, or text and pictures (`asyncrl.plugins.datasets.templates.parts`).
 
     Raises:
-        ChatError: it has a part that is no text.
+        ChatError: it has a part that is neither, or a picture cannot be used.
     """
     content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
-            raise ChatError("a message has a part that is not text; images and sounds are not supported")
-        return {**message, "content": "".join(part["text"] for part in content)}
-    if content is None and message.get("role") == "assistant":
-        return {**message, "content": ""}
-    return message
+    if isinstance(content, str) or (content is None and message.get("role") != "assistant"):
+        return message
+    try:
+        return with_content(message)
+    except PictureError as error:
+        raise ChatError(str(error)) from None
+
+
+def check_prompt_pictures(prompt: Prompt, ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> None:
+    """Check that a request or a sample that begins with the prompt's tokens has its pictures.
+
+    Raises:
+        ValueError: it does not, so that its placeholders would be read as words.
+    """
+    if not prompt.pictures or tuple(ids[: len(prompt.input_ids)]) != prompt.input_ids:
+        return
+    if tuple(pictures[: len(prompt.pictures)]) != prompt.pictures:
+        raise ValueError(
+            f"prompt {prompt.prompt_id} has {len(prompt.pictures)} pictures, and what begins with its input_ids has "
+            "others: give GenerationRequest.pictures and Sample.pictures what Prompt.pictures has"
+        )
 
 
 def _as_message(call: ToolCall) -> dict[str, Any]:

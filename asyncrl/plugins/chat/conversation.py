@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.api import ChatReply, Completion, FinishReason, Message, Sample
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.api.trajectory import routing_of_turns
 from asyncrl.plugins.chat.request import ChatRequest
 
@@ -29,7 +30,8 @@ class Turn:
     """An answer.
 
     `given_ids` are the ids between the previous answer (or the beginning) and this one, that no policy sampled;
-    `messages` those that came in with it, `reply` what it became; both are absent where it was asked for in token ids.
+    `given_pictures` stand at spans of them. `messages` are those that came in with it, `reply` what it became; both are
+    absent where it was asked for in token ids.
     """
 
     parent: Turn | None
@@ -38,6 +40,7 @@ class Turn:
     messages: tuple[Message, ...] = ()
     reply: ChatReply | None = None
     request: ChatRequest = field(default_factory=ChatRequest)
+    given_pictures: tuple[PlacedPicture, ...] = ()
 
     @property
     def path(self) -> list[Turn]:
@@ -55,6 +58,11 @@ class Turn:
         return [token for turn in self.path for part in (turn.given_ids, turn.completion.token_ids) for token in part]
 
     @property
+    def pictures(self) -> tuple[PlacedPicture, ...]:
+        """The pictures of the conversation, at spans of `ids`."""
+        return pictures_of_path(self.path)
+
+    @property
     def conversation(self) -> list[Message]:
         """The messages up to and with this answer; those of turns that were asked for in token ids are missing."""
         said: list[Message] = []
@@ -63,6 +71,16 @@ class Turn:
             if turn.reply is not None:
                 said.append(turn.reply.message)
         return said
+
+
+def pictures_of_path(path: Sequence[Turn]) -> tuple[PlacedPicture, ...]:
+    """The pictures of a branch, at positions from its beginning."""
+    found: list[PlacedPicture] = []
+    length = 0
+    for turn in path:
+        found += [placed.shifted(length) for placed in turn.given_pictures]
+        length += len(turn.given_ids) + len(turn.completion.token_ids)
+    return tuple(found)
 
 
 def branches(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
@@ -111,4 +129,5 @@ def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off:
         reward=reward,
         truncated=cut_off or path[-1].completion.finish_reason == FinishReason.length,
         routing=routing_of_turns(len(tokens), routing),
+        pictures=pictures_of_path(path),
     )

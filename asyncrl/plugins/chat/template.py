@@ -28,6 +28,7 @@ from asyncrl.plugins.chat.parsers import Parsed, Parser, parser
 from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.datasets.templates.chat import ChatError, wrong_messages
 from asyncrl.plugins.datasets.templates.control_tokens import StandIns
+from asyncrl.plugins.datasets.templates.parts import Rendered, pictures_of, without_pictures
 
 _TOOL: ToolSchema = {
     "type": "function",
@@ -47,11 +48,16 @@ _PROBES: Mapping[str, tuple[Message, ...]] = {
     "tool and user": (_RESULTS[0], _MORE),
 }
 """The kinds of continuation, each with an example."""
+PICTURES = "picture"
+"""The kind of continuation with a picture in it, of models that take any."""
+_SHOWN: Message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}]}
 
 
 def kind_of(new: Sequence[Message]) -> str | None:
     """The kind of continuation that `new` messages are; None where they are of another, which is never extended."""
     roles = [message["role"] for message in new]
+    if any(isinstance(message.get("content"), list) for message in new):
+        return PICTURES if set(roles) <= {"user", "tool"} else None
     tools = len(list(itertools.takewhile(lambda role: role == "tool", roles)))
     if any(role != "user" for role in roles[tools:]) or not roles:
         return None
@@ -111,8 +117,14 @@ class ChatFormat:
         self._offers: tuple[Sequence[ToolSchema], ...] = ((), (_TOOL,)) if self._template.differs_with_tools else ((),)
         self._end = self._end_of_turn(())
         self._end_with_tools = self._end_of_turn(self._offers[-1])
-        refused = {kind: why for kind, new in _PROBES.items() if (why := self._wrong(new)) is not None}
+        probes = dict(_PROBES) if prompts.pictures is None else {**_PROBES, PICTURES: (_SHOWN,)}
+        refused = {kind: why for kind, new in probes.items() if (why := self._wrong(new)) is not None}
         self.findings = Findings(self.end_id(), refused, self._shows_reasoning(), self._rewrites())
+
+    @property
+    def takes_pictures(self) -> bool:
+        """True if the model takes pictures."""
+        return self._prompts.pictures is not None
 
     def end_id(self, tools: Sequence[ToolSchema] = ()) -> int | None:
         """Return the token that ends an assistant's turn in conversations that offer `tools`; None if there is none."""
@@ -124,8 +136,8 @@ class ChatFormat:
         ends = (self.tokenizer.eos_token_id, self.end_id(), self.end_id((_TOOL,)))
         return tuple(dict.fromkeys(end for end in ends if end is not None))
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """Token ids of a whole conversation, up to where the assistant's answer begins.
+    def begin(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Rendered:
+        """Token ids and pictures of a whole conversation, up to where the assistant's answer begins.
 
         Raises:
             ChatError: it is no conversation, or the template refuses it.
@@ -133,42 +145,43 @@ class ChatFormat:
         if (wrong := wrong_messages(messages)) is not None:
             raise ChatError(f"these messages are not a valid conversation: {wrong}")
         try:
-            return self._prompts.chat_ids(self._template.messages(messages), tools)
+            return self._prompts.conversation(self._template.messages(messages), tools)
         except ChatError:
             raise
-        except ValueError as error:  # a character that an alphabet of few does not have
+        except ValueError as error:  # a character that an alphabet of few does not have, pictures that do not show
             raise ChatError(str(error)) from None
 
-    def shown(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """Token ids of messages, whoever speaks last, without the beginning of another answer.
+    def shown(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Rendered:
+        """Token ids and pictures of messages, whoever speaks last, without the beginning of another answer.
 
         Raises:
             ChatError: these are no messages, or the template refuses them.
         """
         if (wrong := wrong_messages([*messages, _MORE] if messages else messages)) is not None:
             raise ChatError(f"these messages are not a valid conversation: {wrong}")
-        turns = self._template.messages(messages)
-        places = StandIns(self.tokenizer, turns, tools)
-        text = self._template.render_turns(places.put(turns), places.put(tools), to_answer=False)
         try:
-            return places.encode(text)
+            return self._prompts.conversation(self._template.messages(messages), tools, to_answer=False)
+        except ChatError:
+            raise
         except ValueError as error:
             raise ChatError(str(error)) from None
 
-    def bridge(self, reply: Message, new: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int] | None:
-        """Token ids of what follows the end-of-turn token of the answer `reply`, up to where the next answer begins.
+    def bridge(self, reply: Message, new: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Rendered | None:
+        """Token ids and pictures of what follows the end-of-turn token of the answer `reply`, up to where the next
+        answer begins.
 
         None where this template's conversations are not extended by messages of this kind.
         """
         kind = kind_of(new)
         if kind is None or kind in self.findings.refused or wrong_messages(new) is not None:
             return None
-        places = StandIns(self.tokenizer, reply, new, tools)
-        text = self._bridge_text(places.put(reply), places.put(new), places.put(tools))
+        plain = without_pictures(new)
+        places = StandIns(self.tokenizer, reply, plain, tools)
+        text = self._bridge_text(places.put(reply), places.put(plain), places.put(tools))
         if text is None:
             return None
         try:
-            return places.encode(text)
+            return self._prompts.encoded(places, text, [*pictures_of(new)])
         except ValueError as error:
             raise ChatError(str(error)) from None
 
@@ -183,9 +196,10 @@ class ChatFormat:
             {**message, "reasoning_content": sentinels[number]} if number in sentinels else message
             for number, message in enumerate(messages)
         ]
-        places = StandIns(self.tokenizer, turns, tools)
+        plain = without_pictures(turns)
+        places = StandIns(self.tokenizer, plain, tools)
         try:
-            text = self._template.render_turns(self._template.messages(places.put(turns)), places.put(tools))
+            text = self._template.render_turns(self._template.messages(places.put(plain)), places.put(tools))
         except ChatError:
             return False
         return any(sentinel not in text for sentinel in sentinels.values())
@@ -249,8 +263,9 @@ class ChatFormat:
         bridge = self._bridge_text(reply, new, tools)
         if bridge is None:
             return "the template refuses such messages, or shows nothing of the answer before them"
+        first = _SHOWN if new[0] is _SHOWN else {"role": "user", "content": "What is 2 + 2?"}
         history: list[Message] = [
-            {"role": "user", "content": "What is 2 + 2?"},
+            first,
             {"role": "assistant", "content": "Four."},
             {"role": "user", "content": "Are you sure?"},
         ]

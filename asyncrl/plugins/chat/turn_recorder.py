@@ -3,7 +3,7 @@
 A call goes on from the longest recorded conversation that its messages begin with: equal in the tools offered, and
 message by message in role, content (absent is empty), name (not the assistant's, which frameworks add), the call that a
 tool's message answers, and the calls' ids, names and arguments as canonical JSON. Other keys are ignored. Calls in
-token ids go on from the longest recorded conversation whose ids theirs begin with.
+token ids go on from the longest recorded conversation whose ids theirs begin with. Pictures count by their content.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.api import Completion, Message, Sample, ToolSchema
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.plugins.chat.conversation import Turn, branches, sample_of
 
 
@@ -34,7 +35,7 @@ class TurnRecorder:
             (*_, (_, key)) = _prefixes(turn.conversation, tools)
             self._by_messages[key] = turn
         ids = turn.ids
-        self._by_ids.setdefault(len(ids), {})[_ids_key(ids)] = turn
+        self._by_ids.setdefault(len(ids), {})[_ids_key(ids, turn.pictures)] = turn
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[Turn | None, int]:
         """The turn that `messages` go on from, and how many of them it covers; None and 0 where there is none."""
@@ -45,11 +46,12 @@ class TurnRecorder:
                     found = turn, count
         return found
 
-    def find_ids(self, token_ids: Sequence[int]) -> Turn | None:
-        """The turn that `token_ids` go on from; None where there is none."""
+    def find_ids(self, token_ids: Sequence[int], pictures: Sequence[PlacedPicture] = ()) -> Turn | None:
+        """The turn that `token_ids`, with `pictures` at spans of them, go on from; None where there is none."""
         for length in sorted(self._by_ids, reverse=True):
             if length <= len(token_ids):
-                turn = self._by_ids[length].get(_ids_key(token_ids[:length]))
+                shown = [placed for placed in pictures if placed.position < length]
+                turn = self._by_ids[length].get(_ids_key(token_ids[:length], shown))
                 if turn is not None:
                     return turn
         return None
@@ -103,8 +105,18 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
 
 
 def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=str).encode()
+    return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), default=_plain).encode()
 
 
-def _ids_key(ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(b"".join(token.to_bytes(4, "little", signed=True) for token in ids), digest_size=16).digest()
+def _plain(value: Any) -> str:
+    return value.sha256 if isinstance(value, Picture) else str(value)
+
+
+def _ids_key(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes:
+    return hashlib.blake2b(bytes_of_ids(ids, pictures), digest_size=16).digest()
+
+
+def bytes_of_ids(ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> bytes:
+    """Bytes that are equal for equal ids with the same pictures at the same spans."""
+    shown = "".join(f"{placed.position} {placed.length} {placed.picture.sha256};" for placed in pictures)
+    return b"".join(token.to_bytes(4, "little", signed=True) for token in ids) + shown.encode()

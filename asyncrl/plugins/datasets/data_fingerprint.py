@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.plugins.datasets import Dataset, Placed
+from asyncrl.plugins.datasets.templates.parts import PictureSource
 
 _SAMPLED_ROWS = 256
 """Rows of a set that are compared: making the rows of a class may take time."""
@@ -41,7 +42,7 @@ def content_sum(dataset: Dataset, folder: Path) -> str:
 
 def _kind(value: object) -> str:
     """Return a stable name for a value of a user's class, whose text may contain its address."""
-    return type(value).__qualname__
+    return str(value) if isinstance(value, PictureSource) else type(value).__qualname__
 
 
 class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

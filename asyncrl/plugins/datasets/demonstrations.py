@@ -33,6 +33,7 @@ from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.settings import TrainOn
 from asyncrl.plugins.datasets.templates.chat import ChatError, Message
 from asyncrl.plugins.datasets.templates.control_tokens import StandIns
+from asyncrl.plugins.datasets.templates.parts import IMAGE_FIELDS, pictures_of
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 
 
@@ -66,6 +67,8 @@ class DemonstrationFormat:
         Raises:
             BadDemonstration: it has no answer, the template refuses it, or there are messages and no template.
         """
+        if any(name in row for name in IMAGE_FIELDS) or _has_pictures(row.get("prompt")):
+            raise BadDemonstration("it has pictures, which demonstrations do not support yet: leave the row out")
         if self.prompts.chat is not None:
             return self._conversation(conversation_of(dataset, row), _tools_of(row))
         prompt, answer = row["prompt"], dataset.demonstration(row)
@@ -115,6 +118,10 @@ class DemonstrationFormat:
                 "the arguments that these answers were made with (dataset.chat_template_args), or another template"
             )
         return before, after
+
+
+def _has_pictures(prompt: Any) -> bool:
+    return isinstance(prompt, list) and any(True for _ in pictures_of(prompt))
 
 
 class _Sequence:

@@ -1,8 +1,9 @@
 """A user's own data: files of rows.
 
 The prompt is the field `prompt`, `question`, `problem` or `messages`, text or a list of messages; every other field is
-kept for the reward. Demonstrations for supervised training are the field `completion`, `response` or `answer`. GSM8K
-files work as they are.
+kept for the reward. Pictures are the field `images` or `image`, or parts of messages (`templates/parts.py`); paths are
+relative to the data's folder. Demonstrations for supervised training are the field `completion`, `response` or
+`answer`. GSM8K files work as they are.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.api.picture import PictureError
 from asyncrl.plugins.datasets.readers import Record, read
 from asyncrl.plugins.datasets.templates.chat import Message, wrong_messages
+from asyncrl.plugins.datasets.templates.parts import IMAGE_FIELDS, prompt_with_pictures
 
 PROMPT_FIELDS = ("prompt", "question", "problem", "messages")
 COMPLETION_FIELDS = ("completion", "response", "answer")
@@ -42,8 +45,8 @@ class FileDataset:
         seed: unused, a file has one order; the run's seed orders the epochs.
 
     Raises:
-        ValueError: the file cannot be read, a row is no object, has no prompt or not a column that `fields` names
-            (names file and line), or no row is left.
+        ValueError: the file cannot be read, a row is no object, has no prompt or not a column that `fields` names, or
+            a picture outside of the data's folder (names file and line), or no row is left.
     """
 
     def __init__(
@@ -126,6 +129,10 @@ class FileDataset:
                 f"{place} has no text in any of the fields {', '.join(PROMPT_FIELDS)}: add one of them, or name its "
                 "column in dataset.fields.prompt"
             )
+        shown = self._with_pictures(fields, prompt, template, place)
+        if shown is not None:
+            prompt, template = shown, _UNCHANGED
+            fields = {name: value for name, value in fields.items() if name not in IMAGE_FIELDS}
         if isinstance(prompt, list):
             prompt = [_without_none(turn) for turn in prompt]
             asked = prompt[:-1] if self._demonstrations and _is_answer(prompt[-1]) else prompt
@@ -135,8 +142,28 @@ class FileDataset:
                 raise ValueError(f"{place} has messages, where prompt_template={template!r} wants text: leave it out")
         if not isinstance(prompt, str):
             return {**fields, "prompt": prompt}
+        return {**fields, "prompt": self._templated(fields, prompt, template, place)}
+
+    def _with_pictures(
+        self, fields: Mapping[str, Any], prompt: str | list[Any], template: str, place: str
+    ) -> list[dict[str, Any]] | None:
+        """The row's messages with its pictures; None where it has none."""
+        if isinstance(prompt, str) and not any(name in fields for name in IMAGE_FIELDS):
+            return None
+        if isinstance(prompt, str):
+            prompt = self._templated(fields, prompt, template, place)
+        folder = self.path if self.path.is_dir() else self.path.parent
         try:
-            return {**fields, "prompt": template.format(**{**fields, "prompt": prompt})}
+            made = prompt_with_pictures({**fields, "prompt": prompt}, folder)
+        except PictureError as error:
+            raise ValueError(f"{place}: {error}") from None
+        if isinstance(made, str) or not any(isinstance(turn, Mapping) and _has_pictures(turn) for turn in made):
+            return None
+        return made
+
+    def _templated(self, fields: Mapping[str, Any], prompt: str, template: str, place: str) -> str:
+        try:
+            return template.format(**{**fields, "prompt": prompt})
         except (LookupError, ValueError) as error:
             raise ValueError(
                 f"{place} does not fit prompt_template={template!r} ({type(error).__name__}: {error}): "
@@ -165,10 +192,15 @@ def _without_none(turn: Any) -> Any:
     return {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else turn
 
 
+def _has_pictures(turn: Mapping[str, Any]) -> bool:
+    content = turn.get("content")
+    return isinstance(content, list) and any(isinstance(p, Mapping) and p.get("type") == "image" for p in content)
+
+
 def _is_answer(turn: Any) -> bool:
     return isinstance(turn, Mapping) and turn.get("role") == "assistant"
 
 
 def _is_held_out(prompt: str | Sequence[Message], share: float) -> bool:
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
     return crc32(text.encode()) < share * 2**32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from asyncrl.plugins.datasets import Dataset
-from asyncrl.plugins.datasets.prompts import SHORTENED, InvalidPrompt, OverlongPrompt, PromptFormat
+from asyncrl.plugins.datasets.prompts import SHORTENED, InvalidPrompt, OverlongPrompt, PicturesRefused, PromptFormat
 from asyncrl.plugins.datasets.settings import Overlong
 
 SHOWN_CHARACTERS = 2000
@@ -64,6 +64,8 @@ def measure_prompts(dataset: Dataset, prompt_format: PromptFormat, limit: int | 
         row = dataset.row(number)
         try:
             length = len(unlimited.encode(row))
+        except PicturesRefused as error:
+            raise PicturesRefused(f"row {number}: {error}") from None
         except InvalidPrompt as error:
             bad += 1
             first_bad = first_bad or f"row {number}: {error}"
@@ -74,13 +76,13 @@ def measure_prompts(dataset: Dataset, prompt_format: PromptFormat, limit: int | 
             longest_used = max(longest_used, min(length, prompt_format.max_tokens or length))
         if first is None and (not too_long or prompt_format.overlong in SHORTENED):
             try:
-                prompt, ids = prompt_format.fitted(row)
+                prompt, rendered = prompt_format.fitted(row)
             except OverlongPrompt:
                 bad += 1
                 most = f"dataset.max_prompt_tokens={prompt_format.max_tokens}"
                 first_bad = first_bad or f"row {number}: even without the user's text it is longer than {most}"
                 continue
-            first = prompt_format.rendered(prompt), len(ids)
+            first = prompt_format.rendered(prompt), len(rendered.ids)
         if too_long:
             overlong += 1
             first_overlong = first_overlong or f"row {number} has a prompt of {length} tokens"

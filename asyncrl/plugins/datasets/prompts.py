@@ -9,18 +9,34 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.api import Prompt, SamplingParams
+from asyncrl.api.picture import Picture, PictureError
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.queue.order import PromptRef, prompt_seed
 from asyncrl.plugins.datasets.settings import AUTO, OFF, Overlong
 from asyncrl.plugins.datasets.templates.chat import ChatError, ChatTemplate, Message, template_source, wrong_messages
 from asyncrl.plugins.datasets.templates.control_tokens import StandIns
+from asyncrl.plugins.datasets.templates.parts import (
+    IMAGE_FIELDS,
+    PictureRules,
+    Rendered,
+    expanded,
+    pictures_of,
+    placed,
+    prompt_with_pictures,
+    with_content,
+    without_pictures,
+)
 from asyncrl.plugins.datasets.templates.template_process import TemplateLimit
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, special_tokens
 
 
 class InvalidPrompt(ValueError):
     """A row that makes no prompt, however often it is tried; the message names the row and what to do."""
+
+
+class PicturesRefused(InvalidPrompt):
+    """A row with pictures in a run that takes none."""
 
 
 class OverlongPrompt(InvalidPrompt):
@@ -37,7 +53,7 @@ class PromptFormat:
     `chat` is None where prompts are plain text. `tools` are those that the agent offers in its first call, which the
     template shows the model beside the messages. A prompt longer than `max_tokens`, all of it counted as rendered, is
     shortened where `overlong` says so: characters of the user's last message (of a plain prompt: of its text) are cut
-    until it fits, so that the template around them stays whole.
+    until it fits, so that the template around them stays whole. `pictures` is None where the model takes none.
     """
 
     tokenizer: ChatTokenizer
@@ -45,6 +61,7 @@ class PromptFormat:
     max_tokens: int | None = None
     overlong: Overlong = Overlong.filter
     tools: Sequence[Message] = ()
+    pictures: PictureRules | None = None
 
     def rendered(self, prompt: str | Sequence[Message]) -> str:
         """The text whose tokens the model gets.
@@ -74,22 +91,23 @@ class PromptFormat:
 
     def encode(self, row: Mapping[str, Any]) -> list[int]:
         """Token ids of the prompt of `row`; raises as `fitted` does."""
-        return self.fitted(row)[1]
+        return self.fitted(row)[1].ids
 
-    def fitted(self, row: Mapping[str, Any]) -> tuple[str | Sequence[Message], list[int]]:
-        """The prompt of `row`, shortened where that is due, and its token ids.
+    def fitted(self, row: Mapping[str, Any]) -> tuple[str | Sequence[Message], Rendered]:
+        """The prompt of `row`, its pictures read and shortened where that is due, and its token ids.
 
         Raises:
             KeyError: the row has no `prompt`.
             InvalidPrompt: it makes none, or an empty one.
             OverlongPrompt: it is too long and is not to be shortened, or not even without its text short enough.
         """
-        prompt = row["prompt"]
-        ids = self._ids(prompt)
+        prompt = self._read(row)
+        whole = self._encoded(prompt)
+        ids = whole.ids
         if not ids:
             raise InvalidPrompt("the prompt is empty: give it at least one token")
         if self.max_tokens is None or len(ids) <= self.max_tokens:
-            return prompt, ids
+            return prompt, whole
         too_long = OverlongPrompt(
             f"dataset.max_prompt_tokens={self.max_tokens}: the prompt has {len(ids)} tokens{self._of_tools()}; raise "
             "the setting, have such prompts shortened (dataset.overlong=left, right or middle), or leave them out of "
@@ -99,16 +117,16 @@ class PromptFormat:
             raise too_long
         text, shortened = _last_text(prompt)
         shortest, longest = 0, len(text) - 1
-        best: tuple[str | Sequence[Message], list[int]] | None = None
+        best: tuple[str | Sequence[Message], Rendered] | None = None
         while shortest <= longest:
             kept = (shortest + longest) // 2
             tried = shortened(_cut(text, kept, self.overlong))
-            ids = self._ids(tried)
-            if len(ids) > self.max_tokens:
+            rendered = self._encoded(tried)
+            if len(rendered.ids) > self.max_tokens:
                 longest = kept - 1
             else:
                 shortest = kept + 1
-                best = (tried, ids) if ids else best
+                best = (tried, rendered) if rendered.ids else best
         if best is None:
             raise too_long
         return best
@@ -118,33 +136,72 @@ class PromptFormat:
         if self.chat is None or not self.tools:
             return 0
         turns = self.chat.messages("x")
-        return len(self.chat_ids(turns, self.tools)) - len(self.chat_ids(turns))
+        return len(self.conversation(turns, self.tools).ids) - len(self.conversation(turns).ids)
 
     def _of_tools(self) -> str:
         count = self.tool_tokens()
         return f", {count} of them what the template says of the tools" if count else ""
 
-    def _ids(self, prompt: str | Sequence[Message]) -> list[int]:
+    def _read(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
+        """The prompt of `row`, its pictures read."""
+        given: str | Sequence[Message] = row["prompt"]
+        if not isinstance(given, str) and not (
+            isinstance(given, list | tuple) and all(isinstance(turn, Mapping) for turn in given)
+        ):
+            return given  # refused by `_check`
+        try:
+            prompt = prompt_with_pictures(row)
+            if isinstance(prompt, str) or not any(isinstance(turn.get("content"), list) for turn in prompt):
+                return given if prompt == given else prompt
+            if self.pictures is None and any(True for _ in pictures_of(prompt)):
+                raise PicturesRefused(
+                    "the prompt has pictures, and this run takes none: give model.path a model that takes pictures, "
+                    "and generation.backend=embedded"
+                )
+            return [with_content(turn) for turn in prompt]
+        except PictureError as error:
+            raise InvalidPrompt(str(error)) from None
+
+    def _encoded(self, prompt: str | Sequence[Message]) -> Rendered:
         self._check(prompt)
         try:
             if self.chat is None:
-                return self.tokenizer.encode(str(prompt))
-            return self.chat_ids(self.chat.messages(prompt), self.tools)
+                return Rendered(self.tokenizer.encode(str(prompt)))
+            return self.conversation(self.chat.messages(prompt), self.tools)
         except ChatError as error:
             raise InvalidPrompt(str(error)) from None
         except ValueError as error:  # a character that an alphabet of few does not have
             raise InvalidPrompt(str(error)) from None
 
-    def chat_ids(self, turns: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+    def conversation(
+        self, turns: Sequence[Message], tools: Sequence[Message] = (), *, to_answer: bool = True
+    ) -> Rendered:
         """Token ids of messages through the chat template; names of control tokens within them stay text.
+
+        Args:
+            turns: the messages, pictures read.
+            tools: what the template shows of tools.
+            to_answer: with the beginning of an answer.
 
         Raises:
             ChatError: the template refuses them.
-            ValueError: the tokenizer does not know a character.
+            ValueError: the tokenizer does not know a character, or the template or the tokenizer does not show the
+                pictures.
         """
         assert self.chat is not None, "plain prompts have no template"
-        places = StandIns(self.tokenizer, turns, tools)
-        return places.encode(self.chat.render_turns(places.put(turns), places.put(tools)))
+        plain = without_pictures(turns)
+        places = StandIns(self.tokenizer, plain, tools)
+        text = self.chat.render_turns(places.put(plain), places.put(tools), to_answer=to_answer)
+        return self.encoded(places, text, [*pictures_of(turns)])
+
+    def encoded(self, places: StandIns, text: str, pictures: Sequence[Picture]) -> Rendered:
+        """Token ids of what the template made of messages with `pictures`.
+
+        Raises:
+            ValueError: as of `conversation`.
+        """
+        ids = places.encode(expanded(text, pictures, self.pictures))
+        return Rendered(ids, placed(ids, pictures, self.pictures))
 
 
 class ChatSettings(Protocol):
@@ -203,17 +260,18 @@ def make_prompt(
     """
     row = dataset.row(ref.row)
     try:
-        prompt, ids = prompt_format.fitted(row)
+        prompt, rendered = prompt_format.fitted(row)
     except InvalidPrompt as error:
         raise type(error)(f"row {ref.row} of the dataset: {error}") from None
     if prompt is not row["prompt"]:  # agents that converse in messages take it from the row
-        row = {**row, "prompt": prompt}
+        row = {key: value for key, value in row.items() if key not in IMAGE_FIELDS or not rendered.pictures}
+        row["prompt"] = prompt
     seeded = replace(
         sampling,
         seed=prompt_seed(run_seed, ref.order, ref.attempt),
         stop_token_ids=(prompt_format.tokenizer.eos_token_id,),
     )
-    return Prompt(ref.prompt_id, ref.order, row, tuple(ids), group_size, seeded)
+    return Prompt(ref.prompt_id, ref.order, row, tuple(rendered.ids), group_size, seeded, pictures=rendered.pictures)
 
 
 def _last_text(prompt: str | Sequence[Message]) -> tuple[str, Callable[[str], str | list[Message]]]:
@@ -223,6 +281,16 @@ def _last_text(prompt: str | Sequence[Message]) -> tuple[str, Callable[[str], st
     users = [number for number, turn in enumerate(prompt) if turn["role"] == "user" and turn.get("content")]
     number = users[-1] if users else len(prompt) - 1
     before, turn, after = prompt[:number], prompt[number], prompt[number + 1 :]
+    if isinstance(parts := turn.get("content"), list):
+        last = max((place for place, part in enumerate(parts) if part["type"] == "text"), default=None)
+        if last is None:
+            return "", lambda text: list(prompt)
+        head, tail = parts[:last], parts[last + 1 :]
+        return parts[last]["text"], lambda text: [
+            *before,
+            {**turn, "content": [*head, {"type": "text", "text": text}, *tail]},
+            *after,
+        ]
     return str(turn.get("content") or ""), lambda text: [*before, {**turn, "content": text}, *after]
 
 

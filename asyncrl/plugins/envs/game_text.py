@@ -1,7 +1,9 @@
 """A gymnasium game in text: what the policy reads of an observation, and which action its answer is.
 
-Defaults by space; for others, or for words of your own, name functions: `observe(observation, env) -> str` and
-`act(text, env) -> action`, which raises ValueError for a text that is no action.
+Defaults by space; for others, or for words of your own, name functions: `observe(observation, env)` and
+`act(text, env) -> action`, which raises ValueError for a text that is no action. `observe` returns text, or for a model
+that takes pictures a frame, uint8 [height, width, 3] (as `env.render()` of `render_mode="rgb_array"`), or a list of
+parts.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from asyncrl.config.import_paths import load_plugin
+from asyncrl.plugins.datasets.templates.parts import Content, observed
 
 _NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 _COLOURED = re.compile("\x1b\\[[0-9;]*m(.*?)\x1b\\[0m")
@@ -48,7 +51,7 @@ class GameText:
     """
 
     def __init__(self, observe: str | None, act: str | None, actions: Sequence[str]) -> None:
-        self._observe: Callable[..., str] | None = None if observe is None else load_plugin(observe)
+        self._observe: Callable[..., Any] | None = None if observe is None else load_plugin(observe)
         self._act: Callable[..., Any] | None = None if act is None else load_plugin(act)
         self._actions = tuple(actions)
 
@@ -66,12 +69,12 @@ class GameText:
         if self._actions and (not isinstance(done, spaces.Discrete) or len(self._actions) != done.n):
             raise ValueError(f"env.args.actions names {len(self._actions)} actions, and the game's are {done}")
 
-    def observation(self, observation: Any, env: Game, rendered: Any = None) -> str:
-        """Return the observation as text for the policy; `rendered` is the game's own picture in text, if it draws
-        one.
+    def observation(self, observation: Any, env: Game, rendered: Any = None) -> Content:
+        """Return the observation for the policy, text, or text and pictures; `rendered` is the game's own picture in
+        text, if it draws one.
         """
         if self._observe is not None:
-            return str(self._observe(observation, env))
+            return observed(self._observe(observation, env))
         if rendered is not None:
             return _COLOURED.sub(r"[\1]", str(rendered)).strip("\n")
         return text_of(env.observation_space, observation)

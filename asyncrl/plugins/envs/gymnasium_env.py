@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 
 from asyncrl.api import Environment, RewardFunction, StepResult
+from asyncrl.plugins.datasets.templates.parts import Content
 from asyncrl.plugins.envs.game_text import GameText
 
 
@@ -38,11 +39,11 @@ class GymnasiumEnv(Environment):
         self._env: gymnasium.Env[Any, Any] = gymnasium.make(id, **(kwargs or {}))
         self._text, self._invalid_reward = GameText(observe, act, actions), invalid_reward
         self._text.check(self._env)
-        self._seen = ""
+        self._seen: Content = ""
 
     def reset(  # type: ignore[override]
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, Mapping[str, Any]]:
+    ) -> tuple[Content, Mapping[str, Any]]:
         """Begin a game; of `options` those beside `data` reach it."""
         own = {name: value for name, value in (options or {}).items() if name != "data"}
         observation, info = self._env.reset(seed=seed, options=own or None)
@@ -63,6 +64,6 @@ class GymnasiumEnv(Environment):
         """End the game."""
         self._env.close()
 
-    def _words(self, observation: Any) -> str:
+    def _words(self, observation: Any) -> Content:
         rendered = self._env.render() if self._env.render_mode == "ansi" else None
         return self._text.observation(observation, self._env, rendered)

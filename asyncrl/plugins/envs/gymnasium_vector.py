@@ -21,6 +21,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from asyncrl.api import Environment, StepResult
+from asyncrl.plugins.datasets.templates.parts import Content
 from asyncrl.plugins.envs.game_text import GameText
 
 Call = Callable[..., Awaitable[Any]]
@@ -70,7 +71,7 @@ class VectorGames:
         self._members += 1
         return _Member(self, self._members - 1)
 
-    async def reset(self, member: int, seed: int | None) -> tuple[str, Mapping[str, Any]]:
+    async def reset(self, member: int, seed: int | None) -> tuple[Content, Mapping[str, Any]]:
         """The beginning of the member's game, once all have come so far."""
         if self._vector is not None:
             raise RuntimeError("a game in a vector is played once: reset is called again")
@@ -131,7 +132,7 @@ class VectorGames:
             if not future.done():
                 future.set_result(results[member])
 
-    def _begin(self, seeds: Mapping[int, int | None]) -> list[tuple[str, dict[str, Any]]]:
+    def _begin(self, seeds: Mapping[int, int | None]) -> list[tuple[Content, dict[str, Any]]]:
         vector: Any = gymnasium.make_vec(self._id, num_envs=self._size, **self._kwargs)
         if vector.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
             raise ValueError(
@@ -178,7 +179,7 @@ class VectorGames:
         else:
             vector.close()
 
-    def _words(self, observations: Any) -> list[str]:
+    def _words(self, observations: Any) -> list[Content]:
         vector, single = self._vector, _Single(self._vector)
         rendered = vector.render() if vector.render_mode == "ansi" else [None] * self._size
         each = zip(iterate(vector.observation_space, observations), rendered, strict=True)
@@ -215,7 +216,7 @@ class _Member(Environment):
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, Mapping[str, Any]]:
+    ) -> tuple[Content, Mapping[str, Any]]:
         return await self._games.reset(self._member, seed)
 
     async def step(self, action: Any) -> StepResult:

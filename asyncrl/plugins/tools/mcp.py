@@ -21,6 +21,7 @@ from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Any, TextIO
 
 from asyncrl.api import Tool, ToolResult, ToolSchema
+from asyncrl.api.picture import Picture, PictureError
 from asyncrl.comm.running_time import RunningTimeout
 from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig
 
@@ -96,8 +97,22 @@ class McpServer:
             if _is_closed(error):
                 broken.set()
             raise McpError(_told(error)) from error
-        text = "\n".join(_text_of(item) for item in result.content)
-        return ToolResult(f"Error: {text}" if result.is_error else text, is_error=bool(result.is_error))
+        pictures, texts = [], []
+        for item in result.content:
+            try:
+                if item.type == "image":
+                    pictures.append(Picture.from_base64(item.data))
+                    continue
+            except PictureError as error:
+                texts.append(f"[image: {error}]")
+                continue
+            texts.append(_text_of(item))
+        text = "\n".join(texts)
+        return ToolResult(
+            f"Error: {text}" if result.is_error else text,
+            is_error=bool(result.is_error),
+            pictures=tuple(pictures),
+        )
 
     async def close(self, limit_s: float) -> None:
         """End the connection, and the program that was started for it.

@@ -18,11 +18,12 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from asyncrl.api import Tool, ToolCall, ToolResult, ToolSchema
+from asyncrl.api.picture import Picture
 from asyncrl.api.tool import as_result
 from asyncrl.api.tool_schema import wrong_arguments
 
@@ -251,7 +252,7 @@ class ToolSession:
         except ToolFailure as failure:
             result = ToolResult(f"Error: {failure}", is_error=True)
         limit = hosted.max_result_chars if hosted is not None else 1000
-        result = ToolResult(_fitting(result.text, limit), result.reward, result.metrics, result.is_error)
+        result = replace(result, text=_fitting(result.text, limit))
         self._counts[f"tool/{name}/seconds"] += time.monotonic() - begun
         self._counts[f"tool/{name}/errors"] += result.is_error
         self._rewards[f"tool/{name}"] += result.reward
@@ -315,6 +316,8 @@ def _checked(value: object) -> ToolResult:
         finite = all(map(math.isfinite, (result.reward, *result.metrics.values())))
     except (TypeError, ValueError, RecursionError, AttributeError) as error:
         raise ToolFailure(f"returned an invalid result ({type(error).__name__})") from error
+    if not all(isinstance(picture, Picture) for picture in result.pictures):
+        raise ToolFailure("returned a result with something among its pictures that is no asyncrl.api.Picture")
     if not finite or not isinstance(result.text, str):
         raise ToolFailure("returned a result whose text is not a text, or that has a number that is not finite")
     return result

@@ -12,6 +12,8 @@ from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
+from asyncrl.inference.settings import GenerationBackend
+from asyncrl.models.picture_rules import PictureRules, picture_rules
 from asyncrl.plugins.datasets import Dataset, load_dataset
 from asyncrl.plugins.datasets.mixture import Mixture
 from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, make_prompt
@@ -106,7 +108,21 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
             f"model.path={config.model.path!r}: its tokenizer cannot be used ({type(error).__name__}: {reason}); "
             "download tokenizer.json and tokenizer_config.json of this model too"
         ) from error
-    return PromptFormat(tokenizer, load_chat_template(folder, data), data.max_prompt_tokens, data.overlong)
+    return PromptFormat(
+        tokenizer,
+        load_chat_template(folder, data),
+        data.max_prompt_tokens,
+        data.overlong,
+        pictures=pictures_taken(config),
+    )
+
+
+def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
+    """How prompts show pictures; None where the model or the generation servers take none."""
+    folder = Path(str(config.model.path)).expanduser()
+    if config.generation.backend != GenerationBackend.embedded or not (folder / "config.json").is_file():
+        return None
+    return picture_rules(folder)
 
 
 def load_train_set(config: ExperimentConfig) -> Dataset:

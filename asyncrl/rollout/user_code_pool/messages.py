@@ -87,10 +87,24 @@ def plain(value: object) -> object:
     """
     if isinstance(value, Mapping):
         return dict(value)
+    if _is_frame(value):
+        from asyncrl.api.picture import picture_from  # imports numpy, as the value has
+
+        return picture_from(value)
     tolist = getattr(value, "tolist", None)  # numpy's arrays and scalars, without importing numpy
     if callable(tolist):
         return tolist()
     raise NotImplementedError(f"a {type(value).__module__}.{type(value).__qualname__} is not plain data")
+
+
+def _is_frame(value: object) -> bool:
+    """True for what travels as a picture: a uint8 array [height, width, 3], or a PIL image."""
+    if type(value).__module__.startswith("PIL."):
+        return True
+    shape = getattr(value, "shape", ())
+    return (
+        isinstance(shape, tuple) and len(shape) == 3 and shape[2] == 3 and str(getattr(value, "dtype", "")) == "uint8"
+    )
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=plain)

@@ -18,6 +18,8 @@ _SAFETENSORS, _PICKLES = "*.safetensors", "*.bin"
 _INDEX = "model.safetensors.index.json"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 """Ends of the names of the matrix [vocabulary, hidden] of input embeddings."""
+_EMBEDDING_WIDTHS = ("word_embed_proj_dim", "embedding_size")
+"""Settings of a model whose embeddings are of another width than its layers."""
 _GIT_LFS = b"version https://git-lfs"
 _FIX = "give the folder of a downloaded model"
 _AGAIN = "download the model again"
@@ -89,11 +91,13 @@ def _wrong_weights(folder: Path, described: Mapping[str, Any]) -> str | None:
     text = described.get("text_config") or described
     if not shapes or not isinstance(text, dict):
         return None
-    for key, value in (("vocab_size", 0), ("hidden_size", 1)):
+    matrices = {name: shape for name, shape in shapes.items() if name.endswith(_EMBEDDINGS) and len(shape) == 2}
+    own_width = any(key in text for key in _EMBEDDING_WIDTHS)
+    for axis, key in enumerate(("vocab_size",) if own_width else ("vocab_size", "hidden_size")):
         wanted = text.get(key)
-        for name, shape in shapes.items():
-            if name.endswith(_EMBEDDINGS) and isinstance(wanted, int) and len(shape) == 2 and shape[value] != wanted:
-                return f"its config.json says {key}={wanted}, and {name} in its weights is {shape[0]} x {shape[1]}"
+        if matrices and isinstance(wanted, int) and all(shape[axis] != wanted for shape in matrices.values()):
+            name, (rows, columns) = next(iter(matrices.items()))
+            return f"its config.json says {key}={wanted}, and {name} in its weights is {rows} x {columns}"
     layers = {int(part) for name in shapes for part in _layer_numbers(name)}
     if layers and isinstance(wanted := text.get("num_hidden_layers"), int) and max(layers) + 1 < wanted:
         return f"its config.json says num_hidden_layers={wanted}, and its weights have {max(layers) + 1} layers"

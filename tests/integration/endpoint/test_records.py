@@ -72,7 +72,7 @@ class World:
         assert self.chat.findings.end_id is not None
         sampling = SamplingParams(max_new_tokens=10, seed=number)
         prompt = Prompt(f"p{number}", number, {"prompt": f"{number} + 2 = ?"}, (), 4, sampling)
-        prompt = replace(prompt, input_ids=tuple(self.chat.begin([question(number)])))
+        prompt = replace(prompt, input_ids=tuple(self.chat.begin([question(number)]).ids))
         return EpisodeClient(Policy(self.chat.findings.end_id, 500), prompt, number % 4, self.chat, rules)
 
     async def open(self, client: EpisodeClient, number: int) -> Session:
@@ -259,7 +259,7 @@ async def test_calls_in_token_ids_are_recorded_too(world: World) -> None:
     tokens: Any = await there.post(
         f"{session.root_url}/tokenize", cast_to=object, body={"model": "m", "messages": [question(0)]}
     )
-    assert tokens["tokens"] == world.chat.begin([question(0)])
+    assert tokens["tokens"] == world.chat.begin([question(0)]).ids
     assert tokens["count"] == len(tokens["tokens"])
     body = {"model": "m", "token_ids": tokens["tokens"], "sampling_params": {"logprobs": 1, "max_tokens": 5}}
     made: Any = await there.post(f"{session.root_url}/inference/v1/generate", cast_to=object, body=body)

@@ -11,12 +11,15 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.commands import show
 from asyncrl.commands.eval_answers import write_answers
+from asyncrl.observe.dashboard import page_data
 from asyncrl.observe.sample_tables import SampleTables, as_markdown
 from asyncrl.observe.samples import (
     forget_after,
+    pictures_of,
     read_samples,
     rows_of,
     sample_files,
@@ -262,3 +265,38 @@ def test_answers_are_written_as_lines_by_row_and_member_with_their_scores(tmp_pa
         3,
     ]
     assert (second["answer"], second["truncated"], second["reward"]) == (1, True, 0.0)
+
+
+def test_pictures_are_kept_once_in_a_rollout_named_in_texts_and_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = Picture.from_array(np.full((20, 30, 3), 7, np.uint8))
+    own = (PlacedPicture(1, 3, picture),)
+    samples = [sample("a###b=c", ".....33", 1.0, pictures=own, episode=number) for number in range(4)]
+    kept = Trajectory("r0", "e0-0", 0, [*samples, sample("ab", ".3", 0.0, episode=4)])
+    file = write_samples(
+        tmp_path, 3, "head-0", [*rows_of(kept, 3, decode, {}), *rows_of(rollout(1), 3, decode, {})], GIB
+    )
+    rows = list(read_samples([file]))
+    name = str(picture)
+    assert name == f"[picture 30x20 {picture.sha256[:8]}]"
+    assert [each["text"] for each in rows[:5]] == [f"a{name}b=c"] * 4 + ["ab"]
+    assert [segment["text"] for segment in rows[0]["segments"]] == ["a", name, "b", "=c"]
+    assert [[each["data"] for each in row["pictures"]] for row in rows[:5]] == [
+        [picture.data],
+        [None],
+        [None],
+        [None],
+        [],
+    ]
+    (_, found), (_, plain) = trajectories(rows)
+    assert [each.pictures for each in found.samples] == [own] * 4 + [()]
+    assert not plain.pictures
+    assert show.main([str(tmp_path), "-n", "1"], "asyncrl") == 0
+    assert f"a{name}b[v3|=c]" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="shows a picture whose bytes"):
+        list(trajectories(rows[1:5]))
+    shown = page_data._sample(rows[0], decode)
+    assert "".join(piece[0] for piece in shown["pieces"]) == f"a{name}b=c"
+    assert page_data._pictures(rows[1], pictures_of(rows)) == {"pictures": [picture.data_url]}
+    assert page_data._pictures(rows[4], pictures_of(rows)) == {}

@@ -175,7 +175,7 @@ def test_the_demos_demonstrations_are_what_its_template_renders():
     told = {"role": "tool", "tool_call_id": "a", "content": "408"}
 
     def rendered(*messages):
-        return TOKENIZER.decode_all(CHAT.begin(messages, [schema]))
+        return TOKENIZER.decode_all(CHAT.begin(messages, [schema]).ids)
 
     assert rendered(user) == conversation("12*34")
     assert rendered(user, said, told) == answered(conversation("12*34"), call_text("12*34"), "408")

@@ -134,7 +134,7 @@ function samples(view) {
     rows.map((row) => element("div", { class: "sample" },
       element("div", { class: "about" }, `step ${row.step} · ${row.prompt} · reward ${number(row.reward, 3)}`
         + Object.entries(row.parts).map(([name, value]) => `, ${name} ${number(value, 3)}`).join("") + ` · age ${row.staleness ?? "–"} · ${row.length} tokens${row.truncated ? " · cut off" : ""}`),
-      sampleText(row, view.colouring))),
+      (row.pictures || []).map((url) => element("img", { class: "picture", src: url, alt: "" })), sampleText(row, view.colouring))),
     rows.length ? null : element("div", { class: "sub" }, "no sample fits these filters"))];
 }
 

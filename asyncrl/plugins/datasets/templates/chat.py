@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from asyncrl.plugins.datasets.templates.parts import without_pictures, wrong_parts
 from asyncrl.plugins.datasets.templates.template_process import RENDERING, TemplateLimit, TemplateRefusal
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES_DIR
 
@@ -61,8 +62,22 @@ class ChatTemplate:
         self._source = named[DEFAULT]
         self._variables = {**special_tokens, **(args or {})}
         self._system_prompt = system_prompt
+        self._takes_parts_alone = False
         for name in named.keys() & {DEFAULT, TOOL_USE}:
             self._filled(name, named[name], None)
+        self._takes_parts_alone = not self._shows_text() and self._shows_text(in_parts=True)
+
+    def _shows_text(self, *, in_parts: bool = False) -> bool:
+        """True if the text of a message is in what the template makes; some of models with pictures want parts."""
+        turn: dict[str, Any] = {"role": "user", "content": "ShownText"}
+        variables = {"tools": None, "documents": None, **self._variables, "add_generation_prompt": True}
+        try:
+            text = self._filled(
+                DEFAULT, self._source, {**variables, "messages": [_in_parts(turn) if in_parts else turn]}
+            )
+        except (ChatError, TemplateLimit):
+            return False
+        return "ShownText" in text and "'ShownText'" not in text
 
     def messages(self, prompt: str | Sequence[Message]) -> list[dict[str, Any]]:
         """The conversation of a prompt: text is the user's turn; the system prompt comes first."""
@@ -89,7 +104,10 @@ class ChatTemplate:
         filled = {"tools": None, "documents": None, **self._variables}
         if tools:
             filled["tools"] = [dict(tool) for tool in tools]
-        filled |= {"messages": [_normalised(turn) for turn in turns], "add_generation_prompt": to_answer}
+        shown = [_normalised(turn) for turn in without_pictures(turns)]
+        if self._takes_parts_alone:
+            shown = [_in_parts(turn) for turn in shown]
+        filled |= {"messages": shown, "add_generation_prompt": to_answer}
         if tools and self.differs_with_tools:
             return self._filled(TOOL_USE, self.source_with_tools, filled)
         return self._filled(DEFAULT, self._source, filled)
@@ -114,6 +132,11 @@ def _normalised(turn: Message) -> dict[str, Any]:
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
+def _in_parts(turn: Message) -> dict[str, Any]:
+    content = turn.get("content")
+    return {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(turn)
+
+
 def _with_arguments_read(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
@@ -133,7 +156,9 @@ def wrong_messages(messages: Any) -> str | None:
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
             return f"message {number} is not an object with a role"
         if isinstance(turn.get("content"), list):
-            return f"message {number} has parts under 'content': give its text; images and sounds are not supported"
+            if (wrong := wrong_parts(turn["content"])) is not None:
+                return f"message {number} has under 'content' {wrong}"
+            continue
         if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
             return f"message {number} has no text under 'content'"
     if messages[-1]["role"] in ("system", "assistant"):

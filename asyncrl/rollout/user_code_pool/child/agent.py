@@ -26,8 +26,10 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.agent import agent_of
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.api.trajectory import check_group
 from asyncrl.config.import_paths import load_plugin
+from asyncrl.plugins.datasets.templates.parts import with_content
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
 
@@ -104,10 +106,10 @@ class _Client(_Asking):
         return msgspec.convert(self._asked("generate", request), GenerationResult)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **others: Any) -> ChatReply:
-        return msgspec.convert(self._asked("chat", list(messages), **others), ChatReply)
+        return msgspec.convert(self._asked("chat", [*map(with_content, messages)], **others), ChatReply)
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], **others: Any) -> tuple[int, ...]:
-        return tuple(self._asked("prompt_ids", list(messages), **others))
+        return tuple(self._asked("prompt_ids", [*map(with_content, messages)], **others))
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         return [_sample_of(raw) for raw in self._asked("samples", reward)]
@@ -156,5 +158,6 @@ def _sample_of(raw: Mapping[str, Any]) -> Sample:
         raw["reward_parts"],
         raw["metrics"],
         token_columns={name: np.array(column, np.float32) for name, column in raw["token_columns"].items()},
+        pictures=msgspec.convert(raw["pictures"], tuple[PlacedPicture, ...]),
         group=raw["group"],
     )

@@ -149,7 +149,7 @@ def test_ids_of_what_a_tokenizer_would_say_are_those_of_the_whole_rendering(
     messages = asyncio.run(run())
     (sample,) = client.samples()
     assert_exact(sample, policy.said)
-    whole = chat.tokenizer.decode_all(chat.begin(messages))
+    whole = chat.tokenizer.decode_all(chat.begin(messages).ids)
     assert whole.startswith(chat.tokenizer.decode_all(sample.tokens.tolist()))
     assert client.metrics.get("chat/drift_text", 0) == 0
 
@@ -375,7 +375,7 @@ async def test_a_full_context_ends_with_length_and_names_the_setting(
 ) -> None:
     caplog.set_level("INFO")
     chat = chat_format("chatml")
-    ids = chat.begin([user("a")])
+    ids = chat.begin([user("a")]).ids
     policy = random_policy(chat)
     policy.cut = True
     client = EpisodeClient(policy, prompt, 0, chat, ChatPolicy(ChatLimits(max_context=len(ids) + 1)))
@@ -465,7 +465,7 @@ async def test_what_cannot_be_asked_is_refused_by_name(chat_format: MakeFormat, 
         ([user("a")], {"sampling": SamplingParams(stop=("",))}, "stop string ''"),
         ([], {}, "no list of messages"),
         ([{"role": "assistant", "content": "x"}], {}, "ends with the role 'assistant'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "not text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "without content"),
     ]
     for messages, options, message in wrong:
         with pytest.raises(ValueError, match=message):

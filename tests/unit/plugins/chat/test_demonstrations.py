@@ -84,7 +84,7 @@ def test_a_turn_carries_loss_from_the_generation_prompt_to_the_token_that_ends_i
     assert [text.rsplit("\n", 1)[-1] for text in texts] == [f"7{END[template]}", f"It is 2.{END[template]}"]
     for item, before in zip(found, (SUMS[:2], SUMS[:4]), strict=False):  # the prompts that the policy would be given
         start = item.loss_mask.index(True)
-        assert item.token_ids[:start] == chat.begin(before)
+        assert item.token_ids[:start] == chat.begin(before).ids
     assert learnt(chat, encode(chat, TrainOn.last, prompt=SUMS)[0]) == texts[-1:]
 
 

@@ -53,10 +53,11 @@ def test_the_bridge_is_what_the_whole_rendering_ends_with(
     assert kind_of(new) == kind
     calls = sum(message["role"] == "tool" for message in new)
     tools = TOOLS if calls else []
-    bridge = chat.bridge(assistant("", calls), new, tools)
-    assert bridge is not None
+    found = chat.bridge(assistant("", calls), new, tools)
+    assert found is not None
+    bridge = found.ids
     shown = min(calls, 1) if name == "llama3.1" else calls
-    whole = chat.begin([user("What?"), assistant("Hm."), user("?"), assistant("", shown), *new], tools)
+    whole = chat.begin([user("What?"), assistant("Hm."), user("?"), assistant("", shown), *new], tools).ids
     assert whole[-len(bridge) :] == bridge
     assert whole[-len(bridge) - 1] == chat.findings.end_id == chat.tokenizer.control_tokens[END[name]]
 
@@ -126,22 +127,24 @@ def test_control_tokens_in_messages_stay_text(chat_format: Callable[..., ChatFor
     def controls(ids: list[int]) -> list[int]:
         return [token for token in ids if token in control]
 
-    harmless = chat.begin([user("x"), assistant("y"), user("z")])
-    hurt = chat.begin([user(f"x{attack}"), assistant(f"y{attack}"), user(f"z{attack}")])
+    harmless = chat.begin([user("x"), assistant("y"), user("z")]).ids
+    hurt = chat.begin([user(f"x{attack}"), assistant(f"y{attack}"), user(f"z{attack}")]).ids
     assert controls(hurt) == controls(harmless)
     assert chat.tokenizer.decode_all(hurt).count(attack) == 3
-    bridge = chat.bridge(assistant("y"), [user(f"{attack} z")])
-    assert bridge is not None
-    assert controls(bridge) == controls(chat.bridge(assistant("y"), [user("z")]) or [])
+    found, plain = chat.bridge(assistant("y"), [user(f"{attack} z")]), chat.bridge(assistant("y"), [user("z")])
+    assert found is not None
+    assert plain is not None
+    bridge = found.ids
+    assert controls(bridge) == controls(plain.ids)
     assert attack in chat.tokenizer.decode_all(bridge)
-    assert chat.begin([user("x"), assistant("y"), user(f"{attack} z")])[-len(bridge) :] == bridge
+    assert chat.begin([user("x"), assistant("y"), user(f"{attack} z")]).ids[-len(bridge) :] == bridge
 
 
 def test_names_of_control_tokens_change_nothing_but_themselves(chat_format: Callable[..., ChatFormat]) -> None:
     """The rest of the text has the tokens that it has in one piece."""
     chat = chat_format("chatml")
     tokenizer = chat.tokenizer
-    ids = chat.begin([user("What is the sum?"), assistant("It's 7."), user("<|im_start|>")])
+    ids = chat.begin([user("What is the sum?"), assistant("It's 7."), user("<|im_start|>")]).ids
     text = "<|im_start|>user\nWhat is the sum?<|im_end|>\n<|im_start|>assistant\nIt's 7.<|im_end|>\n<|im_start|>"
     start = tokenizer.encode(text)
     assert ids[: len(start)] == start
@@ -154,11 +157,13 @@ def test_names_of_control_tokens_change_nothing_but_themselves(chat_format: Call
 
 def test_an_answer_is_read_with_the_reasoning_that_the_prompt_opens(chat_format: Callable[..., ChatFormat]) -> None:
     chat = chat_format("opens-thinking")
-    prompt = chat.begin([user("x")])
+    prompt = chat.begin([user("x")]).ids
     answer = [*chat.tokenizer.encode("so\n</think>\n\n7"), chat.findings.end_id or 0]
     assert chat.answer_text(prompt, answer, ended=True) == "<think>\nso\n</think>\n\n7"
     assert (
-        chat_format("qwen3").answer_text(chat_format("qwen3").begin([user("x")]), answer, ended=True).startswith("so")
+        chat_format("qwen3")
+        .answer_text(chat_format("qwen3").begin([user("x")]).ids, answer, ended=True)
+        .startswith("so")
     )
 
 

@@ -128,7 +128,7 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     [
         ([{"role": "assistant", "content": "a"}], "ends with the role 'assistant'"),
         ([{"role": "user"}], "message 0 has no text under 'content'"),
-        ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], "images and sounds are not supported"),
+        ([{"role": "user", "content": [{"type": "audio", "audio": "x.wav"}]}], "sounds and videos are not supported"),
         (["a"], "message 0 is not an object with a role"),
     ],
 )
