@@ -124,9 +124,9 @@ def stopped(kind: str, started: Started) -> Iterator[None]:
     process.suspend()
     try:
         time.sleep(SILENT_S)  # the fault, not a wait for something
-        yield
     finally:
         process.resume()
+    yield
 
 
 def kill_leader(started: Started) -> contextlib.AbstractContextManager[None]:
