@@ -7,7 +7,8 @@ makes every check of a start; `dashboard RUN` shows runs on a page; `trace RUN` 
 prints samples that it kept; `rollout` generates and keeps without training; `replay` trains on what was kept;
 `attach RUN` shows a run that was started with `--detach`; `join RUN` adds GenerationServers or RolloutWorkers to one
 that goes on; `init FOLDER` writes a project of your own; `clean RUN` removes what an ended run does not need; `install
-verifiers VERSION` makes an environment for a package that clashes with asyncrl's.
+verifiers VERSION` makes an environment for a package that clashes with asyncrl's; `completion
+bash` prints a script for the shell.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
 Ctrl-C or SIGTERM after a checkpoint.
@@ -22,26 +23,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.commands import COMMANDS
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
-
-COMMANDS = (
-    "attach",
-    "audit",
-    "chaos",
-    "clean",
-    "dashboard",
-    "doctor",
-    "eval",
-    "export",
-    "init",
-    "install",
-    "join",
-    "replay",
-    "rollout",
-    "show",
-    "trace",
-)
-"""Commands that are not experiments: modules of `asyncrl.commands`, each with its own `main`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

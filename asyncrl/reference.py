@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats, values
-from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs
+from asyncrl.algorithms.inputs import AdvantageInputs, PolicyLossInputs, SelectionInputs, SelectionOutput
 from asyncrl.algorithms.objective import Objective
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
 from asyncrl.api import (
@@ -259,6 +259,8 @@ class ReferenceTrainer:
         samples = [item.sample for item in minibatch]
         logprobs_T, entropy_T = packed_logprobs(self.model, samples, self.config.sampling.temperature)
         inputs = policy_loss_inputs(minibatch, logprobs_T, entropy_T, self.version, self.config.columns)
+        if self.objective.selects:
+            inputs = replace(inputs, selection=self.select(inputs))
         normaliser = self.objective.normaliser(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
         loss, stats = self.objective(inputs, None, normaliser)
         torch.autograd.backward(loss)
@@ -266,6 +268,23 @@ class ReferenceTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item(), grad_norm.item(), stats
+
+    def select(self, inputs: PolicyLossInputs) -> SelectionOutput:
+        """The objective's selection among the loss tokens of a minibatch, over all of its tokens."""
+        mask_T = inputs.mask_T
+        chosen = self.objective.selection(
+            SelectionInputs(
+                start_logprobs_T=inputs.required_prox_T[mask_T],
+                behave_logprobs_T=inputs.behave_logprobs_T[mask_T],
+                advantages_T=inputs.advantages_T[mask_T],
+            )
+        )
+        keep_T, penalty_T = torch.ones_like(mask_T), torch.zeros_like(inputs.advantages_T)
+        keep_T[mask_T] = chosen.keep_T
+        if chosen.penalty_T is None:
+            return SelectionOutput(keep_T)
+        penalty_T[mask_T] = chosen.penalty_T
+        return SelectionOutput(keep_T, penalty_T)
 
 
 class BatchingPolicy:

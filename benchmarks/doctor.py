@@ -2,8 +2,9 @@
 
     python benchmarks/doctor.py [--only NAME ...] [--json PATH]
 
-Each run is `python -m asyncrl.launch async_ppo` with the settings and the user code below, some with a disturbance from
-outside: a server that is stopped four fifths of each second, processes that take the cores. Then
+Each run is `python -m asyncrl.launch async_ppo` (`tool_calculator` for the slow tool) with the settings and the user
+code below, some with a disturbance from outside: a server that is stopped four fifths of each second, processes that
+take the cores, a disk on which every sync takes long. Then
 `python -m asyncrl.launch doctor RUN` judges its files. The expected finding has to be the first that is no remark;
 where two causes come to the same (a host without cores slows its servers), either is right.
 """
@@ -29,11 +30,12 @@ import psutil
 from asyncrl.config.load import load_supervised
 from asyncrl.trainer.supervised.base_model import ensure_base_model
 
-USER_CODE = """
+USER_CODE = '''
 import asyncio
 import time
 
 from asyncrl.api import Environment
+from asyncrl.plugins.tools.calculator import calculator as calculate
 
 
 def constant(data, completion):
@@ -69,6 +71,31 @@ class Slow(Environment):
 
     async def close(self):
         pass
+
+
+async def calculator(expression: str) -> str:
+    """Multiply, add and subtract whole numbers.
+
+    Args:
+        expression: for example "12*34+5".
+    """
+    await asyncio.sleep(3.0)
+    return calculate(expression)
+'''
+SLOW_SYNC_S = 0.5
+SLOW_DISK = """
+import os
+import time
+
+sync = os.fsync
+
+
+def slow(descriptor):
+    time.sleep({seconds})
+    sync(descriptor)
+
+
+os.fsync = slow
 """
 COMMON = [
     "eval.interval=0",
@@ -83,12 +110,17 @@ STOPPED_S, GOING_S = 0.8, 0.2
 
 @dataclass(frozen=True)
 class Case:
-    """An injected cause: what the doctor has to name, settings, number of steps, and a disturbance from outside."""
+    """An injected cause: what the doctor has to name, settings, number of steps, a disturbance from outside, the
+    experiment and its base, and the code that each process runs first, as `sitecustomize`.
+    """
 
     expected: tuple[str, ...]
     settings: tuple[str, ...] = ()
     steps: int = 14
     disturbed: Callable[[Path], contextlib.AbstractContextManager[None]] | None = None
+    experiment: str = "async_ppo"
+    base: str = "sft"
+    first: str = ""
 
 
 def processes(run: Path, kind: str, index: int = 0) -> list[psutil.Process]:
@@ -144,6 +176,16 @@ CASES = {
     "nothing": Case(("slow-generation", "trainer", "balanced", "no-cpu")),
     "slow reward": Case(("slow-reward",), ("reward.path={code}:slow",), 8),
     "slow environment": Case(("slow-environment",), ("env.path={code}:Slow",), 8),
+    "slow tool": Case(
+        ("slow-tool",),
+        ("tools=[{{path: '{code}:calculator', run_in: loop, timeout_s: 30}}]",),
+        8,
+        experiment="tool_calculator",
+        base="tool_calculator_base",
+    ),
+    "slow disk": Case(
+        ("checkpoint-disk", "publish"), ("checkpoint.interval=1",), 8, first=SLOW_DISK.format(seconds=SLOW_SYNC_S)
+    ),
     "a server held up": Case(("slow-server",), (), 10, stopping),
     "one slow server of two": Case(("slow-server",), ("generation.servers=2",), 40, lambda run: stopping(run, 1)),
     "eta = 0": Case(("eta-too-small",), ("max_head_offpolicyness=0",), 20),
@@ -161,22 +203,28 @@ CASES = {
 }
 
 
-def examined(name: str, case: Case, model: Path, root: Path) -> dict[str, object]:
-    """Run a case and have it judged."""
+def examined(name: str, case: Case, root: Path, limit_s: float) -> dict[str, object]:
+    """Run a case, for at most `limit_s`, and have it judged."""
     code = root / "injected.py"
     code.write_text(USER_CODE)
     trial = "".join(letter if letter.isalnum() else "_" for letter in name)
-    run = root / "async_ppo" / trial
+    run = root / case.experiment / trial
+    model = ensure_base_model(load_supervised(case.base))
     settings = [*COMMON, *(each.format(code=code) for each in case.settings)]
-    if any(each.startswith("eval.") for each in case.settings):
-        settings.remove("eval.interval=0")
-    command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings]
+    own = {each.partition("=")[0] for each in case.settings}
+    settings = [each for each in settings if each not in COMMON or each.partition("=")[0] not in own]
+    command = [sys.executable, "-m", "asyncrl.launch", case.experiment, *settings]
     command += [f"model.path={model}", f"fileroot={root}", f"trial_name={trial}", f"total_train_steps={case.steps}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if case.first:
+        (first := root / f"{trial}_first").mkdir()
+        (first / "sitecustomize.py").write_text(case.first)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))
     began = time.monotonic()
     with (root / f"{trial}.log").open("wb") as log, case.disturbed(run) if case.disturbed else contextlib.nullcontext():
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            process.wait(LIMIT_S)
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
             process.wait(60)
@@ -203,15 +251,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="NAME")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds after which a run is interrupted")
     args = parser.parse_args()
-    model = ensure_base_model(load_supervised("sft"))
     found = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         print("| injected | steps | doctor says | right | also | figures |\n|---|--:|---|---|---|---|", flush=True)
         for name, case in CASES.items():
             if args.only and name not in args.only:
                 continue
-            one = examined(name, case, model, Path(folder))
+            one = examined(name, case, Path(folder), args.limit)
             found.append(one)
             also = ", ".join(one["also"])  # type: ignore[arg-type]
             right = "yes" if one["right"] else "NO"

@@ -27,6 +27,7 @@ from asyncrl.manager.messages import (
     FinishedRollout,
     Message,
     RequestSize,
+    RunReport,
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -86,7 +87,7 @@ async def _serve(servers: int, security: HttpSecurity, log_file: Path, report: C
     )
     for index in range(servers):
         service.router.update(index, f"http://server{index}", 0, True)
-    service.begin(0)
+    service.begin(RunReport())
     registry = manager_registry(service, FleetDecisions("interrupt", 60.0), None)
     http = ManagerHttp(service.verbs(), security=security, registry=registry)
     report.send(int((await http.start("127.0.0.1")).rpartition(":")[2]))

@@ -37,7 +37,7 @@ from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
-from asyncrl.manager.messages import AllocateReply, AllocateRequest, FinishedRollout, RequestSize
+from asyncrl.manager.messages import AllocateReply, AllocateRequest, FinishedRollout, RequestSize, RunReport
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -68,7 +68,7 @@ async def _serve(batch: int, security: HttpSecurity, log_file: Path, report: Con
         log_file=log_file,
     )
     _serve_version(service, 0)
-    service.begin(0)
+    service.begin(RunReport())
     registry = manager_registry(service, FleetDecisions(UpdateMode.in_place, 60.0), None)
     http = ManagerHttp(service.verbs(), security=security, registry=registry)
     report.send(int((await http.start("127.0.0.1")).rpartition(":")[2]))

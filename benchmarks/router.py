@@ -40,6 +40,7 @@ from asyncrl.manager.messages import (
     FinishRequest,
     Message,
     RouteRequest,
+    RunReport,
     ScheduleRequest,
 )
 from asyncrl.manager.service import ManagerService
@@ -167,7 +168,7 @@ async def _serve(plain: bool, security: HttpSecurity | None, report: Connection)
         )
         for index in range(SERVERS):
             service.router.update(index, f"http://server{index}", 0, True)
-        service.begin(0)
+        service.begin(RunReport())
         registry = manager_registry(service, FleetDecisions("interrupt", 60.0))
         http = ManagerHttp(service.verbs(), security=security, registry=registry)
         port, close = int((await http.start("127.0.0.1")).rpartition(":")[2]), http.close

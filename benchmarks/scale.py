@@ -90,7 +90,7 @@ async def _admission(quick: bool) -> float:
     batch = WORKERS
     service = _service(batch_size=batch, max_staleness=0)
     _servers(service, SERVERS)
-    service.begin(0)
+    service.begin(m.RunReport())
 
     async def ask(worker: int, turn: int) -> m.AllocateReply:
         rollouts = _asked([f"{worker}-{turn}-{index}" for index in range(ASKED)], worker)
@@ -176,7 +176,7 @@ async def _blocking(quick: bool) -> float:
 
     versions = 7
     service = _service(batch_size=ROLLOUTS // versions, max_staleness=versions - 1)
-    service.begin(0)
+    service.begin(m.RunReport())
     for worker in range(WORKERS):
         wanted = _asked([f"{worker}-{index}" for index in range(ROLLOUTS // WORKERS)], 0)
         await service.allocate_rollout(m.AllocateRequest(worker=f"rollout_worker/{worker}", rollouts=wanted))
@@ -370,7 +370,7 @@ async def _losses(quick: bool) -> float:
 
     service = _service(batch_size=BATCH, max_staleness=ETA)
     _servers(service, SERVERS)
-    service.begin(0)
+    service.begin(m.RunReport())
     before = (await service.lost_servers(m.LostServersRequest(worker="rollout_worker/0", after=-1))).seq
     for server in range(SERVERS):
         service.server_lost(f"http://server{server}")

@@ -42,7 +42,6 @@ from asyncrl.config.load import load_supervised
 from asyncrl.config.run_dir import (
     LEDGER_DIR,
     LOGS_DIR,
-    MANAGER_LOG_FILE,
     METRICS_FILE,
     NAMES_DIR,
     RESTARTS_FILE,
@@ -61,7 +60,7 @@ SETTINGS = [
     "logging.tensorboard=false",
     "system.restarts_per_process=1000000",
 ]
-BY_DESIGN = (LEDGER_DIR, LOGS_DIR, METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR, MANAGER_LOG_FILE)
+BY_DESIGN = (LEDGER_DIR, LOGS_DIR, METRICS_FILE, RESTARTS_FILE, SAMPLES_DIR)
 KILLED = ("generation_server", "gserver_manager", "master_worker", "model_worker", "rollout_worker")
 TITLE = re.compile(r"asyncrl (\w+/\d+)")
 WARM_UP = 1 / 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -114,23 +115,60 @@ TO_INCLUDE = {
 """By marker: what tests with it lack where they are skipped, and the command that includes them."""
 
 
-LONGEST_FILES = ("test_hosts.py", "test_sglang_run.py")
-"""Of the whole runs: two fifths of their time."""
+LONGEST_FILES = (
+    *("test_layouts", "test_generation_contract", "test_every_architecture", "test_records", "test_any_death"),
+    *("test_manager_process", "test_name_etcd", "test_comm_name_resolve", "test_bottleneck", "test_functions"),
+    *("test_hosts_own_disks", "test_hosts_ray", "test_hosts", "test_sglang_run", "test_chaos", "test_process_death"),
+    *("test_hosts_slurm", "test_wheel", "test_tools"),
+)
+"""These begin first, so that no worker of pytest is left alone with one at the end."""
+TOGETHER = (
+    "test_hosts.py",
+    "test_hosts_ray.py",
+    "test_oracle.py",
+    "test_slurm_job.py",
+    "test_tools.py",
+    "test_wheel.py",
+)
+"""Whole runs whose file has something that takes long to make: a cluster, a model, a package."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` a file's tests stay on one worker of pytest; whole runs, each a minute long, need not."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            apart = file.startswith(("tests/e2e/", "tests/faults/")) and not file.endswith(TOGETHER)
+            return nodeid if apart else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs may take their time on a busy machine; the limit of the other tests is too short to tell why.
 
     Hosts that are cut off cost minutes of waiting, which only who asks for them has.
-
-    A file's tests run one after the other, so the files that take longest come first.
     """
-    items.sort(key=lambda item: item.path.name not in LONGEST_FILES)
+    order = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
         if item.get_closest_marker("network") and not os.environ.get("ASYNCRL_NETWORK_TESTS"):
             item.add_marker(pytest.mark.skip(TO_INCLUDE["network"][0]))
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the garbage collector passes over it from now on, here and in ranks that are forked,
+    which would copy all of it otherwise.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
@@ -519,7 +557,7 @@ def template() -> Iterator[Template | None]:
     if sys.platform != "linux" or os.environ.get("ASYNCRL_COLD_TESTS"):
         yield None
         return
-    template = Template()
+    template = Template(os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid())))
     yield template
     template.close()
 

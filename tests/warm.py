@@ -26,6 +26,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import errno
 import fcntl
 import gc
 import importlib
@@ -111,15 +112,19 @@ class WarmProcess:
 
 
 class Template:
-    """The process that has imported everything; started on first use, it ends with this one."""
+    """The process that has imported everything, one for all workers of pytest in a `run` of it.
 
-    def __init__(self) -> None:
+    Started by the first that needs it, it ends once none is connected to it any more.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._address = f"\0tests of asyncrl {run}"  # which goes with the process
         self._control: socket.socket | None = None
 
     def launch(self, arguments: Sequence[str], environment: Mapping[str, str]) -> WarmProcess:
         """Fork `python -m asyncrl.launch *arguments` in a session of its own, with both outputs in one pipe."""
         if self._control is None:
-            self._control = self._start()
+            self._control = self._connect()
         ours, theirs = socket.socketpair()
         output, written = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -137,49 +142,73 @@ class Template:
         return WarmProcess(ours, os.fdopen(output, encoding="utf-8", errors="replace"))
 
     def close(self) -> None:
-        """End it; what it forked goes on."""
+        """Leave it; what it forked goes on."""
         if self._control is not None:
             self._control.close()
-            self._process.wait()
 
-    def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        number = theirs.fileno()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, str(number), _TITLE_SPACE],
-            pass_fds=[number],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "SPT_NOENV": "1", "SPACE": "-" * _ENVIRONMENT_SPACE},
-        )
-        theirs.close()
-        return ours
+    def _connect(self) -> socket.socket:
+        started = None
+        while True:
+            with socket.socket(socket.AF_UNIX) as listener:
+                try:
+                    listener.bind(self._address)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:
+                        raise
+                else:
+                    assert started is None, "the template has ended: see what it wrote to pytest's standard error"
+                    listener.listen()
+                    started = _start(listener)
+            control = socket.socket(socket.AF_UNIX)
+            with contextlib.suppress(ConnectionError):  # it is about to listen, or has just ended
+                control.connect(self._address)
+                if control.recv(1):
+                    return control
+            control.close()
+
+
+def _start(listener: socket.socket) -> int:
+    """Start the template; its process id. Nobody waits for its end."""
+    listener.set_inheritable(True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SPT_NOENV": "1", "SPACE": "-" * _ENVIRONMENT_SPACE}
+    command = [sys.executable, "-P", __file__, str(listener.fileno()), _TITLE_SPACE]
+    return os.posix_spawn(sys.executable, command, environment)
 
 
 def main(number: int) -> None:
-    """Import everything, then fork a launcher for each request that comes over descriptor `number`."""
+    """Import everything, then fork a launcher for each request of those that connect to the socket `number`."""
     for name in PRELOADED:
         importlib.import_module(name)
     _become_titled("tests of asyncrl: template")
     gc.collect()
     gc.freeze()
-    control = socket.socket(fileno=number)
+    listener = socket.socket(fileno=number)
+    listener.set_inheritable(False)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's to handle
+    controls = [_greeted(listener)]
     told: dict[int, socket.socket] = {}
-    while True:
-        readable, _, _ = select.select([control, woken], [], [])
+    while controls:
+        readable, _, _ = select.select([listener, woken, *controls], [], [])
+        if listener in readable:
+            controls.append(_greeted(listener))
         if woken in readable:
             os.read(woken, 4096)
             for pid in list(told):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    told.pop(pid).sendall(b"%d\n" % status)
-        if control in readable:
+                    with contextlib.suppress(BrokenPipeError):  # its pytest has ended
+                        told[pid].sendall(b"%d\n" % status)
+                    told.pop(pid).close()
+        for control in [each for each in controls if each in readable]:
             request, descriptors = _receive(control)
             if not request:
-                os._exit(0)
+                control.close()
+                controls.remove(control)
+                continue
             *standard, teller = descriptors
             pid = os.fork()
             if not pid:
@@ -188,6 +217,14 @@ def main(number: int) -> None:
                 os.close(descriptor)
             told[pid] = socket.socket(fileno=teller)
             told[pid].sendall(b"%d\n" % pid)
+    os._exit(0)
+
+
+def _greeted(listener: socket.socket) -> socket.socket:
+    """The next that connects, which waits for a byte."""
+    control, _ = listener.accept()
+    control.sendall(b"+")
+    return control
 
 
 def _launch(request: Mapping[str, Any], standard: Sequence[int]) -> NoReturn:

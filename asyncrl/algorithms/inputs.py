@@ -42,6 +42,8 @@ class PolicyLossInputs:
     old_policy: Literal["behave", "prox"] = "behave"
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """The user's columns (`rollout.columns`), [T] each; one of samples is repeated for its tokens."""
+    selection: SelectionOutput | None = None
+    """What the spec's selection chose of these tokens, over the whole minibatch."""
 
     @property
     def required_prox_T(self) -> Tensor:
@@ -98,6 +100,33 @@ class CorrectionOutput:
     weight_T: Tensor
     keep_T: Tensor
     masked: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class SelectionInputs:
+    """The N loss tokens of one minibatch on this rank, as they are at the step's start; constants.
+
+    `start_logprobs_T` are the proximal log-probabilities, or the behaviour policy's where there are none. `gather`
+    gives the values of all ranks, one after the other, of a tensor [N] whose length may differ between ranks; None on
+    one rank. Every rank calls it equally often.
+    """
+
+    start_logprobs_T: Tensor
+    behave_logprobs_T: Tensor
+    advantages_T: Tensor
+    gather: Callable[[Tensor], Tensor] | None = None
+
+    def everyone(self, values_T: Tensor) -> Tensor:
+        """The values of all ranks."""
+        return self.gather(values_T) if self.gather else values_T
+
+
+@dataclass(frozen=True, eq=False)
+class SelectionOutput:
+    """Which tokens keep their policy loss, and by what the size of a token's log-ratio is multiplied and added."""
+
+    keep_T: Tensor
+    penalty_T: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

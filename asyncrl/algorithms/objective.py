@@ -3,7 +3,8 @@
     total = 1/D sum_t a_t [ w_t k_t L_t + kl_coef KL_t + log_ratio_coef/2 l_t^2 - entropy_coef H_t ]
 
 a_t and D come from the aggregation (D summed over all micro-batches and ranks before the first backward), w_t and k_t
-(weight, keep) from the correction, L_t from the policy loss. l = log(pi / pi_old) is the log-ratio to the policy that
+(weight, keep) from the correction, L_t from the policy loss. A selection, made over the whole minibatch before its
+first forward pass (`selection`), masks further tokens of L. l = log(pi / pi_old) is the log-ratio to the policy that
 the loss's ratio refers to; its square keeps the policy near that one without a clip (DRO, arXiv:2405.19107; Kimi k1.5,
 arXiv:2501.12599; prime-rl), with a gradient of log_ratio_coef l_t grad log pi, also where the loss is masked. Use:
 
@@ -49,6 +50,8 @@ class Objective:
         self.spec = spec
         self._loss = resolve("policy_loss", spec.policy_loss.name, spec.policy_loss.params)
         self._correction = resolve("correction", spec.correction.name, spec.correction.params)
+        self.selection = resolve("selection", spec.selection.name, spec.selection.params)
+        self.selects = spec.selection.name != "none"
         self._aggregation = resolve("aggregation", spec.aggregation.name, spec.aggregation.params)
         self._kl = resolve("kl", spec.kl.name, spec.kl.params) if spec.kl else None
         self._corrects = spec.correction.name != "none"
@@ -58,7 +61,7 @@ class Objective:
         """True if the trainer must recompute proximal log-probabilities at the step's start."""
         # A user's loss, named by its import path, may read them too; only the trainer's time is at stake.
         name = self.spec.policy_loss.name
-        uses_prox = self._corrects or name == "decoupled_ppo" or ":" in name
+        uses_prox = self._corrects or self.selects or name == "decoupled_ppo" or ":" in name
         return uses_prox and self.spec.prox == ProximalMode.recompute
 
     @property
@@ -102,8 +105,17 @@ class Objective:
         correction = self._correct(inputs)
         output = self._loss(inputs)
         # Where no loss is carried the value may be anything, even nan, which a product with 0 would let through.
-        policy_T = torch.where(output.mask_T & correction.keep_T, output.loss_T, 0) * correction.weight_T
-        total_T, stats = policy_T, {**_policy_stats(inputs, correction), **output.stats}
+        keep_T, penalty_T = output.mask_T & correction.keep_T, None
+        stats = {**_policy_stats(inputs, correction), **output.stats}
+        if self.selects:
+            if inputs.selection is None:
+                raise ValueError(f"selection is None but the spec has {self.spec.selection.name!r}; select first")
+            keep_T, penalty_T = keep_T & inputs.selection.keep_T, inputs.selection.penalty_T
+            stats["masked/selected"] = count_stat((mask_T & ~inputs.selection.keep_T).sum())
+        policy_T = torch.where(keep_T, output.loss_T, 0) * correction.weight_T
+        total_T = policy_T
+        if penalty_T is not None:
+            total_T = total_T + penalty_T * log_ratio(inputs.logprobs_T, inputs.old_logprobs_T, mask_T).abs()
         stats["loss/policy"] = mean_stat(policy_T, mask_T)
         if self._kl is not None:
             kl_T = self._kl(_kl_inputs(inputs, ref_logprobs_T, log_probs_TV, ref_log_probs_TV))

@@ -15,6 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 KINDS = {
     "policy_loss": 1,
     "correction": 1,
+    "selection": 1,
     "advantage": 1,
     "kl": 1,
     "value_loss": 1,
@@ -46,6 +47,8 @@ policy_loss = _marker("policy_loss")
 """`@policy_loss("name")` on `(PolicyLossInputs, *, params) -> PolicyLossOutput`."""
 correction = _marker("correction")
 """`@correction("name")` on `(CorrectionInputs, *, params) -> CorrectionOutput`."""
+selection = _marker("selection")
+"""`@selection("name")` on `(SelectionInputs, *, params) -> SelectionOutput`."""
 advantage = _marker("advantage")
 """`@advantage("name")` on `(AdvantageInputs, *, params) -> AdvantageOutput`."""
 kl_estimator = _marker("kl")

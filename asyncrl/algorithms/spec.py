@@ -27,6 +27,8 @@ class KLPlace(StrEnum):
 
     loss = auto()
     reward = auto()
+    advantage = auto()
+    """Subtracted from each token's advantage, after the estimator: distillation from the reference as a teacher."""
 
 
 class ValueNormalisation(StrEnum):
@@ -53,6 +55,7 @@ class ObjectiveSpec:
 
     policy_loss: Choice = Choice("decoupled_ppo")
     correction: Choice = Choice("token_truncate")
+    selection: Choice = Choice("none")
     kl: Choice | None = None
     kl_coef: float = 0.0
     entropy_coef: float = 0.0

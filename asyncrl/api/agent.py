@@ -1,4 +1,4 @@
-"""The agent: how a prompt becomes trajectories."""
+"""The agent, which turns a prompt into trajectories."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ around agents, and a class with `run_group` may have `run` for its subclasses.
 
 
 def ambiguous(forms: Sequence[str]) -> bool:
-    """True if a class that implements these `AGENT_METHODS` does not say which one is meant."""
+    """True if it is unclear which of these `AGENT_METHODS` of a class to call."""
     return "collect_trajectory" in forms and len(forms) > 1 and AGENT_METHODS[0] not in forms
 
 
@@ -38,14 +38,14 @@ class EpisodeError(RuntimeError):
 
 
 class EpisodeTimeout(EpisodeError):
-    """An episode, or an agent that plays its group at once, still played when the rollout's time was over."""
+    """An episode, or an agent that plays its group at once, was still running when the rollout's time was over."""
 
 
 class GroupClient(GenerationClient, Protocol):
-    """The policy, as who rolls out a whole group asks it, and what becomes of episodes that fail."""
+    """The policy for code that rolls out a whole group, and the handling of its failed episodes."""
 
     def episode(self, prompt: Prompt) -> ChatClient:
-        """The policy of one episode, which records what it answers; `prompt` is `Prompt.of_member` of the group's."""
+        """Return the policy for one episode, which records its answers; `prompt` is from `Prompt.of_member`."""
         ...
 
     def try_again(self, prompt: Prompt, error: Exception) -> Prompt | None:
@@ -116,18 +116,18 @@ def timed_out(prompt: Prompt) -> EpisodeTimeout:
 class Agent:
     """Subclass, implement `run`, and name the class in `agent.path`. `agent.args` go to the constructor.
 
-    `run` is one episode, that is one member of the group: `group_size` of them run at the same time, each with an
-    environment and a client of its own. A plain function in its place does too (`agent.path=my.py:run`), and either may
-    be a plain `def`: it then runs in a thread, where client and environment are called without `await`.
+    `run` plays one episode, one member of the group. `group_size` episodes run at the same time, each with its own
+    environment and client. A function works in place of the class (`agent.path=my.py:run`). Either may be a plain
+    `def`: it then runs in a thread and calls client and environment without `await`.
 
-    There are two more forms for who needs the whole group in hand, `run_group` and `collect_trajectory`; only one of
-    the three is needed. Of a class and its bases the form that is overridden last is the one that is called.
+    To handle a whole group, implement `run_group` or `collect_trajectory` instead; only one of the three is needed. If
+    a class and its bases implement several, the most derived one is called.
 
     The RolloutWorker passes the run's tokenizer as the keyword argument `tokenizer`. One instance serves all prompts of
     its worker, many at the same time: keep the state of an episode in local variables.
 
     Raises:
-        TypeError: when an instance is made: its class implements none of the forms, or queues and another one.
+        TypeError: on construction, if the class implements none of these methods, or `collect_trajectory` and another.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -141,38 +141,38 @@ class Agent:
 
     @classmethod
     def form(cls) -> str:
-        """Return the one of `AGENT_METHODS` that is called: that of the class or of its nearest base that has one."""
+        """Return the name in `AGENT_METHODS` that is called: from the class, or from its nearest base that has one."""
         return cls._forms()[0]
 
     @classmethod
     def _forms(cls) -> list[str]:
-        """Those of `AGENT_METHODS` that the class implements, or else its nearest base that implements any."""
+        """Return the `AGENT_METHODS` that the class implements, or else those of its nearest base that has any."""
         derived = [vars(base) for base in cls.__mro__[: cls.__mro__.index(Agent)]]
         return next((forms for own in derived if (forms := [form for form in AGENT_METHODS if form in own])), [])
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Outcome:
         """Roll out one episode, number `prompt.member` of the prompt's group.
 
-        `await client.generate(request)` and `await client.chat(messages)` are the policy's answers, in token ids and in
-        messages; several may be under way at the same time. Generations that are interrupted are continued by the
-        RolloutWorker, so the agent always sees whole answers, whose tokens may be of several versions.
+        `await client.generate(request)` returns the policy's answer to token ids, `await client.chat(messages)` to
+        messages; several calls may run at the same time. The RolloutWorker continues interrupted generations, so the
+        agent always gets whole answers, whose tokens may be from several versions.
 
         Returns:
-            The episode's samples, one or several; or its reward, a number, which each conversation that `client`
-            recorded is then given as a sample of its own; None or nothing rejects the episode.
+            The episode's samples, one or several. Or its reward, a number: each conversation that `client` recorded
+            then becomes a sample with this reward. None or an empty sequence rejects the episode.
         """
         raise self._not_above("run")
 
     async def run_group(
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
     ) -> Sequence[Sample]:
-        """Roll out one prompt's group; the other form of `run`, for who asks the policy for the group at once.
+        """Roll out one prompt's group; implement this in place of `run` to generate for the whole group at once.
 
-        Environments of `make_env` are closed by who called this, whatever becomes of the group.
+        The caller closes the environments that `make_env` made, with whatever result.
 
         Returns:
-            The group's samples, each with its `episode` from 0 to `prompt.group_size` - 1; where there are
-            `prompt.group_size` of them they need no number. An empty sequence rejects the prompt.
+            The group's samples, each with its `episode` from 0 to `prompt.group_size` - 1. The number is not needed if
+            there are exactly `prompt.group_size` samples. An empty sequence rejects the prompt.
         """
         raise self._not_above("run_group")
 
@@ -183,10 +183,10 @@ class Agent:
         obs_queue: asyncio.Queue[GenerationRequest],
         act_queue: asyncio.Queue[GenerationResult],
     ) -> Sequence[Sample]:
-        """As `run_group`, with one environment and with queues around the policy.
+        """Roll out one prompt's group as `run_group` does, with one environment and with queues to the policy.
 
         Put a `GenerationRequest` on `obs_queue`; its `GenerationResult` arrives on `act_queue`. Several requests may be
-        outstanding; their results arrive as they finish and carry the request's id.
+        in flight. Their results arrive in order of completion and carry the request's id.
         """
         raise self._not_above("collect_trajectory")
 
@@ -199,10 +199,10 @@ class Agent:
         one.
 
         Returns:
-            Any number of samples, each with its episode; none where every episode was rejected or given up.
+            Any number of samples, each with its episode; none if every episode was rejected or lost.
 
         Raises:
-            EpisodeError: the agent returned something else, or plays its group at once and took too long.
+            EpisodeError: the agent returned something else, or played its group at once and took too long.
         """
         if self.form() == "run":
 
@@ -276,7 +276,9 @@ class Agent:
         return samples
 
     def _numbered(self, prompt: Prompt, samples: Any) -> Sequence[Sample]:
-        """The samples of a whole group with their episodes, which an agent of one sample per episode need not give."""
+        """Return the samples of a group with their episode numbers; an agent with one sample per episode may omit
+        these.
+        """
         samples, size = self._checked(prompt, samples), prompt.group_size
         episodes = {sample.episode for sample in samples}
         if size == 1 or not samples:
@@ -286,8 +288,8 @@ class Agent:
         elif episodes == {0} and len(samples) > 1:
             raise self._error(
                 prompt,
-                f"returned {len(samples)} samples for a group of group_size={size} and says of none which episode it "
-                f"is of; set Sample.episode, from 0 to {size - 1}",
+                f"returned {len(samples)} samples for a group of group_size={size} without their "
+                f"episode numbers; set Sample.episode, from 0 to {size - 1}",
             )
         else:
             numbered = list(samples)
@@ -308,13 +310,13 @@ class Agent:
 
 
 def agent_of(function: Callable[..., Any], args: Mapping[str, Any], **offered: object) -> Agent:
-    """An agent whose `run` is `function(prompt, env, client, **args)`, asynchronous or not.
+    """Return an agent whose `run` is `function(prompt, env, client, **args)`, asynchronous or not.
 
     Args:
-        offered: keyword arguments that it gets if it names them.
+        offered: keyword arguments that the function receives if it has parameters of these names.
 
     Raises:
-        TypeError: it does not take these arguments.
+        TypeError: the function does not accept these arguments.
     """
     parameters = inspect.signature(function).parameters
     wanted = {name: value for name, value in offered.items() if name in parameters and name not in args}

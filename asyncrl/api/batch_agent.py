@@ -18,7 +18,7 @@ BatchOutcome: TypeAlias = "Awaitable[Sequence[Sequence[Sample]]] | AsyncIterator
 
 @dataclass(frozen=True, slots=True)
 class BatchGroup:
-    """What `Agent.run_group` gets, of one of the groups of a batch."""
+    """One group of a batch: the arguments of `Agent.run_group`."""
 
     prompt: Prompt
     make_env: Callable[[], Environment]
@@ -28,16 +28,16 @@ class BatchGroup:
 class BatchAgent(Agent):
     """Subclass and implement `run_batch`: the groups of up to `batch_size` prompts in one call.
 
-    Prompts are admitted one by one, as with every agent, so the staleness bound holds for each. The call is made once
-    `batch_size` of them are there, or `batch_wait_s` after the first; both are attributes of the class or the object.
-    A RolloutWorker has `rollout.max_concurrent` prompts at a time at most. Several calls may be under way.
+    Prompts are admitted one by one, as with every agent, so the staleness bound holds for each. `run_batch` is called
+    once `batch_size` prompts are admitted, or `batch_wait_s` seconds after the first; both are attributes of the class
+    or the object. A RolloutWorker has at most `rollout.max_concurrent` prompts at a time. Calls may overlap.
     """
 
     batch_size: int = 8
     batch_wait_s: float = 1.0
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Give the subclass a `run_group` of its own: where it runs is decided by whose code it is."""
+        """Give the subclass its own `run_group`, so that it runs where the module of the subclass says."""
         super().__init_subclass__(**more)
         if "run_batch" in vars(cls) and "run_group" not in vars(cls):
 
@@ -52,15 +52,15 @@ class BatchAgent(Agent):
         """Play `groups`: a coroutine or an asynchronous generator.
 
         Returns:
-            Of each group its samples, as of `Agent.run_group`: all in the order of `groups`; or, from a generator,
-            `(index, samples)` as each is complete, which are trained without waiting for the others.
+            The samples of each group, as in `Agent.run_group`, in the order of `groups`. A generator yields
+            `(index, samples)` as each group completes; such a group is trained without waiting for the others.
         """
         raise NotImplementedError(f"agent {type(self).__name__} implements no `run_batch`")
 
     async def run_group(
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
     ) -> Sequence[Sample]:
-        """One group, played in a batch with others."""
+        """Play one group, in a batch with others."""
         return await self._in_batch(BatchGroup(prompt, make_env, client))
 
     async def _in_batch(self, group: BatchGroup) -> Sequence[Sample]:
@@ -84,7 +84,7 @@ class BatchAgent(Agent):
 
 
 class _Batch:
-    """The groups of one call, and who waits for their samples."""
+    """The groups of one call, and the futures of their samples."""
 
     def __init__(self) -> None:
         self.members: list[tuple[BatchGroup, asyncio.Future[Sequence[Sample]]]] = []
@@ -97,7 +97,7 @@ class _Batch:
         return found
 
     def leave(self, group: BatchGroup) -> None:
-        """Let go of a group that nobody waits for any more; the call ends with the last of them."""
+        """Drop a group whose caller no longer waits; the call is cancelled once no caller waits."""
         if self._playing is None:
             self.members = [member for member in self.members if member[0] is not group]
         elif all(found.done() for _, found in self.members):
@@ -119,13 +119,17 @@ class _Batch:
             else:
                 results = await outcome
                 if len(results) != len(self.members):
-                    raise EpisodeError(f"{name}: run_batch gave {len(results)} results of {len(self.members)} groups")
+                    raise EpisodeError(
+                        f"{name}: run_batch returned {len(results)} results for {len(self.members)} groups"
+                    )
                 for index, samples in enumerate(results):
                     self._tell(index, samples)
             for group, found in self.members:
                 if not found.done():
-                    found.set_exception(EpisodeError(f"{name}: run_batch gave nothing of {group.prompt.prompt_id}"))
-        except BaseException as error:  # whoever waits is told, also of SystemExit; a batch has several who wait
+                    found.set_exception(
+                        EpisodeError(f"{name}: run_batch returned no samples for prompt {group.prompt.prompt_id}")
+                    )
+        except BaseException as error:  # all callers get it, SystemExit too
             failure = error if isinstance(error, Exception) else EpisodeError(f"{name}: run_batch ended by {error!r}")
             for _, found in self.members:
                 if not found.done():
@@ -135,5 +139,5 @@ class _Batch:
 
     def _tell(self, index: int, samples: Sequence[Sample]) -> None:
         found = self.members[index][1]
-        if not found.done():  # else it was given up, or is told twice
+        if not found.done():  # else its caller has left, or it was reported twice
             found.set_result(samples)

@@ -1,4 +1,4 @@
-"""The order in which finished rollouts are trained, where several wait: a function named in `buffer.order.path`."""
+"""The order in which queued rollouts are trained, given by a function named in `buffer.order.path`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ReadyRollout:
-    """A finished rollout that waits to be trained.
+    """A finished rollout in the queue for training.
 
     Attributes:
         prompt_id: the prompt's name in its epoch, `e<epoch>-<row>`.
         order: its position in the data order.
-        age: versions between the policy and the group's oldest token.
-        rewards: of each sample, shaping included.
-        generated: tokens that the policy wrote, of each sample.
-        truncated: whether each was cut off.
-        metrics: the rollout's own numbers: times, rewards by name.
+        age: number of versions from the group's oldest token to the current policy.
+        rewards: reward of each sample, shaping included.
+        generated: number of tokens that the policy generated, for each sample.
+        truncated: True for each sample that a length limit cut off.
+        metrics: the rollout's own numbers, for example times and rewards by name.
     """
 
     prompt_id: str
@@ -31,14 +31,16 @@ class ReadyRollout:
 
 
 class BufferOrder(Protocol):
-    """Ranks waiting rollouts. It runs in a thread of the MasterWorker before each step, for each of them:
-    `buffer.order.timeout_s` is the limit of all together.
+    """Rank queued rollouts.
 
-    A function, or a class, of which one object is made with `buffer.order.args`. That may have two more pairs of eyes:
-    `trained(rollouts)` is told which ones a step takes; `state()` and `restore(state)`, plain data for JSON, go with
-    every checkpoint, so that a run that is resumed goes on with what the object knew after the step it resumes at.
+    A function, or a class from which one object is made with `buffer.order.args`. A thread of the MasterWorker calls it
+    for each queued rollout before every step; `buffer.order.timeout_s` limits all calls of a step together.
+
+    An object may also have these methods. `trained(rollouts)` receives the rollouts that a step takes. `state()`
+    returns plain data for JSON, which every checkpoint holds, and `restore(state)` takes the data back when a run
+    resumes.
     """
 
     def __call__(self, rollout: ReadyRollout) -> float:
-        """The rank of `rollout`, a finite number: the least are trained first, of equals the oldest."""
+        """Return the rank of `rollout`, a finite number. Lower ranks are trained first; among equals, the oldest."""
         ...

@@ -1,4 +1,4 @@
-"""Talking with the policy in messages: what an agent says, what it gets back, and what is recorded meanwhile."""
+"""Chat with the policy: messages, replies, and the client that records both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ToolSchema = Mapping[str, Any]
 
 
 class ChatFinish(StrEnum):
-    """Why an answer ended. Members are strings: `reply.finish_reason == "stop"` holds too."""
+    """Reason why an answer ended. Members are strings: `reply.finish_reason == "stop"` holds too."""
 
     stop = auto()
     """By itself, or at a stop string."""
@@ -60,15 +60,15 @@ class ChatReply:
     completion: Completion
     """The sampled answer with log-probabilities and versions; without a token if a limit left no room for one."""
     alternatives: tuple[ChatReply, ...] = ()
-    """With `n` > 1 the other answers to the same messages."""
+    """The other answers to the same messages, with `n` > 1."""
     stop: str | None = None
     """The stop string that ended it, if one did."""
 
 
 class ChatClient(GenerationClient, Protocol):
-    """The policy as one episode (one member of a group) asks it, in token ids or in messages; it records all answers.
+    """The policy for one episode (one member of a group), in token ids or in messages. It records all answers.
 
-    Several calls may be under way at the same time.
+    Several calls may run at the same time.
     """
 
     @property
@@ -85,28 +85,28 @@ class ChatClient(GenerationClient, Protocol):
         tool_choice: str = "auto",
         n: int = 1,
     ) -> ChatReply:
-        """The assistant's answer to `messages`.
+        """Return the assistant's answer to `messages`.
 
-        Messages that begin with a recorded conversation extend it by token ids; what the policy sampled is never
-        tokenised again. Others begin a new branch, which becomes a sample of its own.
+        Messages that begin with a recorded conversation extend its token ids; sampled tokens are never tokenised again.
+        Other messages begin a new branch, which becomes a separate sample.
 
         Args:
             messages: the whole conversation, ending in a user's or a tool's message.
-            tools: what it may call.
-            sampling: how tokens are drawn; None: as the prompt's. The seed is the prompt's, the episode's, the
-                conversation's and this one's, so that no two calls draw the same numbers.
+            tools: tools that the model may call.
+            sampling: sampling parameters; None: those of the prompt. The random stream depends on the seeds of prompt,
+                episode, conversation and call, so no two calls draw the same numbers.
             tool_choice: `auto`, or `none`: calls stay text.
-            n: answers wanted, at least 1.
+            n: number of answers, at least 1.
 
         Raises:
             ValueError: the messages cannot be rendered (`ChatError` of `asyncrl.plugins.datasets.templates.chat`), or
                 an argument is wrong.
-            Exception: the policy cannot answer; let it through, and the rollout is tried again.
+            Exception: the policy cannot answer. Do not catch it: the rollout is then retried.
         """
         ...
 
     def prompt_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """The token ids that `chat` would have the policy go on from.
+        """Return the token ids that the policy would continue in `chat`.
 
         Raises:
             ValueError: as of `chat`.
@@ -125,7 +125,7 @@ class ChatClient(GenerationClient, Protocol):
         ...
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
-        """Every recorded branch that ends in sampled tokens, in the order of their beginning, each with `reward`.
+        """Return every recorded branch that ends in sampled tokens, in order of their beginning, each with `reward`.
 
         A sampled token carries loss (mask 1) in the first branch that holds it, and in no other. The episode's client
         also returns those of its `conversation`s, after its own; such a client returns its own alone.
@@ -134,7 +134,7 @@ class ChatClient(GenerationClient, Protocol):
 
 
 def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
-    """The messages of a prompt's row: its own list of them, or its text as the user's turn."""
+    """Return the messages of a prompt's row: its list of messages, or its text as the user's turn."""
     content = prompt.data["prompt"]
     if isinstance(content, str):
         return [{"role": "user", "content": content}]

@@ -1,13 +1,13 @@
-"""Columns of one's own: numbers of samples and tokens, read by name in graph functions, losses, advantages, filters.
+"""Your own columns: numbers of samples and tokens, by name, for graph functions, losses, advantages and filters.
 
-`rollout.columns` declares them once. The name says where the number comes from:
+`rollout.columns` declares them once. The name gives the source of the number:
 
-    row/<field>      a number in the data set's row
-    agent/<name>     `Sample.metrics`, of the agent
-    reward/<name>    `Sample.reward_parts`, of a named reward or of what a reward returned beside its score
-    token/<name>     `Sample.token_columns`: one for each generated token
+    row/<field>      a number in the dataset's row
+    agent/<name>     `Sample.metrics`, set by the agent
+    reward/<name>    `Sample.reward_parts`: a named reward, or a number that a reward returned beside its score
+    token/<name>     `Sample.token_columns`: one number for each generated token
 
-A group in which a sample lacks one is refused where it is played.
+A group is refused by the RolloutWorker if one of its samples lacks a column.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ColumnError(ValueError):
 
 
 def check_name(name: str) -> str | None:
-    """Return what is wrong with the declaration `name`; None if nothing is."""
+    """Return an error message for the declaration `name`; None if it is valid."""
     kind, slash, own = name.partition("/")
     if kind in KINDS and slash and own:
         return None
@@ -40,10 +40,10 @@ def check_name(name: str) -> str | None:
 
 
 def with_columns(samples: Sequence[Sample], data: Mapping[str, Any], declared: Sequence[str]) -> list[Sample]:
-    """The samples, each with the numbers of its row that `declared` names.
+    """Return the samples, each with the numbers of its row that `declared` names.
 
     Raises:
-        ColumnError: a sample or the row lacks a declared column, or the row's is no finite number.
+        ColumnError: a sample or the row lacks a declared column, or the row's value is not a finite number.
     """
     of_row: dict[str, float] = {}
     for name in declared:
@@ -74,10 +74,10 @@ def _of(sample: Sample, name: str) -> Mapping[str, Any]:
 
 
 def column(samples: SampleColumns, name: str) -> NDArray[Any]:
-    """The declared column `name`, `[T]` float32 of tokens, else `[S]` float64.
+    """Return the declared column `name`: `[T]` float32 for tokens, else `[S]` float64.
 
     Raises:
-        ColumnError: they lack it, as samples that were kept before it was declared.
+        ColumnError: a sample lacks it, for example one that was kept before the column was declared.
     """
     kind, _, own = name.partition("/")
     by_kind: dict[str, Mapping[str, NDArray[Any]]] = {TOKEN: samples.token_columns, REWARD: samples.reward_parts}
@@ -89,7 +89,7 @@ def column(samples: SampleColumns, name: str) -> NDArray[Any]:
 
 
 def numbers_of(sample: Sample) -> dict[str, float]:
-    """The sample's own numbers by their column's name, declared or not."""
+    """Return the sample's own numbers by column name, declared or not."""
     named = {f"{REWARD}/{name}": value for name, value in sample.reward_parts.items()}
     for name, value in sample.metrics.items():
         named[name if name.startswith(f"{ROW}/") else f"{AGENT}/{name}"] = value

@@ -6,24 +6,27 @@ from typing import Any, Protocol
 
 
 class Curriculum(Protocol):
-    """Decides by what was measured which rows are left out of an epoch.
+    """Decide from measured success rates which rows are left out of an epoch.
 
-    The GserverManager and the MasterWorker each have one, and a run that is resumed has others. So decisions follow
-    from the measurements alone, in whatever order they come and however often one is repeated. Methods are quick.
+    The GserverManager and the MasterWorker each have their own object, and a resumed run makes new ones. So decisions
+    must depend only on the measurements, not on their order or on repetitions. Methods must be quick.
     """
 
     def measured(self, row: int, epoch: int, success: float) -> None:
-        """In `epoch` the share `success`, 0 to 1, of a group's answers to `row` was right (`curriculum.right_at`)."""
+        """Record that the share `success`, 0 to 1, of a group's answers to `row` was right in `epoch`.
+
+        An answer is right if its reward is at least `dataset.curriculum.right_at`.
+        """
         ...
 
     def rests(self, row: int, epoch: int) -> bool:
-        """True if `row` is left out of `epoch`; asked when its turn comes."""
+        """True if `row` is left out of `epoch`; called when the row would be played."""
         ...
 
     def state(self) -> Any:
-        """All that `restore` needs, as plain data for JSON; it is in every checkpoint."""
+        """Return all that `restore` needs, as plain data for JSON; every checkpoint holds it."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Become the one that gave `state`."""
+        """Continue from `state`, the result of an earlier `state()`."""
         ...

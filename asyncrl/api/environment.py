@@ -13,13 +13,13 @@ StepResult = tuple[Any, float, bool, bool, Mapping[str, Any]]
 class Environment(ABC):
     """Subclass, implement `reset` and `step`, and name the class in `env.path`. `env.args` go to the constructor.
 
-    One instance serves one episode (with `Agent.collect_trajectory` one group); it is closed when that ends, however it
-    ends.
+    One instance serves one episode (with `Agent.collect_trajectory` one group). It is closed when that ends, with
+    whatever result.
 
-    The methods may be plain `def`s: each call then runs in a thread, those of one instance after each other, and the
-    reward that the constructor is given is simply called. Write so whatever sleeps, computes or asks a service
-    synchronously; `async def`s share one event loop with all other asynchronous code of yours. A call that takes longer
-    than `env.timeout_s` fails its rollout.
+    The methods may be plain `def`s. Each call then runs in a thread, the calls of one instance one after another, and
+    the reward that the constructor receives is a plain function. Use `def` for code that sleeps, computes or calls a
+    service synchronously: `async def`s share one event loop with all your other asynchronous code. A call that takes
+    longer than `env.timeout_s` fails its rollout.
     """
 
     @abstractmethod
@@ -28,7 +28,7 @@ class Environment(ABC):
     ) -> tuple[Any, Mapping[str, Any]]:
         """Start an episode for the row in `options["data"]`; returns (observation, info).
 
-        Agents that give a seed give the same one to all members of a group, which then begin alike.
+        An agent that passes a seed passes the same one to all members of a group, so they begin alike.
         """
 
     @abstractmethod

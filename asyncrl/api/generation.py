@@ -12,14 +12,14 @@ from asyncrl.api.picture import PlacedPicture
 
 
 class FinishReason(StrEnum):
-    """Why a continuation ended. Members are strings: `finish_reason == "length"` holds too."""
+    """Reason why a continuation ended. Members are strings: `finish_reason == "length"` holds too."""
 
     stop = auto()
     """At a stop token or stop string, or at the model's own end token."""
     length = auto()
     """At `max_new_tokens`."""
     abort = auto()
-    """It was interrupted; an agent never sees this one."""
+    """Interrupted; agents never see this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    """Texts that end an answer; it keeps its tokens up to and with the one that completes such a text."""
+    """Texts that end an answer. The answer keeps its tokens up to and including the one that completes such a text."""
     seed: int | None = None
-    """Base seed of the request; sample i of a group draws from a stream of its own derived from (seed, i)."""
+    """Base seed of the request; sample i of a group has its own random stream, derived from (seed, i)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class GenerationRequest:
 class Completion:
     """One continuation: three lists of one length, with the version that produced each token.
 
-    `routing` is there with `moe.replay_routing`: `[P + T - 1, layers, per_token]`, the experts that each token of the
-    request and of the answer went through, but its last one; see `Sample.routing`.
+    `routing` is set with `moe.replay_routing`: the experts of each token of the request and the answer, except the last
+    token, `[P + T - 1, layers, per_token]`; see `Sample.routing`.
     """
 
     token_ids: list[int]
@@ -77,12 +77,12 @@ class GenerationResult:
 
 
 class GenerationClient(Protocol):
-    """The policy, as an agent asks it."""
+    """The policy, as agents use it."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """The whole answer to `request`; several calls may be under way at the same time.
+        """Return the whole answer to `request`. Several calls may run at the same time.
 
         Raises:
-            Exception: the policy cannot answer; let it through, and the rollout is tried again.
+            Exception: the policy cannot answer. Do not catch it: the rollout is then retried.
         """
         ...

@@ -13,13 +13,19 @@ from asyncrl.api.seeds import seed_from
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A row of the dataset, made ready for an agent.
+    """A row of the dataset, prepared for an agent.
 
-    `data` is the dataset's own row (for the built-in agents: `prompt` text and what the reward needs), with the prompt
-    as `dataset.overlong` shortened it; `input_ids` its tokens, with what the template says of the settings' tools
-    where the agent takes them; `group_size` the number of episodes wanted; `sampling` the settings of the experiment,
-    with the seed of this prompt or, for one episode, of its `member` of the group. `pictures` stand at spans of
-    `input_ids`: an agent that asks in token ids gives them with its request, and its samples have them.
+    Attributes:
+        prompt_id: name in its epoch, `e<epoch>-<row>`.
+        order: position in the data order.
+        data: the dataset's row (for the built-in agents: `prompt` and the fields that the reward needs). The prompt is
+            shortened if `dataset.overlong` says so.
+        input_ids: tokens of the prompt, with the template's description of the tools if the agent uses them.
+        group_size: number of episodes wanted.
+        sampling: sampling parameters of the experiment, with the seed of this prompt or of one `member`.
+        member: number of the episode in its group.
+        pictures: pictures at spans of `input_ids`. An agent that asks in token ids passes them with its request, and
+            its samples have them.
     """
 
     prompt_id: str
@@ -32,13 +38,13 @@ class Prompt:
     pictures: tuple[PlacedPicture, ...] = ()
 
     def of_member(self, member: int) -> Prompt:
-        """The prompt as episode `member` of the group receives it: with a seed of its own."""
+        """Return the prompt for episode `member` of the group, with its own seed."""
         seed = self.sampling.seed
         own = None if seed is None else seed_from("member", seed, member)
         return replace(self, member=member, sampling=replace(self.sampling, seed=own))
 
     def again(self, attempt: int) -> Prompt:
-        """The episode's prompt for its try number `attempt`, the first being 0: with another seed."""
+        """Return the episode's prompt for attempt number `attempt`, counted from 0, with a different seed."""
         seed = self.sampling.seed
         own = None if seed is None else seed_from("try", seed, attempt)
         return replace(self, sampling=replace(self.sampling, seed=own))

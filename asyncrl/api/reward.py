@@ -1,7 +1,7 @@
-"""Rewards as plain functions, what they see, and where they run.
+"""Rewards as plain functions: their signatures, and where they run.
 
-A reward is named by import path in `reward.path` (or in a list, `rewards`). What it sees is told by the name of its
-first parameter:
+A reward is named by import path in `reward.path` (or in a list, `rewards`). The name of its first parameter decides
+what it receives:
 
 | signature                              | called                                | returns                    |
 |----------------------------------------|---------------------------------------|----------------------------|
@@ -9,10 +9,10 @@ first parameter:
 | `score(episode) -> float`              | once a sample is complete             | its reward                 |
 | `score(group) -> Sequence[float]`      | once the whole group is complete      | a reward for each sample   |
 
-`def` and `async def` both do. A class does too: `args` go to its constructor, and its instances are called.
+Both `def` and `async def` work. So does a class: `args` go to its constructor, and the instance is called.
 
-A reward that says whether an answer is right, 1 or 0 and nothing between, is a verdict and says so (`verdict`): then
-evaluations report accuracy and pass@k besides the mean.
+Mark a reward that is 1 for a right answer and 0 for a wrong one with `@verdict`. Evaluations then report accuracy and
+pass@k in addition to the mean.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ class RunIn(StrEnum):
     """Place where a user's function runs, off the event loop or on it."""
 
     auto = "auto"
-    """As the function is marked (`run_in`); without a mark, `async def` on the users' event loop and `def` in a
-    thread.
+    """As the function is marked (`run_in`). Without a mark, `async def` runs on the event loop for user code, and `def`
+    in a thread.
     """
     loop = "loop"
-    """On the event loop that calls it; only for functions that always take less than a millisecond."""
+    """On the calling event loop; only for functions that always take less than a millisecond."""
     thread = "thread"
-    """For what waits, or computes in a library that lets go of the interpreter's lock. Not to be killed."""
+    """For code that waits, or computes in a library that releases the GIL. It cannot be killed."""
     process = "process"
-    """For what computes in Python, may hang, crash or want too much memory: it is killed, and nothing else is."""
+    """For code that computes in Python, or may hang, crash or use too much memory: only its process is killed."""
 
 
 class RewardFunction(Protocol):
     """Any callable with this signature; name it in `reward.path`. RolloutWorkers call it, training ranks never do.
 
-    The reward that an environment is given has this signature too; it is the weighted sum of all rewards of this form.
-    An environment with `async def step` awaits it, one with a plain `step`, which runs in a thread, gets the number.
+    The reward that an environment receives has this signature too: it is the weighted sum of all rewards of this form.
+    An environment with `async def step` awaits it. One with a plain `step`, which runs in a thread, gets the number.
     """
 
     def __call__(self, data: Mapping[str, Any], completion: str) -> float | Awaitable[float]:
-        """The reward of answer text `completion` to dataset row `data`, a finite number."""
+        """Return the reward of the answer text `completion` to dataset row `data`, a finite number."""
         ...
 
 
@@ -66,10 +66,10 @@ class Episode:
         data: the dataset's row.
         prompt: text of the tokens before the first generated one.
         turns: text of each stretch of generated tokens; one for a single turn.
-        response: text of everything after the prompt, what environment and tools said included.
-        generated_tokens: number of tokens that the policy wrote.
+        response: text of everything after the prompt, including text from the environment and from tools.
+        generated_tokens: number of tokens that the policy generated.
         truncated: the answer was cut off by a length limit.
-        reward: what the sample has earned before rewards of whole episodes and groups.
+        reward: the sample's reward so far, before rewards of whole episodes and groups.
     """
 
     data: Mapping[str, Any]
@@ -87,10 +87,10 @@ class Episode:
 
 
 class EpisodeReward(Protocol):
-    """A reward that sees a whole sample: all turns, its length, whether it was cut off."""
+    """A reward of a whole sample: it sees all turns, the length and if the sample was cut off."""
 
     def __call__(self, episode: Episode) -> float | Awaitable[float]:
-        """The reward of `episode`, added to what its environment gave."""
+        """Return the reward of `episode`; it is added to the reward of the environment."""
         ...
 
 
@@ -98,7 +98,7 @@ class GroupReward(Protocol):
     """A reward that compares a prompt's samples with each other."""
 
     def __call__(self, group: Sequence[Episode]) -> Sequence[float] | Awaitable[Sequence[float]]:
-        """A reward for each sample of `group`, in its order."""
+        """Return a reward for each sample of `group`, in the same order."""
         ...
 
 
@@ -109,7 +109,7 @@ class RewardParts:
         self._given: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, name: str, value: float) -> None:
-        """The reward `name` gave an answer `value`, before its weight."""
+        """Record `value` of the reward `name` for an answer, before the weight is applied."""
         self._given[name].append(value)
 
     def means(self) -> dict[str, float]:
@@ -122,7 +122,7 @@ _parts: ContextVar[RewardParts | None] = ContextVar("asyncrl_reward_parts", defa
 
 @contextlib.contextmanager
 def reward_parts() -> Iterator[RewardParts]:
-    """The parts of what is rewarded within, in tasks and threads that it starts too."""
+    """Collect the parts of all rewards that are computed within the block, tasks and threads it starts included."""
     parts = RewardParts()
     token = _parts.set(parts)
     try:
@@ -132,7 +132,7 @@ def reward_parts() -> Iterator[RewardParts]:
 
 
 def note_reward_part(name: str, value: float) -> None:
-    """A named reward gave `value`; it is kept where `reward_parts` asks for it."""
+    """Record `value` of a named reward, if a `reward_parts` block is active."""
     if (parts := _parts.get()) is not None:
         parts.add(name, value)
 
@@ -147,7 +147,7 @@ def run_in(where: RunIn | str) -> Callable[[_T], _T]:
     """Mark a reward function or class: `@run_in("process")`. The setting `run_in` of the reward wins over the mark.
 
     Raises:
-        ValueError: `where` is no member of `RunIn`.
+        ValueError: `where` is not a member of `RunIn`.
     """
     place = RunIn(where)
 
@@ -165,10 +165,10 @@ def marked_run_in(function: object) -> RunIn:
 
 
 def verdict(reward: _T) -> _T:
-    """Mark a reward as a verdict on an answer: 1 where it is right, 0 where it is wrong, never anything else.
+    """Mark a reward as a verdict: it returns 1 for a right answer and 0 for a wrong one, and nothing else.
 
-    `@verdict` stands above a function or a class; in a constructor `verdict(self)` marks the instance alone. The
-    setting `verdict` of the reward wins over the mark. What a verdict returns is checked.
+    Use `@verdict` on a function or a class, or `verdict(self)` in a constructor to mark one instance. The reward's
+    setting `verdict` overrides the mark. Returned values are checked.
     """
     setattr(reward, _VERDICT, True)
     return reward

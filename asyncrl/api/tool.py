@@ -1,4 +1,4 @@
-"""Tools: what a model may call while it answers, and how a plain function becomes one.
+"""Tools that a model may call while it answers; a plain function can be one.
 
     def weather(city: str, days: int = 1) -> str:
         \"\"\"The weather forecast of a city.
@@ -8,11 +8,11 @@
             days: how many days ahead.
         \"\"\"
 
-`as_tool(weather)` is a `Tool` whose schema says all of this. Name it in the setting `tools`:
-`tools: [{path: my_tools.py:weather}]`. What stands after a `*` in the signature is not shown to the model: it comes
-from the setting's `args`, or from the sample's row, `{"tool_args": {"weather": {"units": "metric"}}}`.
+`as_tool(weather)` is a `Tool` whose schema has all of this. Name the function in the setting `tools`:
+`tools: [{path: my_tools.py:weather}]`. Parameters after a `*` in the signature are not shown to the model: their values
+come from the setting's `args`, or from the sample's row, `{"tool_args": {"weather": {"units": "metric"}}}`.
 
-A tool that keeps something between the calls of a sample, or gives rewards of its own, is a class derived from `Tool`.
+Derive a class from `Tool` if the tool keeps state between the calls of a sample, or gives rewards.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ToolResult:
     """Result of a call.
 
     Attributes:
-        text: what the model reads.
+        text: text that the model reads.
         reward: added to the sample's reward, as the part `tool/<name>`.
-        metrics: finite numbers of the tool's own, logged as `tool/<name>/<metric>`.
-        is_error: the call failed, and `text` says why; counted as `tool/<name>/errors`.
-        pictures: what the model sees after the text; where it takes no pictures, it reads their names.
+        metrics: further finite numbers, logged as `tool/<name>/<metric>`.
+        is_error: the call failed, and `text` gives the reason; counted as `tool/<name>/errors`.
+        pictures: pictures that the model sees after the text; a model that takes no pictures reads their names.
     """
 
     text: str
@@ -50,12 +50,12 @@ class ToolResult:
 class Tool:
     """Subclass, set `name`, implement `schema` and `execute`, and name the class in the setting `tools`.
 
-    One instance serves all samples of its worker, many at the same time; an `instance_id` names the sample. For each
+    One instance serves all samples of its worker, many at the same time; `instance_id` identifies the sample. For each
     sample that calls the tool, `create` is called once before the first call, `calc_reward` once when the sample is
-    complete, and `release` once, however it ends. The calls of one turn run at the same time.
+    complete, and `release` once at the end, with whatever result. The calls of one turn run at the same time.
 
-    The methods may be plain `def`s: each call then runs in a thread. One that raises or takes longer than the
-    setting's `timeout_s` gives the model an error text, and is counted.
+    The methods may be plain `def`s: each call then runs in a thread. If a call raises, or takes longer than the
+    setting's `timeout_s`, the model receives an error text and the failure is counted.
     """
 
     name: str = ""
@@ -65,7 +65,7 @@ class Tool:
         raise NotImplementedError(f"tool {type(self).__name__} implements no `schema`")
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
-        """Begin with a sample; `kwargs` is the row's `tool_args[name]`. The default keeps nothing and takes none.
+        """Prepare for a sample; `kwargs` is the row's `tool_args[name]`. The default keeps nothing and accepts none.
 
         A row in verl's form gives `create_kwargs`, and to the other methods, if they have further parameters, its
         `execute_kwargs`, `calc_reward_kwargs` and `release_kwargs`.
@@ -78,11 +78,11 @@ class Tool:
         raise NotImplementedError(f"tool {type(self).__name__} implements no `execute`")
 
     async def calc_reward(self, instance_id: str) -> float:
-        """Return the reward of the complete sample, beside the rewards of its results; the default is 0."""
+        """Return the reward of the complete sample, in addition to the rewards of its results; the default is 0."""
         return 0.0
 
     async def release(self, instance_id: str) -> None:
-        """Let go of what `create` acquired. The default holds nothing."""
+        """Release what `create` acquired. The default holds nothing."""
         return None
 
 
@@ -103,7 +103,7 @@ class FunctionTool(Tool):
         self._of_instance: dict[str, dict[str, Any]] = {}
 
     def schema(self) -> ToolSchema:
-        """Derived from the function's signature and docstring."""
+        """Return the schema that follows from the function's signature and docstring."""
         return self._schema
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
@@ -119,10 +119,10 @@ class FunctionTool(Tool):
     def arguments_of(
         self, instance_id: str, arguments: Mapping[str, Any], of_row: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """All keyword arguments of a call: the model's, the setting's, the sample's, and what the row gives calls.
+        """Return all keyword arguments of a call: from the model, the setting, the sample and the row.
 
         Raises:
-            TypeError: one that is required is given by nobody, or the row gives an unknown one.
+            TypeError: a required argument is missing, or the row has an unknown one.
         """
         self._check_known(of_row or {})
         given = {**self.hidden, **self._of_instance.get(instance_id, {}), **(of_row or {})}
@@ -145,16 +145,16 @@ class FunctionTool(Tool):
 
 
 def as_tool(function: Callable[..., Any], name: str = "", **hidden: Any) -> FunctionTool:
-    """A tool that calls `function`, plain or `async`.
+    """Return a tool that calls `function`, plain or `async`.
 
     Args:
-        function: what it returns is told to the model: text as it is, a `Picture` as a picture, anything else as JSON;
-            a `ToolResult` may carry a reward.
-        name: what the model calls it; by default the function's own name.
+        function: the model receives its return value: text as it is, a `Picture` as a picture, anything else as JSON.
+            A `ToolResult` may carry a reward.
+        name: name that the model uses; by default the function's own name.
         hidden: values of keyword-only parameters, for all samples.
 
     Raises:
-        ToolSchemaError: its signature cannot be told to a model.
+        ToolSchemaError: its signature cannot be described to a model.
     """
     return FunctionTool(function, name or getattr(function, "__name__", type(function).__name__), hidden)
 

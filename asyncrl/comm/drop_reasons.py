@@ -28,6 +28,10 @@ class DropReason(StrEnum):
     """It rests in this epoch, as it was too easy or too hard; see `dataset.curriculum`."""
     worker_died = auto()
     """Its RolloutWorker is gone."""
+    lost_with_manager = auto()
+    """It ended after the GserverManager's last report to the MasterWorker, and the manager died; its prompt is tried
+    again.
+    """
     crashed_worker = auto()
     """Its RolloutWorker died with it in hand, more than once; the prompt is not tried again."""
 

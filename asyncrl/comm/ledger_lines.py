@@ -1,9 +1,9 @@
 """The lines of a run's ledger: what became of every rollout. `docs/ledger.md` describes the format and what it proves.
 
 One JSON object per line, of these types, told apart by `kind`. Those of single rollouts come from the GserverManager
-(admitted, finished, dropped, abandoned) and the MasterWorker (trained); the others are the MasterWorker's and each ends
-with a `seal`, the SHA-256 of the seal before and of all that was written since, so that a line that was changed, added
-or taken away shows. Times are seconds since 1970 of the process that says it.
+(admitted, finished, dropped, abandoned) and the MasterWorker (trained); the others are the MasterWorker's. All of
+these but `manager` end with a `seal`, the SHA-256 of the seal before and of all that was written since, so that a line
+that was changed, added or taken away shows. Times are seconds since 1970 of the process that says it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,21 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """Base of all lines."""
 
 
-class Admitted(_Line, frozen=True, tag="admitted"):
+class Manager(_Line, frozen=True, tag="manager"):
+    """The lines about rollouts that follow come from the GserverManager with this `number`, which counts them from 1.
+
+    So a MasterWorker that takes over knows which of them the ledger has.
+    """
+
+    number: int
+    at: float
+
+
+class Admitted(_Line, frozen=True, tag="admitted", omit_defaults=True):
     """The staleness gate let `worker` start the rollout while `version` was served.
 
-    `order` is the prompt's position in the data order; its epoch is in its id, `e<epoch>-<row>`.
+    `order` is the prompt's position in the data order; its epoch is in its id, `e<epoch>-<row>`. `failures`: how many
+    of its tries raised before. `adopted`: another manager says so than the one that let it start, which died before.
     """
 
     rollout: str
@@ -46,6 +57,8 @@ class Admitted(_Line, frozen=True, tag="admitted"):
     worker: str
     version: int
     at: float
+    failures: int = 0
+    adopted: bool = False
 
 
 class Finished(_Line, frozen=True, tag="finished"):
@@ -170,4 +183,4 @@ class End(_Sealed, frozen=True, tag="end", kw_only=True):
 RolloutLine: TypeAlias = Admitted | Finished | Dropped | Abandoned
 """Lines about a rollout that the GserverManager writes."""
 SealedLine: TypeAlias = Begin | Step | Saved | End
-Line: TypeAlias = RolloutLine | Trained | SealedLine
+Line: TypeAlias = Manager | RolloutLine | Trained | SealedLine

@@ -15,8 +15,8 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     staged/<folder>/<host>          where the initial model, or what RolloutWorkers read, is on the host of that address
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
+    ledger_begun                    the launch's number in the ledger, once its first line is there
     training_world                  the file in which the training ranks meet
-    data_state                      which prompts are used, `DataState`; the gate opens once it is there
 
 Where a type is named the value is its fields as a JSON object, made with `encode` and read with `decode`.
 """
@@ -55,13 +55,12 @@ MANAGER_KEY = "gserver_manager"
 """URL of the GserverManager."""
 TRIAL_KEY = "run"
 """`TrialHolder`: the launch that has the trial and its names."""
+LEDGER_BEGUN_KEY = "ledger_begun"
+"""Present once the ledger has this launch's first line: a MasterWorker that takes over continues after it."""
 TRAINING_WORLD_KEY = "training_world"
 """Name under which the first training rank tells the others where to meet."""
 WORKERS = "workers"
 """Subtree of every worker's address."""
-DATA_STATE_KEY = "data_state"
-"""`DataState`: present once the RolloutWorkers may begin."""
-
 
 LAUNCH_KEY = "launch"
 """The launch whose processes have the names of this trial; it stays when that one ends."""
@@ -142,13 +141,6 @@ class PublishedVersion(_Entry, frozen=True):
 
     version: int
     path: str
-
-
-class DataState(_Entry, frozen=True):
-    """The used prompts are in the file `path`; `dropped`: by reason, the rollouts dropped up to the checkpoint."""
-
-    path: str
-    dropped: dict[str, int] = {}
 
 
 def worker_key(kind: str, index: int) -> str:

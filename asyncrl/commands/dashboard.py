@@ -113,7 +113,7 @@ def _check_host(host: str) -> None:
 
 
 def _decoder(history: History) -> Decode | None:
-    """What turns the run's token ids into text; None where its model's tokenizer is not there any more."""
+    """Return the decoder of the run's token ids; None if the model's tokenizer no longer exists."""
     path = history.setting("model.path")
     if not path or not (Path(path) / "config.json").is_file():
         return None

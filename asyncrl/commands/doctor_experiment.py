@@ -69,9 +69,9 @@ def main(argv: Sequence[str], program: str) -> int:
     parser = argparse.ArgumentParser(
         prog=f"{program} doctor", description="Make every check of a start, and start nothing."
     )
-    parser.add_argument("experiment")
+    parser.add_argument("experiment", help="name of an experiment")
     parser.add_argument("overrides", nargs="*", help="setting=value")
-    parser.add_argument("--config-dir", type=Path, help="folder of your own experiments")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own experiments")
     args = parser.parse_intermixed_args(argv)
     report = _Report()
     with _loaded(report, args.experiment, args.overrides, args.config_dir) as config:

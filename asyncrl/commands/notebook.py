@@ -121,7 +121,7 @@ class LoadedRun:
 
     @property
     def summary(self) -> Mapping[str, Any] | None:
-        """What the run left at its end; None where it has not ended in order."""
+        """Return the summary that the run wrote at its end; None if it did not end in order."""
         return self.history.summary
 
     def table(self) -> Any:
@@ -141,7 +141,7 @@ class LoadedRun:
         yield from read_samples(sample_files(folder)) if folder.is_dir() else ()
 
     def doctor(self) -> Diagnosis:
-        """What sets the run's pace, and what is wrong with it."""
+        """Return the doctor's diagnosis: the pace of the run, and its problems."""
         return examine(self.history)
 
 
@@ -225,7 +225,7 @@ class Run(Iterator[Row]):
 
     @property
     def output(self) -> str:
-        """What the command has said so far."""
+        """Return the output of the command so far."""
         return Path(self._output.name).read_text(errors="replace")
 
     def _check(self) -> None:

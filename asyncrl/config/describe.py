@@ -34,6 +34,7 @@ commands:
   clean RUN                           remove what an ended run does not need
   trace RUN                           write what it did when, for ui.perfetto.dev or as a picture
   doctor EXPERIMENT                   make every check of a start, and start nothing
+  completion bash|zsh                 print a script that completes commands, experiments and settings
 (`asyncrl` and `python -m asyncrl.launch` are the same command)
 
 options:

@@ -225,6 +225,12 @@ def settings(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, Se
             yield path, hints[item.name], setting_info(item)
 
 
+@cache
+def _kinds(schema: type[Any]) -> dict[str, Any]:
+    """The type of every setting below `schema`."""
+    return {path: kind for path, kind, _ in settings(schema)}
+
+
 def _checked_override(text: str, schema: type[Any]) -> str:
     """`text` as Hydra wants it: keys below a free-form mapping are added without the user writing `+`.
 
@@ -233,7 +239,7 @@ def _checked_override(text: str, schema: type[Any]) -> str:
     """
     text, override = _parsed(text)
     key = override.key_or_group
-    known = {path: kind for path, kind, _ in settings(schema)}
+    known = _kinds(schema)  # type: ignore[arg-type]  # types are hashable
     if override.is_sweep_override():
         raise ConfigError(
             f"override {text!r}: several values; give one, or a list as {key}=[1,2] where it takes a list"

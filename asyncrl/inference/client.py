@@ -400,7 +400,7 @@ class GenerationServerClient:
             raise MalformedReply(f"{self.url}/model_info answered {str(info)[:300]}: {error}") from error
 
     async def metrics(self, *, timeout_s: float) -> str:
-        """What the server shows Prometheus."""
+        """Return the server's Prometheus metrics."""
         async with asyncio.timeout(timeout_s):
             pieces = [piece async for piece in self._http.pieces(f"{self.url}/metrics", silence_s=timeout_s)]
         return b"".join(pieces).decode()

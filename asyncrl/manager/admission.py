@@ -14,11 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.manager import messages as m
 from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.rollout_books import Admitted, Event, RolloutBooks
+from asyncrl.manager.rollout_books import RolloutBooks
 from asyncrl.manager.router import ServerView
-from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST
+from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST, StalenessGate
 from asyncrl.manager.wakeup import Signal
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 
@@ -68,7 +69,6 @@ class Admission:
 
     Args:
         place: a server for a worker's request, None where there is none now.
-        apply: takes an input in.
         first: the size that a rollout's first request is taken to have; None: admissions bring no server.
         pacing: says how much of the gate's room is to be used now; None: all.
         clock: monotonic time in seconds.
@@ -78,7 +78,6 @@ class Admission:
         self,
         rollouts: RolloutBooks,
         place: Callable[[m.RouteRequest, str], ServerView | None],
-        apply: Callable[[Event], object],
         *,
         first: m.RequestSize | None,
         pacing: DeadlinePacing | None,
@@ -87,24 +86,28 @@ class Admission:
         self.curriculum: Curriculum | None = None
         """Prompts that the curriculum lets rest are left out; None if there is no curriculum."""
         self.calls = WaitingCalls()
-        self._rollouts, self._gate = rollouts, rollouts.gate
-        self._place, self._apply, self._first = place, apply, first
+        self._rollouts, self._begun = rollouts, False
+        self._place, self._first = place, first
         self._pacing, self._clock = pacing, clock
         self._idle_since: float | None = None
         self._idle_s = 0.0
+
+    @property
+    def _gate(self) -> StalenessGate:
+        return self._rollouts.gate
 
     @property
     def idle_s(self) -> float:
         """Seconds in which no rollout ran, as the gate let none start: generation waited for training."""
         return self._idle_s + (0.0 if self._idle_since is None else self._clock() - self._idle_since)
 
-    def begin_again(self) -> None:
-        """Go on where the service before this one stood."""
+    def begin(self, rollouts: RolloutBooks, curriculum: Curriculum | None) -> None:
+        """Open the gate: these are the rollouts that there are."""
+        self._rollouts, self._begun, self.curriculum = rollouts, True, curriculum
         if self._pacing is not None:  # when they began is not known; as of now they are young
             for owner in self._gate.owners:
                 for rollout_id in self._gate.running_of(owner):
                     self._pacing.started(rollout_id, self._clock())
-        self.admit()
 
     async def answer(self, request: m.AllocateRequest, deadline: float) -> m.AllocateReply:
         """Start rollouts for a prefix of the ids; holds until `deadline` where there is nothing to tell.
@@ -136,14 +139,14 @@ class Admission:
             BadRequest: it was seen to its end.
         """
         outcome = self._gate.outcome(rollout_id)
-        if outcome in (None, WORKER_LOST, ABANDONED):
+        if outcome in (None, WORKER_LOST, DropReason.lost_with_manager, ABANDONED):
             return outcome is not None
         raise m.BadRequest(f"rollout_id {rollout_id!r} was used before; give each attempt an id of its own")
 
     def admit(self) -> None:
         """Start rollouts while there is room; then see to the idle time."""
         unmeasured = self.curriculum is not None and self._rollouts.awaits_ends  # who rests is not known yet
-        if self.calls and self._rollouts.begun and not unmeasured:
+        if self.calls and self._begun and not unmeasured:
             self.calls.serve(self._start, self._capacity)
         idle = not self._gate.running_count and self._capacity() == 0
         if idle and self._idle_since is None:
@@ -192,7 +195,7 @@ class Admission:
             turn = self._rollouts.next_for(worker)
             if turn is None:
                 return False
-            self._apply(Admitted(rollout_id, worker, *turn))
+            self._rollouts.admit(rollout_id, worker, turn)
             if self._pacing is not None:
                 self._pacing.started(rollout_id, self._clock())
         waiting.ids.pop(0)

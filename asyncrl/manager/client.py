@@ -1,7 +1,8 @@
 """The GserverManager's HTTP interface, from the side of RolloutWorkers and the master.
 
 Every call is idempotent (ids are the client's), so a call whose reply was lost is simply made again: `ManagerClient`
-does so with back-off until `retry_s` is over, at the address that name resolution has by then. Requests to schedule
+does so with back-off until `retry_s` is over, at the address that name resolution has by then. A worker first opens a
+session with each manager by saying what it holds (`asyncrl.manager.rebuild`). Requests to schedule
 made in the same turn of the event loop travel in one HTTP call; what ended (rollouts and requests) travels with the
 worker's next call, whatever that is about, or on its own where none comes within `TELL_WITHIN_S`, within
 `MAKES_ROOM_WITHIN_S` where another rollout may start instead of one that was dropped, and at once where a curriculum
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -41,6 +42,8 @@ ROUTE_LIFE_S = 0.2
 """Time in seconds for which the server that came with an admission may be used without a new request. An agent that
 begins at once needs less.
 """
+NOT_INTRODUCED = 409
+"""Status of a call that another manager was meant to get."""
 _BACKOFF = Backoff(0.05, 2.0)
 
 _log = logging.getLogger(__name__)
@@ -61,6 +64,36 @@ class GateStatus:
     idle_s: float = 0.0
     versions_in_use: frozenset[int] = frozenset()
     dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+class NotIntroduced(RuntimeError):
+    """Another GserverManager is there: first it must be told what it does not know."""
+
+
+class HeldRollouts:
+    """The rollouts in a worker's hands, for whichever manager is to know. Pure state."""
+
+    def __init__(self) -> None:
+        self._granted: dict[str, m.GrantedRollout] = {}
+        self._ends: dict[str, m.FinishedRollout] = {}
+
+    def granted(self, rollouts: Iterable[m.GrantedRollout]) -> None:
+        """The worker plays these."""
+        self._granted |= {each.rollout_id: each for each in rollouts}
+
+    def ended(self, rollouts: Iterable[m.FinishedRollout]) -> None:
+        """These ended; no manager has confirmed that yet."""
+        self._ends |= {each.rollout_id: each for each in rollouts}
+
+    def confirmed(self, rollouts: Iterable[m.FinishedRollout]) -> None:
+        """The manager knows of these ends."""
+        for each in rollouts:
+            self._granted.pop(each.rollout_id, None)
+            self._ends.pop(each.rollout_id, None)
+
+    def all(self) -> list[m.HeldRollout]:
+        """What there is."""
+        return [m.HeldRollout(granted, self._ends.get(key)) for key, granted in self._granted.items()]
 
 
 @dataclass(slots=True)
@@ -104,6 +137,9 @@ class ManagerClient:
         self._retry_s = retry_s
         self._to_schedule: list[tuple[m.RouteRequest, asyncio.Future[m.Route | None]]] = []
         self._pending = _Pending()
+        self._held = HeldRollouts()
+        self._manager: int | None = None  # that the session is with
+        self._opening = asyncio.Lock()
         self._flush_timer: asyncio.Handle | None = None
         self._flush_at = 0.0
         self._calls: set[asyncio.Task[None]] = set()
@@ -119,6 +155,7 @@ class ManagerClient:
         """
         request = m.AllocateRequest(worker=self._worker, rollouts=list(rollouts), timeout_s=timeout_s)
         reply = await self._call_as_worker("/allocate_rollout", request, m.AllocateReply, hold_s=timeout_s)
+        self._held.granted(reply.granted)
         expires_at = asyncio.get_running_loop().time() + ROUTE_LIFE_S
         granted = [
             grant
@@ -131,6 +168,7 @@ class ManagerClient:
     def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
         """`rollouts` ended; call it after the trainer's acknowledgement. Their requests are over too."""
         self._pending.finished += rollouts
+        self._held.ended(rollouts)
         self._flush_within(min(map(_waits_s, rollouts), default=TELL_WITHIN_S))
 
     async def schedule(self, request: m.RouteRequest, timeout_s: float) -> m.Route | None:
@@ -164,24 +202,39 @@ class ManagerClient:
         request = m.LostServersRequest(worker=self._worker, after=after, timeout_s=timeout_s)
         return await self._call_as_worker("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
 
+    async def report_run(self, report: m.RunReport) -> int:
+        """Tell a manager that begins all that the trainer's side knows; its number, for `report_consumed`."""
+        return (await self._call("/report_run", report, m.Session)).manager
+
     async def report_consumed(
         self,
         version: int,
         trained: Sequence[str],
         dropped: Sequence[m.DroppedRollout],
-        given_up_after: int = 0,
+        unknown: Sequence[m.ReceivedRollout] = (),
+        manager: int = 0,
         events_after: int = 0,
         measured_after: int = 0,
     ) -> m.ConsumedReply:
         """The optimizer consumed `trained` and is at `version`; `dropped` were received and will not be trained.
 
+        `unknown`, `manager`: see `ConsumedReport`.
+
         Returns:
-            The books, the prompts that workers gave up after number `given_up_after`, what became of rollouts after
-            number `events_after`, the success rates that were measured after number `measured_after`, and how gate and
-            servers stand (as `status`).
+            The books, what became of rollouts after line `events_after`, the success rates that were measured after
+            number `measured_after`, and how gate and servers stand (as `status`).
+
+        Raises:
+            NotIntroduced: another manager than `manager` is there.
         """
-        report = m.ConsumedReport(version, list(trained), list(dropped), given_up_after, events_after, measured_after)
-        return await self._call("/report_consumed", report, m.ConsumedReply)
+        known = (list(unknown), manager, events_after, measured_after)
+        report = m.ConsumedReport(version, list(trained), list(dropped), *known)
+        try:
+            return await self._call("/report_consumed", report, m.ConsumedReply)
+        except HttpRefused as error:
+            if error.status != NOT_INTRODUCED:
+                raise
+            raise NotIntroduced(str(error)) from error
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Wait until the step at policy version `version` can be taken without making a running rollout expire.
@@ -232,17 +285,46 @@ class ManagerClient:
         await self._http.close()
 
     async def _call_as_worker(self, path: str, request: _Request, reply: type[_T], *, hold_s: float = 0.0) -> _T:
-        """A call in the worker's name, which also tells what ended."""
-        ended, self._pending = self._pending, _Pending()
-        request = structs.replace(
-            request, incarnation=self._incarnation, released=ended.released, finished=ended.finished
-        )
-        try:
-            return await self._call(path, request, reply, hold_s=hold_s)
-        except BaseException:  # it may have arrived or not: to report it again does no harm
-            since = self._pending
-            self._pending = _Pending(ended.released + since.released, ended.finished + since.finished)
-            raise
+        """A call in the worker's name, which also tells what ended.
+
+        A reply counts only in the session that it was asked for in: the manager that sent it may be dead by now, and
+        its successor know nothing of it.
+        """
+        while True:
+            manager = await self._session()
+            ended, self._pending = self._pending, _Pending()
+            request = structs.replace(
+                request,
+                incarnation=self._incarnation,
+                manager=manager,
+                released=ended.released,
+                finished=ended.finished,
+            )
+            try:
+                answer = await self._call(path, request, reply, hold_s=hold_s)
+            except BaseException as error:  # it may have arrived or not: to report it again does no harm
+                self._tell_again(ended)
+                if not isinstance(error, HttpRefused) or error.status != NOT_INTRODUCED:
+                    raise
+                if self._manager == manager:
+                    self._manager = None
+                continue
+            if self._manager == manager:
+                self._held.confirmed(ended.finished)
+                return answer
+            self._tell_again(ended)
+
+    def _tell_again(self, ended: _Pending) -> None:
+        since = self._pending
+        self._pending = _Pending(ended.released + since.released, ended.finished + since.finished)
+
+    async def _session(self) -> int:
+        """Return the number of the manager that knows what this worker holds."""
+        async with self._opening:
+            if self._manager is None:
+                report = m.HeldReport(self._worker, self._incarnation, self._held.all())
+                self._manager = (await self._call("/open_session", report, m.Session)).manager
+            return self._manager
 
     async def _call(self, path: str, request: m.Message | None, reply: type[_T], *, hold_s: float = 0.0) -> _T:
         """POST `request` (GET where it is None), again and again while the manager does not answer."""

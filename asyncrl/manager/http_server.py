@@ -18,11 +18,13 @@ from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, js
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
-from asyncrl.manager.messages import BadRequest, Verb
+from asyncrl.manager.messages import BadRequest, NotIntroduced, NotRebuilt, RunReport, Verb
 from asyncrl.manager.service import ManagerService
 
 MAX_BODY_BYTES = 16 * 2**20
 """A call for ten thousand requests is under two megabytes; more than this is not one of this system's."""
+MAX_RUN_BYTES = 256 * 2**20
+"""Of the master's report of the run: 100,000 live rollouts and 400,000 ended ones are 40 megabytes."""
 Values = float | Mapping[str, float]
 """A metric's value, or its values by label."""
 
@@ -45,7 +47,10 @@ class ManagerHttp(HttpServer):
         async def metrics(request: web.BaseRequest, body: bytes) -> web.Response:
             return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-        routes = {path: HttpRoute(answering(verb), max_bytes=MAX_BODY_BYTES) for path, verb in verbs.items()}
+        routes = {
+            path: HttpRoute(answering(verb), max_bytes=MAX_RUN_BYTES if verb[0] is RunReport else MAX_BODY_BYTES)
+            for path, verb in verbs.items()
+        }
         routes |= {"/health": HttpRoute(health, open=True), "/metrics": HttpRoute(metrics, open=True)}
         token, tls = (None, None) if security is None else (security.token, security.server_context())
         super().__init__(routes, token=token, tls=tls, registry=registry)
@@ -61,6 +66,10 @@ def answering(verb: Verb) -> Handler:
             return json_response(await handler(decoder.decode(body or b"{}")))
         except msgspec.ValidationError as error:
             raise _malformed(_with_path_first(str(error))) from error
+        except NotIntroduced as error:
+            raise Refused(409, {"error": str(error)}, "not_introduced") from error
+        except NotRebuilt as error:
+            raise Refused(503, {"error": str(error)}, "not_rebuilt") from error
         except (BadRequest, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _malformed(str(error)) from error
 

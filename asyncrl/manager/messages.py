@@ -1,5 +1,7 @@
 """The messages of the GserverManager's HTTP interface: one request and one reply type a verb, JSON on the wire.
 
+    POST /open_session       HeldReport            Session
+    POST /report_run         RunReport             Session
     POST /allocate_rollout   AllocateRequest       AllocateReply       held: until there is room
     POST /schedule_request   ScheduleRequest       ScheduleReply       held: until a server takes requests
     POST /lost_servers       LostServersRequest    LostServersReply    held: until a server leaves service
@@ -16,6 +18,10 @@ expected of it, for example `$.rollouts[0].order: expected int, got str`; an unk
 
 A request that is held takes `timeout_s` seconds at most. A `WorkerRequest` is also the caller's sign of life, and tells
 which of its requests and rollouts ended.
+
+Calls about rollouts name the manager that they are meant for. Another one refuses them with 409: it first wants
+`open_session` of a worker, `report_run` of the master (`asyncrl.manager.rebuild`). A manager that is not rebuilt yet
+answers `report_consumed`, `wait_expiring`, `close_gate` and `abandon` with 503, after a while.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from asyncrl.comm.ledger_lines import RolloutLine
+from asyncrl.comm.ledger_lines import Admitted, RolloutLine
 
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -35,6 +41,14 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 class BadRequest(ValueError):
     """The request is of its type and still not one that can be answered; the message says what is wrong."""
+
+
+class NotIntroduced(BadRequest):
+    """The call is meant for another manager, or this one must first be told what it does not know."""
+
+
+class NotRebuilt(BadRequest):
+    """The manager waits for others to say what they have; the call may be made again."""
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,11 +128,12 @@ class WorkerRequest(Message, frozen=True, kw_only=True):
     """A call in the name of `worker`, `<kind>/<index>`, which also tells what ended: request ids and rollouts.
 
     `incarnation`: how many of the worker's processes died before the one that calls. The first call of a later one ends
-    the tickets of those before it, which are refused from then on.
+    the tickets of those before it, which are refused from then on. `manager`: the number of the one that is meant.
     """
 
     worker: Name
     incarnation: Count = 0
+    manager: Count = 0
     released: list[str] = []
     finished: list[FinishedRollout] = []
 
@@ -166,6 +181,27 @@ class AllocateReply(Message, frozen=True):
     version: int
     closed: bool
     gone: list[str] = []
+
+
+class HeldRollout(Message, frozen=True, omit_defaults=True):
+    """A rollout in the hands of a worker: what it was granted, and its `end` once it has one that is not told yet."""
+
+    granted: GrantedRollout
+    end: FinishedRollout | None = None
+
+
+class HeldReport(Message, frozen=True):
+    """All rollouts that the process of `worker` holds; with this it opens a session with the manager."""
+
+    worker: Name
+    incarnation: Count = 0
+    held: list[HeldRollout] = []
+
+
+class Session(Message, frozen=True):
+    """The number of the manager, which is to be named in calls from now on."""
+
+    manager: Count
 
 
 class ScheduleRequest(WorkerRequest, frozen=True, kw_only=True):
@@ -229,26 +265,61 @@ class DroppedRollout(Message, frozen=True):
     used: bool = False
 
 
-class GivenUp(Message, frozen=True):
-    """A prompt that is not to be tried again, and the rollout whose end says so."""
+class ReceivedRollout(Message, frozen=True):
+    """A rollout that the trainer has; `version` is that of its oldest token."""
 
-    rollout_id: str
+    rollout_id: Name
     prompt_id: str
+    order: Count
+    version: Count
+    tokens: Count
 
 
 class ConsumedReport(Message, frozen=True):
     """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained.
 
-    `given_up_after`: the highest number of a prompt that workers gave up, of those that the caller knows;
-    `events_after`: likewise of what became of rollouts; `measured_after`: of measured success rates.
+    `unknown`: those of `trained` that the ledger does not have open. They enter the books now if the manager does not
+    know them either: they came to a rank after their worker and the manager before this one had died.
+    `manager`: the number of the one that is meant. `events_after`: the lines about rollouts that the ledger has from
+    this manager; `measured_after`: the highest number of a measured success rate that the caller has kept.
     """
 
     version: Count
     trained: list[str]
     dropped: list[DroppedRollout]
-    given_up_after: Count = 0
+    unknown: list[ReceivedRollout] = []
+    manager: Count = 0
     events_after: Count = 0
     measured_after: Count = 0
+
+
+class RunReport(Message, frozen=True, kw_only=True):
+    """All that the trainer's side knows of the run, for a manager that begins; the defaults are a run's beginning.
+
+    What the ledger's lines add up to: `version` (steps), `dropped` by reason, `abandoned`, rollouts without an `end`
+    (`open`), those of them that are `finished`, `ended` ones by outcome (neighbours that left the same way form one
+    entry), admissions of those among them that may come back (`lost`), and of prompts that wait and whose next try is
+    not their first: order, attempt, failures (`retries`).
+
+    `used`: prompts that are trained or dropped for good (`UsedPrompts.to_json`). `received`: what waits at the ranks,
+    polled after this manager was there. `consumed`: what is to be reported next. `curriculum`: its state. `closed`: no
+    rollout is to start; `abandoned_all`: what is live is abandoned.
+    """
+
+    version: Count = 0
+    dropped: dict[str, Count] = {}
+    abandoned: Count = 0
+    open: list[Admitted] = []
+    finished: list[str] = []
+    ended: list[tuple[str, list[str]]] = []
+    lost: list[Admitted] = []
+    retries: list[tuple[Count, Count, Count]] = []
+    used: dict[str, Any] | None = None
+    received: list[ReceivedRollout] = []
+    consumed: ConsumedReport | None = None
+    curriculum: Any = None
+    closed: bool = False
+    abandoned_all: bool = False
 
 
 class GateBooks(Message, frozen=True):
@@ -276,16 +347,14 @@ class Books(GateBooks, frozen=True, kw_only=True):
 
 
 class ConsumedReply(Message, frozen=True):
-    """The books with the report in them, and the prompts that were dropped for good since; the last has number `seq`.
+    """The books with the report in them, and what became of rollouts up to these books.
 
-    `events`: what became of rollouts since, up to these books; the last has number `events_seq`. `measured`: prompts
-    with their success, where there is a curriculum; the last has number `measured_seq`. `idle_s`: for how long no
-    rollout ran so far, as the gate let none start; `versions_in_use`: what servers serve or load.
+    `events`: the lines since `events_after`; the last has number `events_seq`. `measured`: prompts with their success,
+    where there is a curriculum; the last has number `measured_seq`. `idle_s`: for how long no rollout ran so far, as
+    the gate let none start; `versions_in_use`: what servers serve or load.
     """
 
     books: Books
-    given_up: list[GivenUp]
-    seq: Count
     events: list[RolloutLine] = []
     events_seq: Count = 0
     measured: list[tuple[str, float]] = []

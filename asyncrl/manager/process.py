@@ -13,16 +13,16 @@ were published.
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from pathlib import Path
 
 from asyncrl.comm import names
-from asyncrl.comm.files.sealed_json import unseal
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR, MANAGER_LOG_FILE
+from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.fan_out import ORIGIN
@@ -38,7 +38,6 @@ from asyncrl.observe import observer
 from asyncrl.plugins.datasets.data_fingerprint import DataRecord
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.rollout.settings import Pacing
 from asyncrl.runtime.hosts.staging_hosts import brings_inputs, staging_hosts
 from asyncrl.runtime.process.descriptors import allow_connections
@@ -72,6 +71,7 @@ class GserverManager(AsyncWorker):
             updates.update_fraction,
             staged=not config.system.shared_filesystem,
         )
+        curriculum = config.dataset.curriculum
         bound = (config.train_batch_size, config.max_head_offpolicyness)
         self._service = ManagerService(
             batch_size=bound[0],
@@ -79,11 +79,12 @@ class GserverManager(AsyncWorker):
             routing=config.manager.routing,
             lease_s=config.manager.rollout_lease_s,
             order=DataOrder(self._rows, config.seed, shuffle=config.dataset.shuffle),
+            number=time.time_ns() // 1_000_000,
             first=_first_request(config) if updates.update_mode != UpdateMode.finish else None,
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
-            log_file=self.run_dir / MANAGER_LOG_FILE,
             versions_in_use=self._decisions.versions_in_use,
+            curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
         )
         tolerance = logprob_check_tolerance(config)
         self._logprob_check = LogprobCheck(tolerance, config.manager.update_timeout_s, self.log) if tolerance else None
@@ -115,9 +116,6 @@ class GserverManager(AsyncWorker):
         }
         http = ManagerHttp(verbs, security=self.http_security, registry=registry)
         try:
-            if recovered := self._service.begin_again():  # before anyone can ask
-                self.log.info("going on where the manager before this one stood: %s", self._service.gate.books())
-                await self._begin_curriculum(names.DataState.decode(await self._told(names.DATA_STATE_KEY)))
             url = await http.start(self.config.system.host)
             self.resolver.add(names.MANAGER_KEY, url, lease_s=self.config.system.lease_s, replace=True)
             self.ready()
@@ -128,11 +126,10 @@ class GserverManager(AsyncWorker):
                     self._fleet_runner.run(),
                     self._watch_versions(),
                     self._watch_registrations(),
+                    self._say_begun(),
                 ]
                 if self._staging is not None:
                     works += [self._staging.run(), self._watch_hosts(self._staging)]
-                if not recovered:
-                    works.append(self._begin())
                 tasks = [loops.create_task(work) for work in works]
                 await self.stop.wait()
                 for task in tasks:
@@ -141,7 +138,6 @@ class GserverManager(AsyncWorker):
             await http.close()
             await servers_http.close()
             publisher.close()
-            self._service.log.close()
 
     def _make_staging(self, http: JsonHttp) -> Staging:
         hosts, inputs = staging_hosts(self.config), str(self.run_dir / INPUTS_DIR)
@@ -195,36 +191,6 @@ class GserverManager(AsyncWorker):
         file = self.run_dir / DATA_RECORD_FILE
         return DataRecord.read(file).rows if file.is_file() else 1
 
-    async def _begin(self) -> None:
-        """Open the gate once the master says where the run stands.
-
-        It announces the version that a run is resumed at before the data state. Opening earlier would admit rollouts of
-        a resumed run as if nothing had been trained. A manager that follows one that died knows it from that one.
-        """
-        state = names.DataState.decode(await self._told(names.DATA_STATE_KEY))
-        entries = await asyncio.to_thread(self.resolver.get_subtree, names.model_version_key(names.ACTOR))
-        version = max((names.PublishedVersion.decode(value).version for value in entries.values()), default=0)
-        used = await asyncio.to_thread(UsedPrompts.read, Path(state.path))
-        await self._begin_curriculum(state)
-        self._service.begin(version, state.dropped, used)
-        await self._service.log.flush()
-        self.log.info("the gate is open: the run is at version %d", version)
-
-    async def _told(self, key: str) -> str:
-        value = await self._next_value(key, None)
-        assert value is not None  # it differs from None
-        return value
-
-    async def _begin_curriculum(self, state: names.DataState) -> None:
-        """Let rows rest by what was measured up to the master's last report; the later ones are told to it again."""
-        curriculum = self.config.dataset.curriculum
-        if curriculum.is_on:
-            try:
-                measured = unseal(await asyncio.to_thread(Path(state.path).read_bytes))["curriculum"]
-            except (LookupError, TypeError, ValueError) as error:
-                raise ValueError(f"{state.path} does not hold the curriculum; it is damaged: {error!r:.200}") from error
-            self._service.begin_curriculum(make_curriculum(curriculum, measured))
-
     async def _watch_versions(self) -> None:
         """Hand each published version to the servers, once it has been checked."""
         last: str | None = None
@@ -277,9 +243,22 @@ class GserverManager(AsyncWorker):
         while True:
             servers, workers = _servers(registered), _incarnations(statuses, self.config.rollout.workers)
             self._fleet_runner.registered(servers)
+            if not self._service.begun:
+                self._call_roll(_ready(statuses), _replaced(replaced))
             await self._give_up_replaced(_replaced(replaced))
             self._give_up_workers(workers)
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
+
+    def _call_roll(self, ready: dict[str, int], replaced: dict[str, int]) -> None:
+        """Wait for the workers that are `ready` to say what they hold, but for processes that have died since."""
+        self._service.await_workers(
+            {worker: number for worker, number in ready.items() if number >= replaced.get(worker, 0)}
+        )
+
+    async def _say_begun(self) -> None:
+        while not self._service.begun:
+            await self._service.progress.wait(DISCOVERY_INTERVAL_S)
+        self.log.info("the gate is open; the books, as others know them: %s", self._service.gate.books())
 
     async def _give_up_replaced(self, replaced: dict[str, int]) -> None:
         """Give up the rollouts of workers whose death the launcher tells, and how they died.
@@ -321,6 +300,14 @@ def _servers(registered: Subtree) -> dict[int, tuple[str, int]]:
 def _replaced(entries: Subtree) -> dict[str, int]:
     """RolloutWorkers by name that the launcher has given up, with the incarnation that follows."""
     return {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in entries.entries().items()}
+
+
+def _ready(statuses: Subtree) -> dict[str, int]:
+    """RolloutWorkers by name that may hold rollouts, with their incarnation."""
+    found = {names.index_of(key): names.WorkerStatus.decode(value) for key, value in statuses.entries().items()}
+    return {
+        f"{names.ROLLOUT_WORKER}/{index}": each.incarnation for index, each in found.items() if each.state == "ready"
+    }
 
 
 def _incarnations(statuses: Subtree, of_launch: int) -> dict[str, int]:

@@ -1,10 +1,8 @@
-"""Numbered log of events that only the manager sees, until the master has recorded them.
+"""Numbered lines of what only the manager sees, until the master has recorded them.
 
 The master names the last number that it has recorded, so a lost reply loses none, and what it has recorded is forgotten
 here. What became of rollouts goes this way into the run's ledger, in the same reply as the books, so that the two
-agree. So do prompts that RolloutWorkers dropped for good (it failed too often, makes no prompt, took too long, or was
-rejected by a filter or its agent without being given back), which the master records as used, and measured success
-rates, which its checkpoints keep.
+agree; so do measured success rates, which the master's checkpoints keep.
 """
 
 from __future__ import annotations
@@ -14,19 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from msgspec import Struct
-
 from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
 from asyncrl.manager.staleness_gate import Ticket
 
 T = TypeVar("T")
-
-
-class LogState(Struct, Generic[T], frozen=True):
-    """State of a `NumberedLog`."""
-
-    last_seq: int
-    entries: list[T]
 
 
 class NumberedLog(Generic[T]):
@@ -44,18 +33,6 @@ class NumberedLog(Generic[T]):
     def unrecorded(self) -> list[T]:
         """Those that the master may not know yet, in order; the last has number `last_seq`."""
         return list(self._entries)
-
-    def begin_above(self, seq: int) -> None:
-        """Numbers begin above `seq`; there was no entry yet."""
-        self.last_seq = seq
-
-    def state(self) -> LogState[T]:
-        """All there is; `restore` takes it."""
-        return LogState(self.last_seq, list(self._entries))
-
-    def restore(self, state: LogState[T]) -> None:
-        """Be as `state` says."""
-        self.last_seq, self._entries = state.last_seq, deque(state.entries)
 
     def add(self, entry: T) -> None:
         """Give `entry` the next number."""
@@ -79,10 +56,10 @@ class RolloutEvents(NumberedLog[RolloutLine]):
         super().__init__(after)
         self._now = now
 
-    def admitted(self, ticket: Ticket, version: int) -> None:
-        """The gate let the rollout start while `version` was served."""
-        prompt, order, attempt = ticket.prompt_id, ticket.order, ticket.attempt
-        self.add(Admitted(ticket.rollout_id, prompt, order, attempt, ticket.owner, version, self._at()))
+    def admitted(self, ticket: Ticket, version: int, *, adopted: bool = False) -> None:
+        """The gate let the rollout start while `version` was served; `adopted`: that of an earlier manager did."""
+        head = (ticket.rollout_id, ticket.prompt_id, ticket.order, ticket.attempt, ticket.owner, version)
+        self.add(Admitted(*head, self._at(), ticket.failures, adopted))
 
     def finished(self, rollout_id: str, tokens: int) -> None:
         """The trainer has the rollout, also if it was given up before."""

@@ -1,13 +1,14 @@
 """The GserverManager's verbs: rollouts' books, admission, router and leases as one, without HTTP around them.
 
-What must never be forgotten is in `rollout_books`, which change by its inputs alone; each is on the disk (`event_log`)
-before a reply is sent. So a service that is given the inputs of one that died goes on where that one stood
-(`begin_again`): calls whose replies were lost are made again and answered as before. Its router begins empty: what
-runs on the servers goes on there, and counts again with its next request.
+What must never be forgotten is in `rollout_books`. A service begins with a roll call (`asyncrl.manager.rebuild`): until
+it has heard what the master and the workers know, its gate is shut. Its router begins empty: what runs on the servers
+goes on there, and counts again with its next request.
 
 A verb takes its request and returns its reply (`asyncrl.manager.messages`). Those that may have to wait look again
 whenever something changed that they depend on:
 
+    open_session       a worker says what it holds, before any other call of it
+    report_run         the master says what it knows, before `report_consumed`
     allocate_rollout   waits for room at the gate, and answers with what to play (`asyncrl.manager.admission`)
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
@@ -24,38 +25,38 @@ from __future__ import annotations
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 from msgspec import structs
 
 from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.manager import messages as m
 from asyncrl.manager.admission import Admission
-from asyncrl.manager.event_log import EventLog
 from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.rollout_books import (
-    Abandoned,
-    Began,
-    Closed,
-    Consumed,
-    Died,
-    Ended,
-    RolloutBooks,
-    Served,
-    Succeeded,
-)
+from asyncrl.manager.rebuild import RollCall, rebuild
+from asyncrl.manager.rollout_books import RolloutBooks
 from asyncrl.manager.router import Router, ServerView
+from asyncrl.manager.staleness_gate import StalenessGate
 from asyncrl.manager.wakeup import Signal
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""
+REBUILT_HOLD_S = 5.0
+"""Longest time that the master's calls are held until the state is rebuilt; then it asks again."""
 LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
 """Losses of servers that are remembered: of each server some lives, all of which may end within a pause of a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Succeeded:
+    """The worker is another process by now; the one before it was `killed` from outside, or died otherwise."""
+
+    worker: str
+    incarnation: int
+    killed: bool
 
 
 class ManagerService:
@@ -67,12 +68,13 @@ class ManagerService:
         routing: routing policy.
         lease_s: seconds of silence after which a worker's rollouts are given up.
         order: of the prompts.
+        number: no other manager of the run has it.
         first: the size that a rollout's first request is taken to have, so that admissions bring a server for it. None
             where servers are drained: they would wait for what nobody sent yet.
         pacing: says how much of the gate's room is to be used now; None: all.
         clock: monotonic time in seconds.
-        log_file: where the inputs are written; None: nowhere, and a service that dies is lost.
         versions_in_use: those that servers serve or load, for who may delete weights.
+        curriculum: makes the curriculum from its state; None: there is none.
     """
 
     def __init__(
@@ -83,30 +85,39 @@ class ManagerService:
         routing: str,
         lease_s: float,
         order: DataOrder,
+        number: int = 0,
         first: m.RequestSize | None = None,
         pacing: DeadlinePacing | None = None,
         clock: Callable[[], float] = time.monotonic,
-        log_file: Path | None = None,
         versions_in_use: Callable[[], Collection[int]] = tuple,
+        curriculum: Callable[[object], Curriculum] | None = None,
     ) -> None:
-        self.log = EventLog(log_file, lambda: self.rollouts.remember())
-        self.rollouts = RolloutBooks(batch_size, max_staleness, order, self.log.note)
-        self.gate = self.rollouts.gate
+        self.number = number
+        self.begun = False
+        """The state is rebuilt, and the gate open."""
+        self.roll_call = RollCall()
+        self.rollouts = RolloutBooks(batch_size, max_staleness, order)
         self.router = Router(routing, ids_remembered(batch_size, max_staleness))
         self.leases = WorkerLeases(lease_s)
-        self._clock, self._versions_in_use = clock, versions_in_use
-        self.admission = Admission(
-            self.rollouts, self._place, self.rollouts.apply, first=first, pacing=pacing, clock=clock
-        )
+        self._clock, self._versions_in_use, self._make_curriculum = clock, versions_in_use, curriculum
+        self._roll_call_until = clock() + lease_s
+        self.admission = Admission(self.rollouts, self._place, first=first, pacing=pacing, clock=clock)
+        self._ended_before: list[str | _Succeeded] = []
+        self._served = 0
         self._routes = Signal()
         self.progress = Signal()
         self._losses = LostServers()
 
+    @property
+    def gate(self) -> StalenessGate:
+        """The staleness gate."""
+        return self.rollouts.gate
+
     def verbs(self) -> dict[str, m.Verb]:
-        """Return the verbs that the manager answers: by path, the request's type and its handler. A reply waits until
-        its causes are written.
-        """
-        verbs: dict[str, m.Verb] = {
+        """Return the verbs that the manager answers: by path, the request's type and its handler."""
+        return {
+            "/open_session": (m.HeldReport, self.open_session),
+            "/report_run": (m.RunReport, self.report_run),
             "/allocate_rollout": (m.AllocateRequest, self.allocate_rollout),
             "/schedule_request": (m.ScheduleRequest, self.schedule_request),
             "/lost_servers": (m.LostServersRequest, self.lost_servers),
@@ -117,18 +128,77 @@ class ManagerService:
             "/abandon": (m.Empty, self.abandon),
             "/books": (m.Empty, self.books),
         }
-        return {path: (kind, self._written_first(handler)) for path, (kind, handler) in verbs.items()}
 
-    def _written_first(self, handler: Callable[[Any], Awaitable[m.Message]]) -> Callable[[Any], Awaitable[m.Message]]:
-        async def answer(request: Any) -> m.Message:
-            reply = await handler(request)
-            await self.log.flush()
-            return reply
+    async def open_session(self, request: m.HeldReport) -> m.Session:
+        """A worker's process says all that it holds; its calls count from now on.
 
-        return answer
+        Raises:
+            BadRequest: another process is the worker by now.
+        """
+        self.leases.renew(request.worker, self._clock())
+        if not self.begun:
+            self.roll_call.hear(request)
+            self._begin_if_complete()
+            return m.Session(self.number)
+        self.incarnation_seen(request.worker, request.incarnation)
+        self._check_current(request.worker, request.incarnation)
+        self.rollouts.hear(request)
+        for held in request.held:
+            if held.end is not None:
+                self._finish(held.end)
+        self._changed()
+        return m.Session(self.number)
+
+    async def report_run(self, request: m.RunReport) -> m.Session:
+        """The master says all that it knows. Of reports that come before the state is rebuilt the newest counts."""
+        if not self.begun:
+            self.roll_call.run = request
+            self._begin_if_complete()
+        return m.Session(self.number)
+
+    def begin(self, run: m.RunReport) -> None:
+        """Begin with what the master says alone, as at the beginning of a run: no worker holds anything."""
+        self.roll_call.run, self.roll_call.awaited = run, {}
+        self._begin_if_complete()
+
+    def await_workers(self, ready: Mapping[str, int]) -> None:
+        """These processes of workers, by incarnation, are to say what they hold; none, once their leases are over."""
+        if not self.begun:
+            self.roll_call.awaited = ready if self._clock() < self._roll_call_until else {}
+            self._begin_if_complete()
+
+    def _begin_if_complete(self) -> None:
+        """Rebuild the state once all have spoken; then take in what else happened meanwhile, and open the gate."""
+        call, gate = self.roll_call, self.gate
+        if self.begun or not call.is_complete or call.run is None:
+            return
+        self.rollouts = rebuild(gate.batch_size, gate.max_staleness, self.rollouts.order, call.run, call.reports)
+        self.gate.advance(self._served)
+        self.begun, self.roll_call = True, RollCall()
+        curriculum = None if self._make_curriculum is None else self._make_curriculum(call.run.curriculum or ())
+        if curriculum is not None:
+            for prompt_id, success in self.rollouts.measured.unrecorded:
+                curriculum.measured(prompt_id, success)
+        self.admission.begin(self.rollouts, curriculum)
+        for ended in self._ended_before:
+            self._end(ended)
+        self._ended_before = []
+        self._changed()
+
+    async def _until_begun(self) -> None:
+        """Return once the state is rebuilt.
+
+        Raises:
+            NotRebuilt: it is not within `REBUILT_HOLD_S`.
+        """
+        deadline = self._clock() + REBUILT_HOLD_S
+        while not self.begun:
+            if not await self.progress.wait(deadline - self._clock()):
+                raise m.NotRebuilt("the manager waits for the MasterWorker and RolloutWorkers to say what they have")
 
     async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:
         """Start rollouts for a prefix of the ids; holds where there is nothing to tell."""
+        self._check_meant(request.manager)
         for rollout_id in request.rollouts:
             self.admission.was_given_up(rollout_id)  # a refused call changes nothing
         self._note_call(request)
@@ -155,12 +225,16 @@ class ManagerService:
         return m.Done()
 
     async def report_consumed(self, request: m.ConsumedReport) -> m.ConsumedReply:
-        """The optimizer consumed rollouts, and dropped others; tells the books and what workers gave up.
+        """The optimizer consumed rollouts, and dropped others; tells the books.
 
         Raises:
+            NotIntroduced: it is meant for another manager.
+            NotRebuilt: see there.
             BadRequest: the report is of a version that cannot have been trained: what is admitted while version v is
                 served suffices for v + η + 1 steps.
         """
+        self._check_meant(request.manager)
+        await self._until_begun()
         newest = max(self.gate.version, self.gate.trained_version) + self.gate.max_staleness + 1
         if request.version > newest:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
@@ -168,16 +242,13 @@ class ManagerService:
             self.router.release_rollout(rollout_id)
         for dropped in request.dropped:
             self.admission.rollout_ended(dropped.rollout_id, kept=False)
-        self.rollouts.apply(Consumed(request))
+        self.rollouts.consume(request)
         if request.trained:
             self.admission.batch_taken()
-        self.admission.admit()
-        self.progress.notify()
-        given_up, events, measured = self.rollouts.given_up, self.rollouts.events, self.rollouts.measured
+        self._changed()
+        events, measured = self.rollouts.events, self.rollouts.measured
         return m.ConsumedReply(
             self.gate.books(),
-            given_up.unrecorded,
-            given_up.last_seq,
             events.unrecorded,
             events.last_seq,
             measured.unrecorded,
@@ -188,6 +259,7 @@ class ManagerService:
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
         """Hold until the step can be taken without making a running rollout expire."""
+        await self._until_begun()
         deadline = self._deadline(request.timeout_s)
         while self.gate.is_blocked(request.version):
             if not await self.progress.wait(deadline - self._clock()):
@@ -206,13 +278,15 @@ class ManagerService:
 
     async def close_gate(self, request: m.Empty) -> m.Done:
         """No rollout starts from now on."""
-        self.rollouts.apply(Closed())
+        await self._until_begun()
+        self.gate.close()
         self.admission.tell_of_the_end()
         return m.Done()
 
     async def abandon(self, request: m.Empty) -> m.Books:
         """Every live rollout is abandoned; the final books."""
-        self.rollouts.apply(Abandoned())
+        await self._until_begun()
+        self.rollouts.abandon()
         self.admission.tell_of_the_end()
         self.progress.notify()
         return self.gate.books()
@@ -228,8 +302,8 @@ class ManagerService:
 
     def routes_changed(self, served_version: int | None) -> None:
         """The router's servers changed; `served_version` is the least among those that take requests, if any does."""
-        if served_version is not None and served_version > self.gate.version:
-            self.rollouts.apply(Served(served_version))
+        self._served = max(self._served, served_version or 0)
+        if self.gate.advance(self._served):
             self.admission.admit()
         self._routes.notify()
 
@@ -250,53 +324,37 @@ class ManagerService:
         """
         if incarnation <= self.rollouts.incarnations.get(worker, 0):
             return False
-        self._ended(worker, Succeeded(worker, incarnation, killed))
+        self._end(_Succeeded(worker, incarnation, killed))
         return True
 
     def worker_died(self, worker: str) -> None:
         """The worker's process is gone: its running rollouts are dropped, their prompts wait for any worker."""
-        self._ended(worker, Died(worker))
+        self._end(worker)
 
-    def _ended(self, worker: str, event: Died | Succeeded) -> None:
+    def _end(self, ended: str | _Succeeded) -> None:
+        """A worker's process is over; while the state is not rebuilt, that is noted for later."""
+        worker = ended if isinstance(ended, str) else ended.worker
         self.leases.end(worker)
-        self.admission.gone(worker)
         self.router.release_worker(worker)
-        for rollout_id in self.rollouts.apply(event):
+        if not self.begun:
+            self._ended_before.append(ended)
+            return
+        self.admission.gone(worker)
+        if isinstance(ended, str):
+            given_up = self.rollouts.died(worker)
+        elif ended.incarnation > self.rollouts.incarnations.get(worker, 0):
+            given_up = self.rollouts.succeeded(worker, ended.incarnation, killed=ended.killed)
+        else:
+            return
+        for rollout_id in given_up:
             self.router.release_rollout(rollout_id)
             self.admission.rollout_ended(rollout_id, kept=False)
+        self._changed()
+
+    def _changed(self) -> None:
+        """There may be room at the gate, and an answer for whoever waits."""
         self.admission.admit()
         self.progress.notify()
-
-    def begin_curriculum(self, curriculum: Curriculum) -> None:
-        """Leave out what rests by `curriculum`, which knows what the master does."""
-        for prompt_id, success in self.rollouts.measured.unrecorded:
-            curriculum.measured(prompt_id, success)
-        self.admission.curriculum = curriculum
-
-    def begin(self, version: int, dropped: Mapping[str, int] | None = None, used: UsedPrompts | None = None) -> None:
-        """The run starts (version 0) or goes on from a checkpoint at `version`; until then no rollout is admitted.
-
-        `dropped`: by reason, what was dropped up to the checkpoint. `used`: the prompts that were trained, or dropped
-        for good, up to it.
-        """
-        known = None if used is None else used.to_json()
-        self.rollouts.apply(Began(version, dict(dropped or {}), time.time_ns() // 1_000_000, known))
-        self.admission.admit()
-
-    def begin_again(self) -> bool:
-        """Go on where the service before this one stood; False where there was none, or it had not begun.
-
-        Its workers have a new lease, in which to be heard.
-
-        Raises:
-            ValueError: what it left is damaged.
-        """
-        for noted in self.log.read():
-            self.rollouts.replay(noted)
-        for owner in self.gate.owners | self.rollouts.incarnations.keys():
-            self.leases.renew(owner, self._clock())
-        self.admission.begin_again()
-        return self.rollouts.begun
 
     def _place(self, request: m.RouteRequest, worker: str) -> ServerView | None:
         """A server for the request; None where there is none now, or its rollout is over: nothing would release it."""
@@ -304,16 +362,20 @@ class ManagerService:
         if request.rollout_id is not None:
             if self.gate.has_ended(request.rollout_id):
                 return None
-            min_version = max(min_version, self.gate.admitted_at(request.rollout_id) or 0)
+            admitted_at = (self.gate if self.begun else self.roll_call).admitted_at(request.rollout_id)
+            min_version = max(min_version, admitted_at or 0)
         return self.router.schedule(request, worker, min_version)
 
     def _note_call(self, request: m.WorkerRequest) -> None:
         """A worker calls: it lives, and tells which of its requests and rollouts ended.
 
         Raises:
+            NotIntroduced: it has no session with this manager.
             BadRequest: another process is the worker by now; what this one tells counts all the same.
         """
-        self.incarnation_seen(request.worker, request.incarnation)
+        self._check_meant(request.manager)
+        if self.begun:
+            self.incarnation_seen(request.worker, request.incarnation)
         if not self._is_over(request):
             self.leases.renew(request.worker, self._clock())
         for request_id in request.released:
@@ -324,9 +386,25 @@ class ManagerService:
             self.admission.admit()
         if request.released or request.finished:
             self.progress.notify()
-        if self._is_over(request):
-            newest = self.rollouts.incarnations[request.worker]
-            raise m.BadRequest(f"$.incarnation: {request.incarnation} of {request.worker} is over, {newest} is there")
+        self._check_current(request.worker, request.incarnation)
+
+    def _check_meant(self, manager: int) -> None:
+        """Check that a call is meant for this manager.
+
+        Raises:
+            NotIntroduced: it is not.
+        """
+        if manager != self.number:
+            raise m.NotIntroduced(f"$.manager: {manager} was the manager before, {self.number} is there")
+
+    def _check_current(self, worker: str, incarnation: int) -> None:
+        """Check that no later process has replaced the worker.
+
+        Raises:
+            BadRequest: one has.
+        """
+        if incarnation < (newest := self.rollouts.incarnations.get(worker, 0)):
+            raise m.BadRequest(f"$.incarnation: {incarnation} of {worker} is over, {newest} is there")
 
     def _is_over(self, request: m.WorkerRequest) -> bool:
         """True if another process has replaced the worker that sent the request."""
@@ -335,8 +413,11 @@ class ManagerService:
     def _finish(self, finished: m.FinishedRollout) -> None:
         """A rollout ended: the trainer has it, or it is dropped."""
         self.router.release_rollout(finished.rollout_id)
+        if not self.begun:
+            self.roll_call.finish(finished)
+            return
         before = self.rollouts.measured.last_seq
-        self.rollouts.apply(Ended(finished))
+        self.rollouts.finish(finished)
         self.admission.rollout_ended(finished.rollout_id, kept=finished.accepted)
         if self.admission.curriculum is not None and self.rollouts.measured.last_seq > before:
             self.admission.curriculum.measured(*self.rollouts.measured.unrecorded[-1])

@@ -65,6 +65,10 @@ Write ``N(a)`` for the live rollouts admitted at ``a`` or before, of which ``F(a
 
 A rollout that comes back after its worker was silent is the one exception (its place may have been taken): the check
 at consumption catches it.
+
+All of this spans the death of a manager: its successor begins with all live rollouts at their versions of admission
+(`asyncrl.manager.rebuild`). A finished one of which only its record is left enters at the version of its oldest token,
+which is no older than its admission; it expires by that token, so (H) holds with it.
 """
 
 from __future__ import annotations
@@ -72,10 +76,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import groupby
-from typing import NamedTuple, TypeAlias, TypeVar
-
-from msgspec import Struct
+from typing import NamedTuple, TypeVar
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.recent_ids import RecentIds, ids_remembered
@@ -113,27 +114,6 @@ class _Retired:
 
 _TRAINED = _Retired(TRAINED)
 _ABANDONED = _Retired(ABANDONED)
-
-
-LiveRow: TypeAlias = tuple[str, str, str, int, int, int, int, bool]
-"""A live rollout: the fields of its ticket, the version it was admitted at, whether it is finished."""
-
-
-class GateMemory(Struct, frozen=True):
-    """State of a gate. `retired`: the rollouts that left, in that order; neighbours that left the same way form one
-    entry. `lost`: those of them that may come back.
-    """
-
-    version: int
-    trained_version: int
-    closed: bool
-    submitted: int
-    trained: int
-    abandoned: int
-    dropped: dict[str, int]
-    live: list[LiveRow]
-    retired: list[tuple[str, list[str]]]
-    lost: list[LiveRow]
 
 
 class StalenessGate:
@@ -194,20 +174,33 @@ class StalenessGate:
         """Rollouts that may start now."""
         return 0 if self.closed else max(0, self.limit - self.counted)
 
-    def resume(self, version: int, dropped: Mapping[str, int] | None = None) -> None:
-        """Take up a run whose checkpoint is at `version`: `version · B` rollouts count as submitted and trained.
+    def resume(self, version: int, dropped: Mapping[str, int] | None = None, abandoned: int = 0) -> None:
+        """Take up a run at `version`: `version · B` rollouts count as submitted and trained.
 
-        Those `dropped` up to then, by reason, count as submitted and dropped.
+        Those `dropped` up to then, by reason, and those abandoned count as submitted too.
 
         Raises:
             ValueError: rollouts were already submitted.
         """
         if self._submitted:
             raise ValueError(f"cannot resume at version {version}: {self._submitted} rollouts are already submitted")
-        self._trained = version * self.batch_size
+        self._trained, self._abandoned = version * self.batch_size, abandoned
         self._dropped = Counter(dropped or {})
-        self._submitted = self._trained + self._dropped.total()
+        self._submitted = self._trained + self._abandoned + self._dropped.total()
         self.trained_version = version
+
+    def remember(self, rollout_id: str, outcome: str, lost: tuple[Ticket, int] | None = None) -> None:
+        """The rollout left before this gate began, as `outcome` says, and is counted already.
+
+        `lost`: ticket and version of admission, if it may come back.
+        """
+        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}.get(outcome)
+        self._retired.put(rollout_id, known or _Retired(outcome, None if lost is None else _Live(*lost)))
+
+    def enter(self, ticket: Ticket, version: int) -> None:
+        """A rollout runs that the gate before this one admitted at `version`; it counts, whatever the limit is."""
+        self._join(_Live(ticket, version))
+        self._submitted += 1
 
     def start(self, ticket: Ticket) -> int | None:
         """Admit a rollout; returns the version it is admitted at, or None where it has to wait.
@@ -352,10 +345,6 @@ class StalenessGate:
         """All live rollouts."""
         return list(self._live)
 
-    def live_orders(self) -> list[int]:
-        """Places in the data order of the prompts of all live rollouts."""
-        return [live.ticket.order for live in self._live.values()]
-
     def ticket(self, rollout_id: str) -> Ticket | None:
         """Ticket of a rollout that is live; None of any other."""
         live = self._live.get(rollout_id)
@@ -374,40 +363,6 @@ class StalenessGate:
             self._abandoned += 1
             self._retired.put(rollout_id, _ABANDONED)
         return abandoned
-
-    def memory(self) -> GateMemory:
-        """All it knows; `restore` takes it."""
-        return GateMemory(
-            self.version,
-            self.trained_version,
-            self.closed,
-            self._submitted,
-            self._trained,
-            self._abandoned,
-            dict(self._dropped),
-            [_row(live) for live in self._live.values()],
-            [
-                (outcome, [rollout_id for rollout_id, _ in group])
-                for outcome, group in groupby(self._retired.items(), key=lambda item: item[1].outcome)
-            ],
-            [_row(left.lost) for _, left in self._retired.items() if left.lost is not None],
-        )
-
-    def restore(self, memory: GateMemory) -> None:
-        """Know what `memory` says, and nothing else."""
-        self.version, self.trained_version, self.closed = memory.version, memory.trained_version, memory.closed
-        self._submitted, self._trained, self._abandoned = memory.submitted, memory.trained, memory.abandoned
-        self._dropped = Counter(memory.dropped)
-        for rollout_id in list(self._live):
-            self._part(rollout_id)
-        for row in memory.live:
-            self._join(_live(row))
-        known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}
-        lost = {row[0]: _live(row) for row in memory.lost}
-        self._retired.clear()
-        for outcome, rollout_ids in memory.retired:
-            for rollout_id in rollout_ids:
-                self._retired.put(rollout_id, known.get(outcome) or _Retired(outcome, lost.get(rollout_id)))
 
     def books(self) -> Books:
         """The ledger as of now."""
@@ -500,12 +455,3 @@ def _take_one(counts: Counter[_Key], key: _Key) -> None:
     counts[key] -= 1
     if not counts[key]:
         del counts[key]
-
-
-def _row(live: _Live) -> LiveRow:
-    return *live.ticket, live.version, live.finished
-
-
-def _live(row: LiveRow) -> _Live:
-    rollout_id, owner, prompt_id, order, attempt, failures, version, finished = row
-    return _Live(Ticket(rollout_id, owner, prompt_id, order, attempt, failures), version, finished)

@@ -20,11 +20,14 @@ was in hand at all of them, somebody kills workers, and it counts nothing for as
 
 Example: A, B and C are in hand when the worker dies. Its successor plays A with D and E: all end well, A is cleared.
 It plays B with F and G, and dies. F, G and C are played; then B, alone. The worker dies once more: B is dropped.
+
+Suspicions die with the manager: nobody else knows how a worker died. A prompt that kills is found out again by the
+deaths that follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 CRASH, KILL = 2, 1
 """Points that a death adds to the running suspect."""
@@ -53,16 +56,6 @@ class Suspects:
     def __bool__(self) -> bool:
         """True if there is a suspect."""
         return bool(self._against)
-
-    def state(self) -> tuple[dict[str, int], dict[str, str], frozenset[str] | None]:
-        """All there is; `restore` takes it."""
-        return dict(self._against), dict(self._playing), self._at_every_kill
-
-    def restore(
-        self, against: Mapping[str, int], playing: Mapping[str, str], at_every_kill: frozenset[str] | None
-    ) -> None:
-        """Be as `state` says."""
-        self._against, self._playing, self._at_every_kill = dict(against), dict(playing), at_every_kill
 
     def tried_alone(self, prompt_id: str) -> bool:
         """True if nothing is to be played beside `prompt_id` in the same worker."""

@@ -18,7 +18,6 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.reports import Reports
-from asyncrl.master.books.run_files import DataState
 from asyncrl.master.data.batches import Batches
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
@@ -32,6 +31,7 @@ from asyncrl.master.peers.policy_versions import Publishing, VersionAnnouncer
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
+from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
@@ -74,7 +74,6 @@ class Parts:
     batches: Batches
     metrics_log: MetricsLog
     ledger: Ledger
-    data_state: DataState
     announcer: VersionAnnouncer
     stall: StallWatch
     checkpoints: Checkpoints
@@ -90,7 +89,7 @@ class Parts:
             "buffer": self.buffer.state(),
             "metrics_log": self.metrics_log.state(),
             "dropped": dict(self.reports.told.books.dropped),
-            "curriculum": self.data_state.curriculum.state(),
+            "curriculum": self.reports.curriculum.state(),
             "buffer_order": self.batches.order.state(),
         }
 
@@ -98,9 +97,10 @@ class Parts:
         """Continue from `state`; the metrics_log takes its part when it is opened."""
         self.version = state["version"]
         self.buffer.restore(state["buffer"])
-        self.data_state.restore(state.get("curriculum", ()))  # a checkpoint of an earlier version of asyncrl has none
         self.batches.order.restore(state.get("buffer_order"))
-        self.reports.restore(self.version * self.config.train_batch_size, state.get("dropped", {}))
+        measured = state.get("curriculum", ())  # a checkpoint of an earlier version of asyncrl has none
+        curriculum = make_curriculum(self.config.dataset.curriculum, measured)
+        self.reports.restore(self.version * self.config.train_batch_size, state.get("dropped", {}), curriculum)
 
     async def publish(self, *, to_disk: bool) -> str:
         """Make the actor's weights available as the current version; return its folder."""
@@ -164,7 +164,6 @@ def assemble(
     collector = Collector(heads, buffer)
     metrics_log = MetricsLog(config, collector, buffer)
     ledger = Ledger.of_run(run_dir, config)
-    data_state = DataState(config, run_dir, buffer)
     steps = MemoryCheckpointer(memory_checkpoint, ranks)
 
     async def evaluate_version(name: str, version: int) -> EvaluationResult:
@@ -176,7 +175,8 @@ def assemble(
     announcer = VersionAnnouncer(announce, evaluate_version, metrics_log.evaluations_due, metrics_log.evaluated, clock)
     starting = peers.board.producers_start
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
-    reports = Reports(peers.manager, heads, buffer, ledger, data_state, steps, stop, limit_s)
+    curriculum = make_curriculum(config.dataset.curriculum)
+    reports = Reports(peers.manager, collector, buffer, ledger, curriculum, steps, stop, limit_s)
     return Parts(
         config=config,
         run_dir=run_dir,
@@ -190,7 +190,6 @@ def assemble(
         batches=Batches(config, buffer, collector, peers.manager, stall, reports.report),
         metrics_log=metrics_log,
         ledger=ledger,
-        data_state=data_state,
         announcer=announcer,
         stall=stall,
         checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, metrics_log, check=collector.check),

@@ -62,8 +62,8 @@ class MasterWorker(AsyncWorker):
 
     async def _replaying(self, closing: AsyncExitStack) -> Peers:
         """Peers for kept samples in place of rollouts."""
-        gate = OfflineGate()
-        board = ReplayBoard(self, gate, self.config.train_batch_size)
+        gate = OfflineGate(self.config.train_batch_size)
+        board = ReplayBoard(self.resolver)
         router = router_of_peers(self, self._placement.workers)
         closing.callback(router.close)
         trainers = await connect(self, names.MODEL_WORKER, self._placement.workers, router)
@@ -99,6 +99,7 @@ class MasterWorker(AsyncWorker):
             closing.callback(rollout.close)
         board = NameBoard(self.resolver)
         await asyncio.to_thread(board.producers_start)  # the first look reads, the others do not
+        await asyncio.to_thread(board.manager_process)
         return Peers(trainers, self._placement, manager, rollouts, board)
 
 

@@ -142,7 +142,7 @@ class TrainLoop:
     async def _finish(self) -> None:
         parts = self.parts
         if parts.complete:
-            await or_stop(parts.peers.manager.close_gate(), parts.stop, parts.config.system.stall_timeout_s)
+            await or_stop(parts.reports.close_gate(), parts.stop, parts.config.system.stall_timeout_s)
         else:
             await parts.announcer.close()
         if parts.publishing.on_disk != parts.version:
@@ -196,6 +196,7 @@ class TrainLoop:
 
     async def _close(self) -> None:
         parts = self.parts
+        await parts.reports.close()
         await parts.collector.close()
         await parts.announcer.close()
         parts.checkpoints.close()

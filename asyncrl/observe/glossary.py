@@ -268,6 +268,12 @@ METRICS: tuple[Metric, ...] = (
         "0.",
     ),
     Metric(
+        "rollout/dropped_lost_with_manager",
+        "rollouts",
+        "Rollouts of the step that had ended when the GserverManager died, so that nobody could say how.",
+        "0, but after a death of the manager.",
+    ),
+    Metric(
         "rollout/dropped_crashed_worker",
         "rollouts",
         "Rollouts of the step whose prompts ended their RolloutWorker more than once.",

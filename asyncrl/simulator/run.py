@@ -24,12 +24,23 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.update import UpdateCheck
-from asyncrl.manager.messages import AllocateReply, Empty, GateBooks, RequestSize, Route, RouteRequest, StatusReply
+from asyncrl.manager.messages import (
+    AllocateReply,
+    Empty,
+    GateBooks,
+    RequestSize,
+    Route,
+    RouteRequest,
+    RunReport,
+    StatusReply,
+)
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig, UpdateMode
+from asyncrl.master.books.reports import decide
 from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.rollout.generation.client import RolloutClient
@@ -173,7 +184,7 @@ class Simulation:
         self._train_s = self._wait_s = 0.0
         self._drops: list[Drop] = []
         self._trained: list[str] = []
-        self._known = (0, 0, 0)
+        self._recorded = Recorded()
         self._books = GateBooks(0, 0, {}, 0)
 
     async def run(self) -> Outcome:
@@ -191,7 +202,7 @@ class Simulation:
             *(asyncio.create_task(self._worker(index)) for index in range(setup.workers)),
         ]
         self.collector.start()
-        self.service.begin(0)
+        self.service.begin(RunReport())
         training = asyncio.create_task(self._train())
         try:
             await self._unless_failed(training, background)
@@ -340,12 +351,11 @@ class Simulation:
             return
         self._drops, self._trained = [], []
         reply = await self.manager.report_consumed(
-            self.version, trained, [drop.message for drop in drops], *self._known
+            self.version, trained, [drop.message for drop in drops], events_after=self._recorded.heard
         )
-        self._known = (reply.seq, reply.events_seq, reply.measured_seq)
         self._books = reply.books
-        for prompt in reply.given_up:
-            self.buffer.give_up(prompt.prompt_id)
+        for line in decide(self.buffer, self._recorded, reply.events):
+            self._recorded.take(line)
         if drops:
             await self.head.call(Discard(tuple(drop.record.rollout_id for drop in drops)), timeout_s=1.0)
 

@@ -167,6 +167,7 @@ def objective_spec(algorithm: AlgorithmConfig) -> ObjectiveSpec:
     return ObjectiveSpec(
         policy_loss=_choice(algorithm.policy_loss),
         correction=_choice(algorithm.correction),
+        selection=_choice(algorithm.selection),
         kl=_choice(algorithm.kl_estimator) if kl_in_loss else None,
         kl_coef=algorithm.kl_coef if kl_in_loss else 0.0,
         entropy_coef=algorithm.entropy_coef,

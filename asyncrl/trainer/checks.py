@@ -16,6 +16,7 @@ from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
+from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
@@ -25,8 +26,8 @@ from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.placement import placement
-from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
+from asyncrl.trainer.placement import engine_of, placement
+from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig, VisionMode
 
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
 """Advantages that are estimated from a critic's values; a test compares it with what each refuses."""
@@ -42,10 +43,12 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         if path is not None:
             yield from hugging_face_folder(name, path)
     yield from _routing(config)
+    yield from _pictures(config)
     yield from _attention(config)
     yield from _layouts(config)
     yield from _proximal(config)
     yield from _kl(config)
+    yield from _other_tokenizer(config)
     yield from _warmup("optimizer", config.optimizer)
     yield from _warmup("algorithm.critic.optimizer", config.algorithm.critic.optimizer)
     yield from _profile(config)
@@ -233,9 +236,14 @@ def _too_few_gpus(config: ExperimentConfig, placed: Placement) -> Iterator[str]:
 
 def _attention(config: ExperimentConfig) -> Iterator[str]:
     device, gpus, attention = config.trainer.device, count_gpus(), config.model.attn_implementation
-    if attention != AttentionImplementation.flash_attention_2:
+    if attention not in (AttentionImplementation.flash_attention_2, AttentionImplementation.flex_attention):
         return
-    if importlib.util.find_spec("flash_attn") is None:
+    if attention == AttentionImplementation.flex_attention and not config.trainer.share_prefixes:
+        yield (
+            f"model.attn_implementation={str(attention)!r}: it computes shared prefixes once and "
+            "trainer.share_prefixes=false; set that to true, or use sdpa"
+        )
+    if attention == AttentionImplementation.flash_attention_2 and importlib.util.find_spec("flash_attn") is None:
         yield (
             f"model.attn_implementation={str(attention)!r}: the package flash-attn is not installed; install it, or "
             "use sdpa"
@@ -245,6 +253,31 @@ def _attention(config: ExperimentConfig) -> Iterator[str]:
             f"model.attn_implementation={str(attention)!r}: it computes on a GPU only and trainer.device="
             f"{str(device)!r} is a CPU here; use sdpa"
         )
+
+
+def _pictures(config: ExperimentConfig) -> Iterator[str]:
+    """What is not computed yet of a model that takes pictures."""
+    model = config.model
+    try:
+        described = json.loads((Path(str(model.path)).expanduser() / "config.json").read_text(encoding="utf-8"))
+        takes_pictures = placeholder_id(described) is not None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return  # reported by others
+    if not takes_pictures or model.vision == VisionMode.none:
+        return
+    other = f"model.path={model.path!r} takes pictures; use model.vision=none, with which it is used for text alone, or"
+    if engine_of(config) != "flat":
+        yield f"trainer.parallel={config.trainer.parallel!r}: {other} trainer.engine=flat, which trains pictures too"
+    if model.lora.rank:
+        yield f"model.lora.rank={model.lora.rank}: {other} rank 0: adapters are not trained on pictures"
+    if config.moe.replay_routing:
+        yield f"moe.replay_routing=true: {other} false: choices of experts are not replayed with pictures"
+    try:
+        roles = {call.role for call in load_graph(config).calls}
+    except GraphError:
+        return
+    for role in sorted(roles & {"critic", "reward"}):
+        yield f"algorithm.graph={config.algorithm.graph!r}: {other} a graph without the role {role}, which reads text"
 
 
 def _critic(config: ExperimentConfig) -> Iterator[str]:
@@ -265,13 +298,35 @@ def _critic(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _parts_of_the_reward(config: ExperimentConfig) -> Iterator[str]:
-    """GDPO without the parts that it compares, and a KL estimator where it has no behaviour policy."""
+    """GDPO without the parts that it compares, and a KL estimator in a place that it is not for."""
     algorithm, columns = config.algorithm, config.rollout.columns
     if algorithm.kl_coef and algorithm.kl.name == "k3_unbiased" and algorithm.kl_in != KLPlace.loss:
         yield (
             f"algorithm.kl.name='k3_unbiased': it weighs a term of the loss, and algorithm.kl_in={algorithm.kl_in} is "
             "elsewhere; use kl_in=loss, or kl.name=k1"
         )
+    if algorithm.selection.name == "m2po" and algorithm.prox != ProximalMode.recompute:
+        yield (
+            f"algorithm.selection='m2po': its ratios are those of the policy at the step's start, which algorithm.prox="
+            f"{str(algorithm.prox)!r} does not compute; use algorithm.prox=recompute"
+        )
+    taught = algorithm.kl_coef and algorithm.kl_in == KLPlace.advantage
+    if algorithm.advantage.name == "zero" and not taught and not algorithm.kl_coef and not algorithm.entropy_coef:
+        yield (
+            "algorithm.advantage='zero': nothing would be learnt from; set algorithm.kl_in=advantage with kl_coef and "
+            "algorithm.reference.path, the teacher"
+        )
+    if taught:
+        if algorithm.kl_estimator.name != "k1":
+            yield (
+                f"algorithm.kl.name={algorithm.kl.name!r}: algorithm.kl_in=advantage needs the log-ratio itself, whose "
+                "mean gradient is that of the reverse KL; use k1 or auto"
+            )
+        if algorithm.kl_target:
+            yield (
+                f"algorithm.kl_target={algorithm.kl_target:g}: the coefficient of algorithm.kl_in=advantage is fixed; "
+                "set kl_target=0"
+            )
     if algorithm.advantage.name != "gdpo":
         return
     named = algorithm.advantage.params.get("parts") or []
@@ -289,11 +344,38 @@ def _parts_of_the_reward(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
+def _other_tokenizer(config: ExperimentConfig) -> Iterator[str]:
+    """A reference or teacher to which the policy's token ids mean something else."""
+    policy, reference = config.model.path, config.algorithm.reference.path
+    if not config.algorithm.kl_coef or policy is None or reference is None:
+        return
+    own, other = _vocabulary(policy), _vocabulary(reference)
+    if own is None or other is None or own == other:
+        return
+    differ = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    yield (
+        f"algorithm.reference.path={reference!r}: its tokenizer is not the one of model.path={policy!r}: {len(differ)} "
+        f"tokens differ, for example {differ[0]!r}; use a model with the policy's tokenizer"
+    )
+
+
+def _vocabulary(folder: str) -> dict[str, int] | None:
+    """The ids of a tokenizer's tokens; None if its file does not say."""
+    try:
+        told = json.loads((Path(folder).expanduser() / "tokenizer.json").read_text(encoding="utf-8"))
+        vocabulary = told["model"]["vocab"]
+        ids = dict(vocabulary) if isinstance(vocabulary, dict) else {str(t[0]): n for n, t in enumerate(vocabulary)}
+        return ids | {token["content"]: token["id"] for token in told.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _algorithms(config: ExperimentConfig) -> Iterator[str]:
     algorithm = config.algorithm
     choices: list[tuple[str, str, ChoiceConfig]] = [
         ("algorithm.policy_loss", "policy_loss", algorithm.policy_loss),
         ("algorithm.correction", "correction", algorithm.correction),
+        ("algorithm.selection", "selection", algorithm.selection),
         ("algorithm.advantage", "advantage", algorithm.advantage),
         ("algorithm.aggregation", "aggregation", algorithm.aggregation),
         ("algorithm.kl", "kl", algorithm.kl_estimator),

@@ -33,6 +33,7 @@ from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
@@ -42,7 +43,6 @@ from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories, hand_down
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.reshard_batch import move_columns
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import CallContext, find_function, run_call
@@ -82,6 +82,7 @@ from asyncrl.trainer.placement import placement
 from asyncrl.trainer.profile import StepProfile
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.sample_log import SampleLog
+from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
 from asyncrl.trainer.versions import Versions
@@ -280,7 +281,9 @@ class ModelWorker(Worker):
         config, folder = self.config, str(self.config.model.path)
         model = json.loads((Path(folder) / "config.json").read_text())
         routing = routing_shape_of(folder) if config.moe.replay_routing else None
-        check = TrajectoryCheck(model.get("vocab_size"), self._announced_version, routing).check
+        pictures = config.model.vision != VisionMode.none and placeholder_id(model) is not None
+        vocabulary = model.get("vocab_size")
+        check = TrajectoryCheck(vocabulary, self._announced_version, routing, pictures=pictures).check
         actor = self._rank.engines.get(ACTOR)
         receiver = TrajectoryReceiver(
             config.trainer,
@@ -289,7 +292,7 @@ class ModelWorker(Worker):
             lambda: self._server.loop,
             self._memory_checkpoint,
             self.run_dir / SPILLED_DIR / str(self.index),
-            shares_prefixes=isinstance(actor, RoleEngine) and actor.attention == AttentionKind.tree,
+            shares_prefixes=isinstance(actor, RoleEngine) and actor.attention.shares_prefixes,
         )
         self._open.callback(receiver.remove_spilled)
         if uses_memory_checkpoint(config):

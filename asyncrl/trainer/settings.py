@@ -18,6 +18,7 @@ class AttentionImplementation(StrEnum):
     """Attention of the training ranks, by transformers' names."""
 
     sdpa = auto()
+    flex_attention = auto()
     eager = auto()
     flash_attention_2 = auto()
 
@@ -102,6 +103,17 @@ class LoraConfig:
     )
 
 
+class VisionMode(StrEnum):
+    """What becomes of a vision-language model's vision tower and its projector."""
+
+    train = auto()
+    """They are trained with the rest."""
+    freeze = auto()
+    """They stay as they are; the text model is trained."""
+    none = auto()
+    """They are not used: the run has no pictures. What they are made of stays as it is."""
+
+
 @dataclass
 class ModelConfig:
     """The policy."""
@@ -117,8 +129,14 @@ class ModelConfig:
     )
     attn_implementation: AttentionImplementation = setting(
         AttentionImplementation.sdpa,
-        "attention of the training ranks; sdpa and flash_attention_2 train packed where that is proven right for the "
-        "model when it is loaded, else on padded rows; eager: padded rows",
+        "attention of the training ranks; sdpa, flex_attention (torch's kernel for GPUs, compiled at the first step; "
+        "with trainer.share_prefixes) and flash_attention_2 train packed where that is proven right for the model when "
+        "it is loaded, else on padded rows; eager: padded rows",
+    )
+    vision: VisionMode = setting(
+        VisionMode.train,
+        "of a model that takes pictures: train its vision tower and projector too, freeze them, or none: use it for "
+        "text alone; other models have none",
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -274,6 +292,7 @@ class AlgorithmConfig:
     )
     policy_loss: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="decoupled_ppo"))
     correction: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="token_truncate"))
+    selection: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="none"))
     prox: ProximalMode = setting(
         ProximalMode.recompute,
         "proximal log-probabilities: recomputed at the step's start, approximated, or the behaviour's, which at "
@@ -282,11 +301,15 @@ class AlgorithmConfig:
     advantage: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="grpo"))
     aggregation: ChoiceConfig = field(default_factory=lambda: ChoiceConfig(name="token_mean"))
     kl: ChoiceConfig = setting(
-        help="estimator of the KL term; auto: k3 in the loss, k1, which is unbiased there, in the reward",
+        help="estimator of the KL term; auto: k3 in the loss, k1, which is unbiased there, in reward and advantage",
         factory=lambda: ChoiceConfig(name=AUTO),
     )
     kl_coef: float = setting(0.0, "weight of the KL term to the reference; 0: no reference model", minimum=0.0)
-    kl_in: KLPlace = setting(KLPlace.loss, "where the KL term enters")
+    kl_in: KLPlace = setting(
+        KLPlace.loss,
+        "where the KL term enters: the loss, the reward, or the advantage of each token after the estimator, which "
+        "distils the reference into the policy (on-policy distillation)",
+    )
     kl_target: float = setting(0.0, "adapt kl_coef towards this KL; 0: fixed", unit="nats/token", minimum=0.0)
     kl_horizon: int = setting(10000, "samples over which kl_coef adapts", unit="samples", minimum=1)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus", minimum=0.0)
@@ -317,7 +340,7 @@ class AlgorithmConfig:
         """The estimator of the KL term: `kl`, where it is `auto` the usual one of the term's place."""
         if self.kl.name != AUTO:
             return self.kl
-        return ChoiceConfig("k1" if self.kl_in == KLPlace.reward else "k3", self.kl.params)
+        return ChoiceConfig("k3" if self.kl_in == KLPlace.loss else "k1", self.kl.params)
 
     @property
     def least_episodes(self) -> int:

@@ -266,7 +266,7 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
     kept = 2 * sizes.hidden * (norm + value)  # two norms, each with the input of the projections after it
     if sizes.query_key_norm:
         kept += (queries + keys) * norm
-    if work.attention == AttentionImplementation.flash_attention_2:
+    if work.attention in (AttentionImplementation.flash_attention_2, AttentionImplementation.flex_attention):
         kept += (2 * queries + 2 * keys) * value + 4 * heads
     else:  # the output is copied back into the packed stream
         kept += (3 * queries + 2 * keys) * value + 4 * heads

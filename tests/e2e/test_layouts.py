@@ -12,7 +12,6 @@ import pytest
 pytestmark = pytest.mark.slow
 
 LAYOUTS: dict[str, dict[str, str]] = {
-    "tensor slices": {"trainer__parallel": "t2"},
     "a critic in slices on the ranks of a sharded actor": {
         "trainer__parallel": "d2",
         "algorithm__critic__parallel": "t2",
@@ -25,8 +24,8 @@ LAYOUTS: dict[str, dict[str, str]] = {
         "optimizer__moments_on": "host",
         "algorithm__kl_coef": "0.01",
     },
-    "a critic in stages on ranks of its own": {
-        "trainer__parallel": "d1",
+    "tensor slices, and a critic in stages on ranks of its own": {
+        "trainer__parallel": "t2",
         "algorithm__critic__parallel": "p2",
         "algorithm__critic__ranks": "own",
     },

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from asyncrl.commands.audit import audit
+from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
+from asyncrl.verify.audit.history import read_ledger, surviving
 
 from ..conftest import LIMIT_S, SETTINGS, Gate
 from ..e2e.clusters import await_that
@@ -98,8 +100,11 @@ def used_orders(run: Any) -> list[int]:
 
 
 def orders_used_so_far(run: Any) -> set[int]:
-    """The same by the file that the master writes before each report; that of a running run is replaced, not pruned."""
-    return orders_of(run, UsedPrompts.read(run.run_dir / "data_state.json"))
+    """The same of a run that goes on, by its ledger."""
+    recorded = Recorded()
+    for entry in surviving(read_ledger(run.run_dir / "ledger", print), print):
+        recorded.take(entry.line)
+    return orders_of(run, recorded.used)
 
 
 def orders_of(run: Any, used: UsedPrompts) -> set[int]:
@@ -147,7 +152,7 @@ def test_a_killed_manager_goes_on_where_it_stood(start_run: Any, ctrl_c: Any, ga
     check_the_files(run, made, {"gserver_manager/0": kills})
     check_nothing_was_lost(run, made, all_out(6 * kills + 2))
     log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
-    assert log.count("going on where the manager before this one stood") == kills
+    assert log.count("the gate is open") == kills + 1
 
 
 def test_a_killed_rank_goes_on_from_its_last_step(start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate]) -> None:
@@ -321,18 +326,3 @@ def test_a_prompt_that_kills_its_worker_is_dropped_and_all_others_are_trained(
     orders = used_orders(run)
     assert bad in orders
     assert len(orders) == made * BATCH + 1
-
-
-def test_a_killed_rank_of_two_goes_on_with_the_other_from_the_last_step(
-    start_run: Any, gate: Callable[[int], Gate]
-) -> None:
-    steps, held = 10, gate(8)
-    settings = {"checkpoint__interval": 0, "eval__interval": 0, "trainer__parallel": "d2"} | held.settings
-    run = start_run(total_train_steps=steps, seed=1, **settings)
-    run.wait_for_step(3)
-    run.worker("model_worker/1").kill()
-    run.wait_for_line("the trainer went on after")
-    held.open()
-    check_the_end(run, steps, {"the trainer": 1})
-    assert len(used_orders(run)) == steps * BATCH
-    assert set(run.summary()["books"]["dropped"]) <= {"stale"}

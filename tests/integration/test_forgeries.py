@@ -29,7 +29,7 @@ from asyncrl.comm.trajectory_codec import encode_trajectories
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
-from asyncrl.manager.messages import FinishedRollout
+from asyncrl.manager.messages import FinishedRollout, RunReport
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
@@ -215,7 +215,7 @@ async def test_a_forged_report_to_the_manager_changes_nothing(http_security: Htt
     service = ManagerService(
         batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, order=DataOrder(9, 0)
     )
-    service.begin(0)
+    service.begin(RunReport())
     http = ManagerHttp(
         service.verbs(),
         security=http_security,

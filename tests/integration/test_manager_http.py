@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.comm.http.calls import HttpRefused
+from asyncrl.comm.ledger_lines import Dropped, PromptGoes
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.manager.client import ManagerClient, ManagerGone
@@ -18,13 +19,14 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.http_server import MAX_BODY_BYTES, ManagerHttp, manager_registry
 from asyncrl.manager.messages import (
     AllocateRequest,
+    ConsumedReply,
     DroppedRollout,
     Empty,
     FinishedRollout,
     GateBooks,
-    GivenUp,
     RequestSize,
     RouteRequest,
+    RunReport,
     StatusReply,
 )
 from asyncrl.manager.service import ManagerService
@@ -89,7 +91,7 @@ async def manager(http_security: HttpSecurity, monkeypatch: pytest.MonkeyPatch) 
     manager = Manager(http_security)
     manager.url = await manager.http.start("127.0.0.1")
     manager.serve(0)
-    manager.service.begin(0)
+    manager.service.begin(RunReport())
     yield manager
     for client in manager.clients:
         await client.close()
@@ -179,11 +181,17 @@ async def test_a_prompt_that_a_worker_drops_for_good_is_told_to_the_master(manag
     await worker.flush()
     dropped_by_trainer = [DroppedRollout("d", "duplicate_prompt")]
     first = await master.report_consumed(0, [], dropped_by_trainer)
-    assert first.given_up == [GivenUp(name, ORDER.ref(order).prompt_id) for name, order in (("a", 0), ("c", 2))]
+    assert given_up(first) == ["a", "c"]
     assert (first.books.submitted, first.books.dropped) == (4, {"failed": 2, "zero_variance": 1, "duplicate_prompt": 1})
-    again = await master.report_consumed(0, [], dropped_by_trainer, given_up_after=0)
-    assert again.given_up == first.given_up, "the first reply may have been lost"
-    assert (await master.report_consumed(0, [], [], given_up_after=first.seq)).given_up == []
+    again = await master.report_consumed(0, [], dropped_by_trainer)
+    assert again.events == first.events, "the first reply may have been lost"
+    assert (await master.report_consumed(0, [], [], events_after=first.events_seq)).events == []
+
+
+def given_up(reply: ConsumedReply) -> list[str]:
+    """The rollouts with which a prompt was dropped for good."""
+    lines = [line for line in reply.events if isinstance(line, Dropped)]
+    return [line.rollout for line in lines if line.prompt is PromptGoes.given_up]
 
 
 async def test_a_pause_of_the_manager_is_not_its_workers_silence(manager: Manager) -> None:
@@ -191,7 +199,7 @@ async def test_a_pause_of_the_manager_is_not_its_workers_silence(manager: Manage
     service = ManagerService(
         batch_size=2, max_staleness=1, routing="least_requests", lease_s=30.0, order=ORDER, clock=clock
     )
-    service.begin(0)
+    service.begin(RunReport())
     await service.allocate_rollout(AllocateRequest(worker="rollout_worker/0", rollouts=["a"]))
     manager.clock.now += 60.0  # the process is stopped
     assert service.expire_workers() == []
@@ -210,7 +218,7 @@ async def test_a_late_drop_of_a_rollout_that_was_given_up_as_lost_leaves_its_pro
     assert manager.service.expire_workers() == ["rollout_worker/0"]
     worker.finish([FinishedRollout("a", False, "failed")])
     await worker.flush()
-    assert (await master.report_consumed(0, [], [])).given_up == []
+    assert given_up(await master.report_consumed(0, [], [])) == []
 
 
 async def test_an_id_of_a_former_attempt_is_refused(manager: Manager) -> None:
@@ -618,7 +626,7 @@ async def test_no_rollout_is_admitted_before_it_is_known_where_the_run_stands(ht
     assert (await client.allocate(["a"], timeout_s=0.01)).granted == []
     waiting = asyncio.create_task(client.allocate([*"abcde"], timeout_s=30))
     await held(manager, lambda: len(manager.service.admission.calls))
-    manager.service.begin(6)
+    manager.service.begin(RunReport(version=6))
     assert not waiting.done()
     manager.serve(6)
     assert [grant.version for grant in (await waiting).granted] == [6] * 4
@@ -646,8 +654,6 @@ async def test_a_prompt_that_rests_is_granted_to_be_dropped_and_the_master_hears
     await client.flush()
     reply = await client.report_consumed(0, [], [])
     assert reply.measured == [(prompts[0], 1.0), (prompts[1], 0.5)]
-    assert [each.prompt_id for each in reply.given_up] == [prompts[1], resting.prompt_id], (
-        "it is used: nobody tries it again in this epoch"
-    )
+    assert given_up(reply) == ["r1", resting.rollout_id], "it is used: nobody tries it again in this epoch"
     assert reply.books.dropped == {"dull": 1, "curriculum": 1}
-    assert (await client.report_consumed(0, [], [], reply.seq, reply.events_seq, reply.measured_seq)).measured == []
+    assert (await client.report_consumed(0, [], [], measured_after=reply.measured_seq)).measured == []

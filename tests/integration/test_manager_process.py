@@ -19,7 +19,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from asyncrl.api.generation import GenerationRequest, SamplingParams
 from asyncrl.comm import names
-from asyncrl.comm.files.sealed_json import seal
+from asyncrl.comm.ledger_lines import Admitted
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, write_run_config
 from asyncrl.config.setting import Dtype
@@ -31,14 +31,14 @@ from asyncrl.manager.messages import (
     ConsumedReport,
     FinishedRollout,
     GateBooks,
+    GrantedRollout,
     Route,
     RouteRequest,
+    RunReport,
     ServerStatus,
 )
 from asyncrl.manager.process import GserverManager
-from asyncrl.master.books.run_files import write_data_state
 from asyncrl.plugins.datasets.data_fingerprint import DataRecord
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.rollout.generation.client import RolloutClient
@@ -72,10 +72,14 @@ class Run:
         self.task = asyncio.create_task(self.manager.main())
         self.clients: list[ManagerClient] = []
 
-    def begin(self, used: Iterable[str] = (), **counted: Any) -> None:
-        """Announce the position of the run, as the master does."""
-        state = write_data_state(self.dir, UsedPrompts(used), Curriculum(0.0, 1.0, 1))
-        self.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state), **counted).encode())
+    def begin(self, used: Iterable[str] = (), **known: Any) -> None:
+        """Tell where the run stands, as the master does."""
+        report = RunReport(used=UsedPrompts(used).to_json(), **known)
+
+        async def tell() -> None:
+            await (await self.client("master_worker/0")).report_run(report)
+
+        self.telling = asyncio.create_task(tell())
 
     async def client(self, worker: str = "rollout_worker/0") -> ManagerClient:
         url = await asyncio.to_thread(self.resolver.wait, names.MANAGER_KEY, LIMIT_S)
@@ -338,7 +342,7 @@ async def test_a_resumed_run_begins_at_the_version_of_its_checkpoint(run: Run, s
     client = run.clients[0]
     early = asyncio.create_task(client.allocate([str(i) for i in range(9)], timeout_s=LIMIT_S))
     run.publish(9)
-    run.begin(dropped={"failed": 3})
+    run.begin(version=9, dropped={"failed": 3})
     reply = await early
     assert [grant.version for grant in reply.granted] == [9] * 4
     books = run.books()
@@ -384,7 +388,7 @@ async def test_what_was_in_hand_at_a_death_is_suspect_though_the_name_runs_out_b
         while not run.manager._workers:
             await progress.wait(0.05)
     assert rollouts.incarnations == {"rollout_worker/0": 1}
-    assert rollouts.suspects.state() == ({rollouts.prompt_id(0): 2}, {}, None)
+    assert rollouts.suspects._against == {rollouts.prompt_id(0): 2}
     assert run.books().dropped == {"worker_died": 1}
 
 
@@ -698,42 +702,59 @@ async def test_what_is_used_is_not_handed_out(tmp_path: Path, start_fake_server:
         await run.close()
 
 
-async def test_a_damaged_record_of_what_is_used_is_named(tmp_path: Path) -> None:
-    state, run = tmp_path / "data_state.json", Run(tmp_path, config_of())
-    await run.client()
-    state.write_text("{}")
-    run.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state)).encode())
-    with pytest.RaisesGroup(
-        pytest.RaisesExc(ValueError, match=r"data_state\.json does not say which prompts are used; it is damaged")
-    ):
-        await run.task
-    run.resolver.close()
-    for client in run.clients:
-        await client.close()
-
-
 async def test_a_manager_that_follows_one_that_died_lets_rows_rest_as_that_one_did(tmp_path: Path) -> None:
     config = config_of()
     config.dataset.curriculum.high = 0.8
-    state = tmp_path / "data_state.json"
-    state.write_bytes(seal({"used_prompts": UsedPrompts().to_json(), "curriculum": [[3, 0, 1.0]]}))
-    first = Run(tmp_path, config)
+    run = Run(tmp_path, config)
     try:
-        await first.client()
-        first.resolver.add(names.DATA_STATE_KEY, names.DataState(str(state)).encode())
-        await first.until(lambda _: first.manager._service.rollouts.begun)
-        assert first.manager._service.admission.curriculum is not None
-    finally:
-        first.task.cancel()  # without a word to anyone
-        await asyncio.gather(first.task, return_exceptions=True)
-        first.resolver.delete(names.MANAGER_KEY)
-    second = Run(tmp_path, config)
-    try:
-        await second.client()
-        assert second.manager._service.rollouts.begun
-        measured = second.manager._service.admission.curriculum
+        await run.client()
+        run.begin(curriculum=[[3, 0, 1.0]])
+        await run.until(lambda _: run.manager._service.begun)
+        measured = run.manager._service.admission.curriculum
         assert measured is not None
         assert measured.state() == [(3, 0, 1.0)]
     finally:
-        first.resolver.close()
-        await second.close()
+        await run.close()
+
+
+async def test_the_gate_stays_shut_until_each_worker_that_is_ready_has_said_what_it_holds(
+    tmp_path: Path, start_fake_server: Any
+) -> None:
+    run = Run(tmp_path, config_of())
+    try:
+        for index, state in enumerate(("ready", "ready", "starting")):
+            status = names.WorkerStatus(state, 7, incarnation=int(index == 1))
+            run.resolver.add(names.status_key("rollout_worker", index), status.encode())
+        run.resolver.add(names.incarnation_key("rollout_worker", 1), "2")  # it has died; its entry is not over yet
+        run.register(0, await start_fake_server())
+        run.begin()
+        other = await run.client("rollout_worker/3")
+        asking = asyncio.create_task(other.allocate(["b"], timeout_s=LIMIT_S))
+        await run.until(lambda _: run.manager._service.roll_call.awaited == {"rollout_worker/0": 0})
+        assert not run.manager._service.begun
+        assert not asking.done()
+        worker = await run.client("rollout_worker/0")
+        worker._held.granted([GrantedRollout("a", DataOrder(ROWS, 1).ref(0).prompt_id, 0, 0, 0, 0, 0)])
+        await worker.lost_servers(-1, 0.0)
+        granted = (await asking).granted
+        assert [grant.order for grant in granted] == [1], "the first prompt is played by the one that spoke last"
+        assert run.books().running == 2
+    finally:
+        await run.close()
+
+
+async def test_a_worker_that_does_not_speak_is_waited_for_as_long_as_its_lease(
+    tmp_path: Path, start_fake_server: Any
+) -> None:
+    run = Run(tmp_path, config_of(rollout_lease_s=1.0))
+    try:
+        run.resolver.add(names.status_key("rollout_worker", 0), names.WorkerStatus("ready", 7).encode())
+        run.register(0, await start_fake_server())
+        open_in_the_ledger = Admitted("a", DataOrder(ROWS, 1).ref(0).prompt_id, 0, 0, "rollout_worker/0", 0, 1.0)
+        run.begin(open=[open_in_the_ledger])
+        other = await run.client("rollout_worker/1")
+        granted = (await other.allocate(["b"], timeout_s=LIMIT_S)).granted
+        assert [grant.order for grant in granted] == [0]
+        assert run.manager._service.gate.outcome("a") == "worker_died"
+    finally:
+        await run.close()

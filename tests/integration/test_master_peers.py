@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -291,11 +292,17 @@ def test_announcements_are_what_the_readers_expect(tmp_path: Path) -> None:
         board.announce_version(3, "/w/v3")
         board.announce_version(4, "/w/v4")
         assert board.announced_version() == 4
-        board.announce_data_state(Path("/run/data_state.json"), {"failed": 2})
+        assert not board.ledger_has_begun()
+        board.ledger_begun(0)
+        assert board.ledger_has_begun()
+        assert board.manager_process() is None
+        for incarnation in (0, 1):
+            status = names.WorkerStatus("ready", 7, incarnation=incarnation)
+            resolver.add(names.status_key("gserver_manager", 0), status.encode(), replace=True)
+            while board.manager_process() != f"{incarnation}/7":
+                time.sleep(0.01)
         published = names.PublishedVersion.decode(resolver.get(names.model_version_key("actor")))
         assert (published.version, published.path) == (4, "/w/v4")
-        state = names.DataState.decode(resolver.get(names.DATA_STATE_KEY))
-        assert (state.path, state.dropped) == ("/run/data_state.json", {"failed": 2})
 
 
 def placed(grid: WorkerGrid) -> tuple[dict[str, list[int]], tuple[int, ...]]:

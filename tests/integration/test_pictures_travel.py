@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingParams
-from asyncrl.api.picture import Picture, PictureError, PlacedPicture
+from asyncrl.api.picture import Picture, PictureError, PictureRef, PlacedPicture
 from asyncrl.comm.http.calls import HttpRefused, JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PictureSender
 from asyncrl.inference.embedded.serving import server as serving
@@ -138,6 +138,7 @@ async def test_concurrent_groups_over_one_picture_send_it_once(start: Any) -> No
         assert client._sender.sent == server.received == 1
         await client.generate(request_of(0, 1, 0))
         assert client._sender.sent == server.received == 2
+        assert not client._sender._under_way
     last = server.engine.inputs[-1]
     assert last.pictures == request_of(0, 1, 0).pictures
     assert [placed.picture.data for placed in last.pictures] == [PICTURES[i].data for i in (0, 1, 0)]
@@ -200,6 +201,16 @@ def test_the_cache_drops_what_was_used_longest_ago_and_never_the_newest() -> Non
     small.add(PICTURES[0])
     assert len(small) == 1
     assert small.nbytes == len(PICTURES[0].data)
+
+
+def test_ten_thousand_pictures_leave_no_more_than_the_limit() -> None:
+    cache = PictureCache(max_bytes=1 << 20)
+    for number in range(10_000):
+        data = number.to_bytes(4, "little") * 1000
+        cache.add(Picture(data, f"{number:064x}"))
+        assert cache.nbytes <= 1 << 20
+    assert (cache.received, len(cache)) == (10_000, (1 << 20) // 4000)
+    assert cache.placed([[PictureRef(0, 1, f"{9_999:064x}")]])
 
 
 async def test_a_model_without_pictures_refuses_them_by_name(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

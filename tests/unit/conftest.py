@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.config import load
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
@@ -29,6 +32,19 @@ RunStep = Callable[..., dict[str, StatValues]]
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built_in_experiments_are_composed_once() -> Iterator[None]:
+    """Hydra takes four fifths of the time of a call of `load_experiment` for it, and their files stay as they are."""
+    compose, once, built_in = load._compose, cache(load._compose), [load.experiments_dir()]
+
+    def composed(name: str) -> tuple[DictConfig, type[load.Config]]:
+        return (once if list(load.ExperimentFolders.folders) == built_in else compose)(name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "_compose", composed)
+        yield
 
 
 def save_model(folder: Path, config: PretrainedConfig, seed: int = 0) -> Path:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -35,6 +35,7 @@ from asyncrl.comm.ledger_lines import (
     End,
     LedgerBooks,
     Line,
+    Manager,
     RolloutLine,
     RunSettings,
     Saved,
@@ -51,7 +52,6 @@ from asyncrl.master.recovery.recorded import Recorded
 FILE_BYTES = 16 << 20
 """About 50,000 rollouts."""
 
-_OF_A_ROLLOUT = tuple(f'{{"kind":"{kind}"'.encode() for kind in ("admitted", "finished", "dropped", "abandoned"))
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Line).decode
@@ -98,13 +98,6 @@ class _File:
                 left = left[os.pwrite(self.descriptor, left, place + len(data) - len(left)) :]
 
         retry_write_blocking(write, f"{self.path}", _log)
-
-
-class ToldSince(NamedTuple):
-    """Lines of the ledger after a given line: the number of lines about `rollouts`; True if a `step` is among them."""
-
-    rollouts: int
-    step: bool
 
 
 class Ledger:
@@ -177,24 +170,30 @@ class Ledger:
         )
         self.write()
 
-    def go_on(self, lines: int) -> ToldSince:
-        """The launch goes on after its first so many lines; says what of that which followed need not be told again.
+    def go_on(self, lines: int) -> bool:
+        """The launch goes on after its first so many lines; returns True if a step is among those that followed.
 
         Nothing but a step that is not whole is cut away: a checkpoint may name any of the lines.
         """
-        told = self._told_after(lines)
+        has_step = self._has_step_after(lines)
         if not self._take_up():
             raise ValueError(
                 f"the ledger in {self._folder} is damaged; start the run again, it continues from its newest checkpoint"
             )
         self.lineage = max(0, self.lineage - 1)  # of the launch that goes on, not of one that begins
         self._file = _File.open(self._path)
-        return told
+        return has_step
 
     def lines_written(self) -> int:
         """Bring all lines so far to the disk; their number."""
         self.write()
         return self._lines
+
+    def begin_manager(self, number: int) -> None:
+        """The lines about rollouts come from the GserverManager with this number from here on."""
+        if number != self.recorded.manager:
+            self._add(Manager(number, self._at()))
+            self._hand_over()
 
     def take(self, lines: Iterable[RolloutLine]) -> None:
         """Add the manager's lines about rollouts. A MasterWorker that takes over has these lines from now on."""
@@ -273,7 +272,7 @@ class Ledger:
     def _at(self) -> float:
         return round(self._now(), 3)
 
-    def _add(self, line: RolloutLine | Trained) -> None:
+    def _add(self, line: Manager | RolloutLine | Trained) -> None:
         encoded = _encode(line) + b"\n"
         self._lines += 1
         self._unsealed.update(encoded)
@@ -295,9 +294,9 @@ class Ledger:
             self._number += 1
             self._file = _File.open(self._path)
 
-    def _told_after(self, lines: int) -> ToldSince:
-        """Count the lines after the first `lines`; a step whose last line is missing is cut away."""
-        rollouts, step, number = 0, False, 0
+    def _has_step_after(self, lines: int) -> bool:
+        """True if a step comes after the first `lines` lines; one whose last line is missing is cut away."""
+        step, number = False, 0
         for file in sorted(self._folder.glob("*.jsonl")):
             whole = size = 0
             with file.open("rb") as content:
@@ -306,12 +305,10 @@ class Ledger:
                     if not line.endswith(b"\n") or line.startswith(b'{"kind":"trained"'):
                         continue
                     whole = size
-                    if number > lines:
-                        step |= line.startswith(b'{"kind":"step"')
-                        rollouts += line.startswith(_OF_A_ROLLOUT)
+                    step |= number > lines and line.startswith(b'{"kind":"step"')
             if whole != size:
                 retry_write_blocking(partial(os.truncate, file, whole), f"{file}", _log)
-        return ToldSince(rollouts, step)
+        return step
 
     def _take_up(self, to: int | None = None) -> bool:
         """Go on after what is there: repair its end, count its lines, hash what no seal covers, add up what counts.

@@ -1,7 +1,8 @@
 """Reports to the GserverManager of what was trained and dropped; its replies bring the books and the fate of rollouts.
 
-The manager keeps the books (`staleness_gate`), from those of the checkpoint on. Each reply brings them here, with lines
-about rollouts. These lines go to the ledger's file before any report that follows from them.
+The manager keeps the books (`staleness_gate`). Each reply brings them here, with lines about rollouts. These lines go
+to the ledger's file before any report that follows from them. A manager that begins, at first or after a death, is told
+all that the trainer's side knows before its first report (`asyncrl.manager.rebuild`).
 
 If steps are kept, no report about a step is sent before its state is whole: the process that replaces this one would
 not know of the step.
@@ -11,22 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple, NoReturn
 
 from msgspec import structs
 
-from asyncrl.comm.ledger_lines import Dropped, PromptGoes, RolloutLine
-from asyncrl.comm.request_reply.client import RequestClient
-from asyncrl.manager.client import GateStatus, ManagerClient
-from asyncrl.manager.messages import ConsumedReply, GateBooks, GivenUp
+from asyncrl.comm.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
+from asyncrl.manager.client import GateStatus, ManagerClient, NotIntroduced
+from asyncrl.manager.messages import ConsumedReport, GateBooks, ReceivedRollout, RunReport
 from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.books.run_files import BooksError, DataState
+from asyncrl.master.books.run_files import BooksError
 from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
+from asyncrl.master.data.collector import Collector
 from asyncrl.master.offline.replay import OfflineGate
-from asyncrl.master.recovery.memory_checkpointer import Known, MemoryCheckpointer
-from asyncrl.runtime.process.waiting import or_stop
-from asyncrl.trainer.messages import Discard
+from asyncrl.master.peers.connections import introduce_each
+from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
+from asyncrl.master.recovery.recorded import Recorded
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.runtime.process.waiting import cancel, or_stop
+from asyncrl.trainer.messages import RolloutRecord
 
 _log = logging.getLogger(__name__)
 
@@ -39,73 +45,117 @@ LAST_REPORT_LIMIT_S = 1.0
 
 
 class Told(NamedTuple):
-    """The manager's last report: the books, the numbers of its lines, gate and servers."""
+    """The manager's last report: the books, gate and servers, and the number of the last measured success rate."""
 
     books: GateBooks = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
-    known: Known = Known()
     status: GateStatus = GateStatus()
+    measured: int = 0
+
+
+@dataclass
+class Due:
+    """What the manager is to be told next: rollouts of complete steps, dropped ones, and the end of the run."""
+
+    trained: list[ReceivedRollout] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)
+    closed: bool = False
+    abandoned: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.trained or self.drops)
+
+    def report(self, version: int, recorded: Recorded, measured_after: int) -> ConsumedReport:
+        """The report of it at policy version `version`, for the manager whose lines the ledger has."""
+        return ConsumedReport(
+            version,
+            [each.rollout_id for each in self.trained],
+            [drop.message for drop in self.drops],
+            [each for each in self.trained if each.rollout_id not in recorded.open],
+            recorded.manager,
+            recorded.heard,
+            measured_after,
+        )
 
 
 class Reports:
-    """Reports to the manager. Each method takes the version that the model has now.
+    """Reports to the manager. Each method that takes a `version` wants the one that the model has now.
 
     Args:
-        heads: the ModelWorkers that receive trajectories, by data index.
+        collector: polls the ranks, and has them free what was dropped.
         steps: where the state of each step is kept.
         stop: ends the wait for a report.
         limit_s: of each call.
 
     Attributes:
         told: the manager's last report.
-        unreported: trained rollouts that are not reported to the manager yet.
-        told_already: number of lines, among those that the manager reports next, that the ledger has already.
+        due: what it is to be told next.
+        curriculum: has the success rates that the manager reported.
     """
 
     def __init__(
         self,
         manager: ManagerClient | OfflineGate,
-        heads: Sequence[RequestClient],
+        collector: Collector,
         buffer: SampleBuffer,
         ledger: Ledger,
-        data_state: DataState,
+        curriculum: Curriculum,
         steps: MemoryCheckpointer,
         stop: asyncio.Event,
         limit_s: float,
     ) -> None:
-        self._manager, self._heads, self._stop, self._limit_s = manager, heads, stop, limit_s
-        self._buffer, self._ledger, self._data_state, self._steps = buffer, ledger, data_state, steps
-        self.told = Told()
-        self.unreported: list[str] = []
-        self.told_already = 0
-        self._drops: list[Drop] = []
+        self._manager, self._collector, self._stop, self._limit_s = manager, collector, stop, limit_s
+        self._buffer, self._ledger, self._steps = buffer, ledger, steps
+        self.told, self.due, self.curriculum = Told(), Due(), curriculum
+        self._one_at_a_time = asyncio.Lock()
+        self._following: asyncio.Task[NoReturn] | None = None
 
-    def restore(self, trained: int, dropped: Mapping[str, int]) -> None:
+    def restore(self, trained: int, dropped: Mapping[str, int], curriculum: Curriculum) -> None:
         """Continue with the books as the gate has them: B per version, whatever B was when they were trained."""
         self.told = Told(GateBooks(trained + sum(dropped.values()), trained, dict(dropped), abandoned=0))
+        self.curriculum = curriculum
 
-    def take_up(self, unreported: Sequence[str], known: Known) -> None:
-        """Continue after the last step of the loop before this one.
-
-        Its rollouts are reported again before another step begins. So the reply has all prompts dropped for good, also
-        those that the loop before this one has written into the ledger.
+    def continue_after(self, recorded: Recorded) -> None:
+        """Continue with the books that the ledger's lines add up to. Prompts that were dropped for good since the state
+        that the run continues from are used.
         """
-        self.unreported = list(unreported)
-        self._buffer.know_trained(unreported)
-        self.told = self.told._replace(known=known)
+        self.told = self.told._replace(books=GateBooks(**structs.asdict(recorded.books())))
+        self._buffer.used.update(recorded.used)
+
+    def take_up(self, trained: Sequence[ReceivedRollout], measured: int) -> None:
+        """Continue after the last step of the loop before this one: its rollouts are reported again before another
+        step begins.
+        """
+        self.due.trained = list(trained)
+        self._buffer.know_trained(each.rollout_id for each in trained)
+        self.told = self.told._replace(measured=measured)
 
     def trained(self, batch: TrainBatch) -> None:
         """Add the complete step of `batch` to the next report."""
-        self.unreported += [record.rollout_id for record in batch.records]
+        self.due.trained += map(received, batch.records)
 
     @property
     def reported_books(self) -> GateBooks | None:
         """The books; None while a trained rollout is not reported."""
-        return None if self.unreported else self.told.books
+        return None if self.due.trained else self.told.books
 
     async def look(self) -> None:
         """Ask for the manager's status without a report."""
         status = await or_stop(self._manager.status(), self._stop, self._limit_s)
         self.told = self.told._replace(status=status)
+
+    def follow(self, manager: Callable[[], str | None], version: Callable[[], int]) -> None:
+        """Tell each manager that begins all that the trainer's side knows, from now on.
+
+        Args:
+            manager: names the manager's process; None while there is none.
+            version: the one that the model has now.
+        """
+        self._following = asyncio.create_task(self._follow(manager, version))
+
+    async def close(self) -> None:
+        """Stop following."""
+        if self._following is not None:
+            await cancel(self._following)
 
     async def report(self, version: int) -> None:
         """Report what was trained and dropped, and have the ranks free the tensors of dropped rollouts.
@@ -114,13 +164,15 @@ class Reports:
         A stop request ends the wait: the manager may have failed, and the checkpoint must not wait for it. The `last`
         report has what is missing then.
         """
+        if self._following is not None and self._following.done():
+            self._following.result()
         while self._steps.may_tell_of(version):
-            self._drops += self._buffer.pop_drops()
-            drops = self._drops
-            if not self.unreported and not drops:
+            self.due.drops += self._buffer.pop_drops()
+            drops = self.due.drops  # the report may add to it
+            if not self.due:
                 return
             await or_stop(self._report(version), self._stop, self._limit_s)
-            await self._discard(drops)
+            await self._collector.discard([drop.record for drop in drops], self._limit_s)
 
     async def last(self, version: int) -> None:
         """Report once more, so that the last checkpoint has the prompts that are dropped for good by now."""
@@ -129,6 +181,11 @@ class Reports:
                 await self._report(version)
         except Exception as error:
             _log.warning("the GserverManager was not heard before the last checkpoint: %r", error)
+
+    async def close_gate(self) -> None:
+        """No rollout starts from now on."""
+        self.due.closed = True
+        await self._manager.close_gate()
 
     async def close_books(self, version: int, *, complete: bool) -> None:
         """Close the gate and account for every rollout; `complete`: all steps are trained.
@@ -139,7 +196,8 @@ class Reports:
         limit_s = LAST_BOOKS_LIMIT_S if complete else BOOKS_LIMIT_S
         try:
             async with asyncio.timeout(limit_s):
-                await self._manager.close_gate()
+                await self.close_gate()
+                self.due.abandoned = True
                 await self._manager.abandon()
                 await self._report(version)
         except TimeoutError as error:
@@ -149,39 +207,82 @@ class Reports:
         """Make one report and process the reply."""
         if not self._steps.may_tell_of(version):
             return
-        self._data_state.write()
-        self._drops += self._buffer.pop_drops()
-        dropped = [drop.message for drop in self._drops]
-        recorded = self._steps.recorded(self.told.known)
-        reply = await self._manager.report_consumed(version, self.unreported, dropped, *recorded)
-        self.unreported, self._drops = [], []
-        self._ledger.take(decide(self._buffer, reply.given_up, self._new_lines(reply)))
-        self._data_state.measured(reply.measured)
-        known = Known(reply.seq, reply.events_seq, reply.measured_seq)
-        status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.books.dropped)
-        self.told = Told(reply.books, known, status)
+        async with self._one_at_a_time:
+            while True:
+                self.due.drops += self._buffer.pop_drops()
+                report = self.due.report(version, self._ledger.recorded, self._steps.kept_of(self.told.measured))
+                try:
+                    reply = await self._manager.report_consumed(*structs.astuple(report))
+                    break
+                except NotIntroduced:
+                    await self._introduce(version)
+            self.due.trained, self.due.drops = [], []
+            self._ledger.take(decide(self._buffer, self._ledger.recorded, reply.events))
+            for prompt_id, success in reply.measured:
+                self.curriculum.measured(prompt_id, success)
+            status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.books.dropped)
+            self.told = Told(reply.books, status, reply.measured_seq)
 
-    def _new_lines(self, reply: ConsumedReply) -> list[RolloutLine]:
-        """Return the lines of `reply` that the ledger lacks."""
-        first = reply.events_seq - len(reply.events)  # the manager may know that more of them are recorded
-        known = (self.told.known.events or first) + self.told_already
-        self.told_already = 0
-        return reply.events[max(0, known - first) :]
+    async def _follow(self, manager: Callable[[], str | None], version: Callable[[], int]) -> NoReturn:
+        async def introduce() -> bool:
+            async with self._one_at_a_time:
+                return await self._introduce(version())
 
-    async def _discard(self, drops: Sequence[Drop]) -> None:
-        for head in sorted({drop.record.head for drop in drops}):
-            discard = Discard(tuple(drop.record.rollout_id for drop in drops if drop.record.head == head))
-            await self._heads[head].call(discard, timeout_s=self._limit_s)
+        await introduce_each(manager, introduce)
+
+    async def _introduce(self, version: int) -> bool:
+        """Tell the manager all that is known here; False while a step's state is not whole.
+
+        The ranks are polled first: what they have now the manager may have heard of from nobody.
+        """
+        await self._collector.refresh()
+        if not self._steps.may_tell_of(version):
+            return False
+        self.due.drops += self._buffer.pop_drops()
+        run = run_report(self._ledger.recorded, self._buffer, self.curriculum, self.due, version)
+        self._ledger.begin_manager(await self._manager.report_run(run))
+        return True
 
 
-def decide(buffer: SampleBuffer, given_up: Iterable[GivenUp], lines: Sequence[RolloutLine]) -> list[RolloutLine]:
-    """Drop the prompts `given_up` for good, except trained ones; return the manager's `lines` for the ledger.
+def decide(buffer: SampleBuffer, recorded: Recorded, lines: Sequence[RolloutLine]) -> list[RolloutLine]:
+    """Drop the prompts for good that the manager's `lines` give up, except trained ones; return the ledger's lines.
 
     The manager cannot know which prompts are trained, so its line always says `given_up`. The ledger's line says `used`
     if the prompt was used before; it comes before the line of the step that trained the prompt.
     """
-    used = {each.rollout_id for each in given_up if not buffer.give_up(each.prompt_id)}
-    return [
-        structs.replace(line, prompt=PromptGoes.used) if isinstance(line, Dropped) and line.rollout in used else line
-        for line in lines
-    ]
+    admitted = {line.rollout: line for line in lines if isinstance(line, Admitted)}
+    decided: list[RolloutLine] = []
+    for line in lines:
+        if isinstance(line, Dropped) and line.prompt is PromptGoes.given_up:
+            prompt = (recorded.open.get(line.rollout) or admitted[line.rollout]).prompt
+            decided.append(line if buffer.give_up(prompt) else structs.replace(line, prompt=PromptGoes.used))
+        else:
+            decided.append(line)
+    return decided
+
+
+def run_report(recorded: Recorded, buffer: SampleBuffer, curriculum: Curriculum, due: Due, version: int) -> RunReport:
+    """Return all that the trainer's side knows of the run at policy version `version`."""
+    ended = list(recorded.ended.items())
+    return RunReport(
+        version=recorded.version,
+        dropped=dict(+recorded.dropped),
+        abandoned=recorded.abandoned,
+        open=list(recorded.open.values()),
+        finished=sorted(recorded.finished),
+        ended=[(how, [key for key, _ in group]) for how, group in groupby(ended, lambda item: item[1].outcome)],
+        lost=[each.lost for _, each in ended if each.lost is not None],
+        retries=list(recorded.retries.values()),
+        used=buffer.used.to_json(),
+        received=[received(record) for record in buffer.untrained()],
+        consumed=structs.replace(due.report(version, recorded, 0), manager=0, events_after=0),
+        curriculum=curriculum.state(),
+        closed=due.closed,
+        abandoned_all=due.abandoned,
+    )
+
+
+def received(record: RolloutRecord) -> ReceivedRollout:
+    """The rollout of `record`, for the manager."""
+    oldest = max(0, record.oldest_version)
+    return ReceivedRollout(record.rollout_id, record.prompt_id, record.order, oldest, max(1, sum(record.lengths)))

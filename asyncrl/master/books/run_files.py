@@ -1,31 +1,24 @@
-"""Files that the MasterWorker writes into the run's folder, beside metrics: data state, books, summary."""
+"""Files that the MasterWorker writes into the run's folder, beside metrics: books and summary."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from asyncrl.comm.files.retry_write import retry_write_blocking
-from asyncrl.comm.files.sealed_json import seal
-from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import (
     BOOKS_FILE,
     CHECKPOINTS_DIR,
-    DATA_STATE_FILE,
     LOGS_DIR,
     METRICS_FILE,
     SUMMARY_FILE,
     WEIGHTS_DIR,
 )
 from asyncrl.manager.messages import GateBooks
-from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.metrics.metrics_log import MetricsLog
-from asyncrl.plugins.datasets.queue.curriculum import Curriculum, make_curriculum
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.trials.restart_log import count_restarts
 
 _log = logging.getLogger(__name__)
@@ -38,15 +31,6 @@ class BooksError(RuntimeError):
 def checkpoint_root(run_dir: Path) -> Path:
     """Folder of the run's checkpoints."""
     return run_dir / CHECKPOINTS_DIR
-
-
-def write_data_state(run_dir: Path, used: UsedPrompts, curriculum: Curriculum) -> Path:
-    """Write which prompts are used, for the RolloutWorkers (`UsedPrompts.read`), and how well they were answered, for
-    the GserverManager; returns the file.
-    """
-    path = run_dir / DATA_STATE_FILE
-    _write(path, seal({"used_prompts": used.to_json(), "curriculum": curriculum.state()}))
-    return path
 
 
 def write_books(run_dir: Path, step: int, books: GateBooks) -> None:
@@ -107,35 +91,3 @@ def _write(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
 
     retry_write_blocking(write, f"{path}", _log)
-
-
-class DataState:
-    """The file, and the measurements in it; the used prompts are the buffer's.
-
-    It is written before each report to the manager: a worker that begins then finds every prompt used that the manager
-    has forgotten (`asyncrl.manager.service`).
-    """
-
-    def __init__(self, config: ExperimentConfig, run_dir: Path, buffer: SampleBuffer) -> None:
-        self._settings, self._run_dir, self._buffer = config.dataset.curriculum, run_dir, buffer
-        self._measured = 0
-        self._written: tuple[int, int] | None = None  # how many used prompts and measurements the file has
-        self.restore(())
-
-    def restore(self, curriculum: Any) -> None:
-        """Continue from the state of a curriculum."""
-        self.curriculum = make_curriculum(self._settings, curriculum)
-
-    def measured(self, successes: Iterable[tuple[str, float]]) -> None:
-        """Take in the success rates of prompts."""
-        for prompt_id, success in successes:
-            self.curriculum.measured(prompt_id, success)
-            self._measured += 1
-
-    def write(self) -> Path:
-        """Write the file if something has changed; return its path."""
-        content = len(self._buffer.used), self._measured
-        if self._written == content:
-            return self._run_dir / DATA_STATE_FILE
-        self._written = content
-        return write_data_state(self._run_dir, self._buffer.used, self.curriculum)

@@ -151,6 +151,10 @@ class SampleBuffer:
         """The live records."""
         return list(self._live.values())
 
+    def untrained(self) -> list[RolloutRecord]:
+        """The live records, and those that are taken for a step."""
+        return [*self._live.values(), *self._taken.values()]
+
     def take(self, version: int, ranks: Mapping[str, float] | None = None) -> TrainBatch | None:
         """The batch of the step at `version`; None while fewer than B live records are left after the expiry check.
 

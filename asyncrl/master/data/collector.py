@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 from asyncrl.comm.request_reply.client import RequestClient, RequestTimeout
@@ -105,6 +105,18 @@ class Collector:
             self._refreshing[head].append(answer)
             self._kicks[head].set()
         await self._unless_failed(asyncio.gather(*answers))
+
+    async def discard(self, records: Iterable[RolloutRecord], limit_s: float) -> None:
+        """Have the workers free the tensors of `records`.
+
+        Raises:
+            RequestTimeout: one does not answer within `limit_s`.
+        """
+        of_head: dict[int, list[str]] = {}
+        for record in records:
+            of_head.setdefault(record.head, []).append(record.rollout_id)
+        for head, rollouts in sorted(of_head.items()):
+            await self._heads[head].call(Discard(tuple(rollouts)), timeout_s=limit_s)
 
     async def _follow(self, head: int) -> None:
         cursor = 0

@@ -37,8 +37,8 @@ def reference(config: ExperimentConfig) -> tuple[Call, ...]:
 
 
 def kl_in_reward(config: ExperimentConfig) -> tuple[str, ...]:
-    """Return the further keys that the advantage call reads if the KL term is part of the reward."""
-    return written(*reference(config)) if config.algorithm.kl_in == KLPlace.reward else ()
+    """Return the further keys that the advantage call reads if the KL term is part of the reward or the advantage."""
+    return written(*reference(config)) if config.algorithm.kl_in != KLPlace.loss else ()
 
 
 def written(*calls: Call) -> tuple[str, ...]:

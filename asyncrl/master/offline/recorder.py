@@ -1,8 +1,9 @@
 """Recorder: takes in rollouts and keeps them, where nothing is trained (`python -m asyncrl.launch rollout`).
 
-It stands in for MasterWorker and ModelWorkers: the RolloutWorkers begin once it announces the data state, send their
-trajectories to it. It leads: the run ends when as many rollouts are kept as a training of so many steps would take. A
-launch that continues leaves out the prompts that are kept; what had not come into a file is generated again.
+It stands in for MasterWorker and ModelWorkers: it tells the GserverManager which prompts are kept, and the
+RolloutWorkers send their trajectories to it. It leads: the run ends when as many rollouts are kept as a training of so
+many steps would take. A launch that continues leaves out the prompts that are kept; what had not come into a file is
+generated again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import time
+from functools import partial
 from pathlib import Path
 
 from asyncrl.api.trajectory import Trajectory
@@ -18,13 +20,13 @@ from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.manager.client import ManagerClient
-from asyncrl.master.books.run_files import write_books, write_data_state
-from asyncrl.master.peers.connections import NameBoard
+from asyncrl.manager.messages import ReceivedRollout, RunReport
+from asyncrl.master.books.run_files import write_books
+from asyncrl.master.peers.connections import NameBoard, introduce_each
 from asyncrl.observe.samples import read_samples, rows_of, sample_files, write_samples
-from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.runtime.process.waiting import StopRequested
+from asyncrl.runtime.process.waiting import StopRequested, cancel
 from asyncrl.runtime.process.worker import AsyncWorker
 
 ROLLOUTS_PER_FILE = 64
@@ -50,19 +52,33 @@ class Recorder(AsyncWorker):
             url = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER)
         except StopRequested:
             return
-        manager = ManagerClient(url, self.name, self.http_security)
-        puller = TrajectoryPuller(self.config.system.host, self.security, on_message=self._arrived.put)
+        find = partial(self.resolver.get, names.MANAGER_KEY)
+        manager = ManagerClient(url, self.name, self.http_security, find=find)
+        received: list[ReceivedRollout] = []
+
+        def arrived(trajectory: Trajectory) -> None:
+            name, prompt, order = trajectory.rollout_id, trajectory.prompt_id, trajectory.order
+            tokens = sum(len(sample.tokens) for sample in trajectory.samples)
+            received.append(ReceivedRollout(name, prompt, order, 0, tokens))
+            self._arrived.put(trajectory)
+
+        async def introduce() -> bool:
+            used = UsedPrompts(kept.values()).to_json()
+            await manager.report_run(RunReport(used=used, received=list(received)))
+            return True
+
+        puller = TrajectoryPuller(self.config.system.host, self.security, on_message=arrived)
         try:
             lease_s = self.config.system.lease_s
             self.resolver.add(names.puller_key(0), puller.endpoint, lease_s=lease_s, replace=True)
-            measured = make_curriculum(self.config.dataset.curriculum)
-            state = write_data_state(self.run_dir, UsedPrompts(kept.values()), measured)
             board = NameBoard(self.resolver)
-            board.announce_data_state(state, {})
+            await asyncio.to_thread(board.manager_process)  # the first look reads, the others do not
+            introducing = asyncio.create_task(introduce_each(board.manager_process, introduce))
             self.ready()
             await self._record(manager, board)
             await manager.close_gate()
             write_books(self.run_dir, 0, await manager.abandon())
+            await cancel(introducing)
         finally:
             puller.close()
             await manager.close()

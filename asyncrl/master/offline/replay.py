@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -24,10 +24,11 @@ import numpy as np
 
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
+from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import PULLERS
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.manager.client import GateStatus
-from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks
+from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, ReceivedRollout, RunReport
 from asyncrl.master.peers.connections import NameBoard
 from asyncrl.observe.samples import read_samples, sample_files, trajectories
 from asyncrl.runtime.process.worker import AsyncWorker
@@ -39,16 +40,21 @@ WORKER = "replay/0"
 class OfflineGate:
     """The verbs of the manager that the train loop needs, where all rollouts have ended long ago. Keeps the books."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
+        self.begun = asyncio.Event()
+        self._batch_size = batch_size
         self._lines: list[RolloutLine] = []
         self._live: set[str] = set()
         self._submitted = self._trained = self._abandoned = 0
         self._dropped: Counter[str] = Counter()
 
-    def begin(self, trained: int, dropped: Mapping[str, int]) -> None:
-        """Go on from a checkpoint."""
-        self._trained, self._dropped = trained, Counter(dropped)
-        self._submitted = trained + self._dropped.total()
+    async def report_run(self, report: RunReport) -> int:
+        """Begin, or go on from a checkpoint."""
+        if not self.begun.is_set():
+            self._trained, self._dropped = report.version * self._batch_size, Counter(report.dropped)
+            self._submitted = self._trained + self._dropped.total()
+            self.begun.set()
+        return 0
 
     def submitted(self, trajectory: Trajectory, version: int) -> None:
         """The ranks are about to get `trajectory`, in the step from `version`; or again, which counts once."""
@@ -66,7 +72,8 @@ class OfflineGate:
         version: int,
         trained: Sequence[str],
         dropped: Sequence[DroppedRollout],
-        given_up_after: int = 0,
+        unknown: Sequence[ReceivedRollout] = (),
+        manager: int = 0,
         events_after: int = 0,
         measured_after: int = 0,
     ) -> ConsumedReply:
@@ -89,7 +96,7 @@ class OfflineGate:
             version=version,
             trained_version=version,
         )
-        return ConsumedReply(books, [], given_up_after, lines, events_after + len(lines), [], measured_after)
+        return ConsumedReply(books, lines, events_after + len(lines), [], measured_after)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Nothing runs."""
@@ -122,11 +129,9 @@ class OfflineGate:
 class ReplayBoard(NameBoard):
     """Announces to the ranks; has for the feeder the version from which it feeds, and the newest one."""
 
-    def __init__(self, worker: AsyncWorker, gate: OfflineGate, batch_size: int) -> None:
-        super().__init__(worker.resolver)
-        self._gate, self._batch_size = gate, batch_size
+    def __init__(self, resolver: NameResolver) -> None:
+        super().__init__(resolver)
         self.version = 0
-        self.begun = asyncio.Event()
         self.changed = asyncio.Event()
 
     def announce_version(self, version: int, path: str) -> None:
@@ -134,10 +139,8 @@ class ReplayBoard(NameBoard):
         self.version = version
         self.changed.set()
 
-    def announce_data_state(self, path: Path, dropped: Mapping[str, int]) -> None:
-        super().announce_data_state(path, dropped)
-        self._gate.begin(self.version * self._batch_size, dropped)
-        self.begun.set()
+    def manager_process(self) -> str | None:
+        return "replay"
 
 
 def batches(folder: Path, batch_size: int) -> Iterator[tuple[int, list[Trajectory]]]:
@@ -170,7 +173,7 @@ async def feed(
         ValueError: see `batches`.
         InvalidTrajectory: a rank refuses a rollout.
     """
-    await board.begun.wait()
+    await gate.begun.wait()
     first = board.version
     pullers = await asyncio.to_thread(worker.resolver.get_subtree, PULLERS)
     pusher = TrajectoryPusher(pullers.values(), worker.security, identity=WORKER)

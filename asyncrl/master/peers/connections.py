@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Protocol, Self
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn, Protocol, Self
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver
@@ -13,6 +13,7 @@ from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.request_reply import PeerGone, RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.comm.request_reply.router import DESCRIPTORS_PER_CONNECTION, CallRouter
+from asyncrl.manager.client import ManagerGone
 from asyncrl.rollout.messages import Evaluate, EvaluatedAnswer, EvaluationResult
 from asyncrl.runtime.process.descriptors import allow_connections
 from asyncrl.runtime.process.waiting import cancel
@@ -22,6 +23,11 @@ GRACE_S = 5.0
 """Beyond the limit of an evaluation, so that it is the evaluation's own limit that ends it."""
 LOOK_UP_S = 0.5
 """Time between two look-ups, during a call, of the process that is the worker now."""
+
+MANAGER_LOOK_S = 0.25
+"""Time between two looks for another GserverManager."""
+
+_log = logging.getLogger(__name__)
 
 
 class Evaluates(Protocol):
@@ -169,8 +175,25 @@ def _row(answer: EvaluatedAnswer) -> int:
     return answer.row
 
 
+async def introduce_each(process: Callable[[], str | None], introduce: Callable[[], Awaitable[bool]]) -> NoReturn:
+    """Call `introduce` for each GserverManager that comes, again while it returns False (`asyncrl.manager.rebuild`).
+
+    Args:
+        process: names the manager's process; None while there is none.
+    """
+    introduced: str | None = None
+    while True:
+        if (found := process()) is not None and found != introduced:
+            try:
+                if await introduce():
+                    introduced = found
+            except ManagerGone as error:  # another one may come
+                _log.warning("%s", error)
+        await asyncio.sleep(MANAGER_LOOK_S)
+
+
 class NameBoard:
-    """Announces versions and the data state in name resolution; the entries outlive this process."""
+    """Announces versions in name resolution, which outlive this process, and looks up others."""
 
     def __init__(self, resolver: NameResolver) -> None:
         self._resolver = resolver
@@ -196,7 +219,21 @@ class NameBoard:
         except NameEntryNotFound:
             return 0
 
-    def announce_data_state(self, path: Path, dropped: Mapping[str, int]) -> None:
-        """The RolloutWorkers may begin; the used prompts are in `path`. `dropped`: what the books begin with."""
-        state = names.DataState(str(path), dict(dropped))
-        self._resolver.add(names.DATA_STATE_KEY, state.encode(), replace=True)
+    def ledger_has_begun(self) -> bool:
+        """True if the ledger has the first line of this launch."""
+        try:
+            return bool(self._resolver.get(names.LEDGER_BEGUN_KEY))
+        except NameEntryNotFound:
+            return False
+
+    def ledger_begun(self, lineage: int) -> None:
+        """The ledger has the first line of this launch."""
+        self._resolver.add(names.LEDGER_BEGUN_KEY, str(lineage), replace=True)
+
+    def manager_process(self) -> str | None:
+        """Name the GserverManager's process, once it is ready; another one has another name."""
+        entries = self._resolver.follow(f"{names.STATUSES}/{names.GSERVER_MANAGER}").entries()
+        for value in entries.values():
+            if (status := names.WorkerStatus.decode(value)).state == "ready":
+                return f"{status.incarnation}/{status.pid}"
+        return None

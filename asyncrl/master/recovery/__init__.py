@@ -1,4 +1,5 @@
-"""Recovery of the MasterWorker: any process may die at any moment. `docs/faults.md` has the user's view.
+"""Recovery of the MasterWorker: any process may die at any moment. `docs/faults.md` has the user's view, with the
+picture of both sides; `asyncrl.manager.rebuild` has the GserverManager's.
 
 Facts, and where they survive a death:
 
@@ -9,6 +10,7 @@ Facts, and where they survive a death:
       batch, what is to be reported
     trajectories that wait               inboxes, as files                     ranks that begin together
     what became of every rollout         the ledger's file (`recorded`)        a MasterWorker or manager that takes over
+    running rollouts                     their RolloutWorkers                  a manager that takes over
     the announced version                name resolution                       everybody
     all of it, of an older step          the newest checkpoint                 the same command, given again
 

@@ -2,11 +2,13 @@
 
 1. It finds where the run stands (`find`) and takes up that state. A copy that the ranks had begun is made whole.
 2. The manager is asked for its status, and the metrics continue after that step. `books.json` is written.
-3. The ledger continues: after the last step's line, or as a new launch.
+3. The ledger continues: after the last step's line, after the launch's first line where no step is complete since,
+   or as a new launch.
 4. The open reports of the MasterWorker before are taken up, and the last step's row of metrics is written.
 5. Weights of versions that the run went back behind are removed, and the current ones are published.
 6. The version is announced, unless an evaluation of an older one was cut off: servers keep that one for now.
-7. The data state is announced: RolloutWorkers begin. From here on trajectories come in, and the process is ready.
+7. The ranks are polled, and the manager is told what is known if it begins too: its gate opens. From here on
+   trajectories come in, and the process is ready.
 8. The evaluation that was cut off is made again; then the version is announced.
 9. The last step is reported, and written into the ledger if it lacks it.
 
@@ -30,7 +32,7 @@ from asyncrl.comm.request_reply.client import PeerGone
 from asyncrl.master.books.run_files import checkpoint_root, write_books
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.rank_clients import RankClients, Stalled
-from asyncrl.master.recovery.memory_checkpointer import Known, MemoryCheckpointer, StepState
+from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer, StepState
 from asyncrl.runtime.process.waiting import or_stop
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import AttachMaster, IsStepRunning, LoadCheckpoint
@@ -137,7 +139,7 @@ class Beginning:
         awaited = self._parts.metrics_log.awaits_evaluation()
         cut_off = awaited is not None and awaited < standing.version
         self.announce(standing, path, cut_off=cut_off)
-        self.announce_data_state()
+        self.open_gate()
         await self.evaluate_again(standing, path, awaited=awaited is not None, cut_off=cut_off)
         await self.report_last_step(standing, written=ledger_has_step)
 
@@ -148,7 +150,7 @@ class Beginning:
         checkpoints = checkpoint_root(parts.run_dir)
         standing = await find(parts.ranks, parts.steps, checkpoints, announced, parts.state())
         parts.restore(standing.state)
-        parts.steps.found(standing.version, standing.last.known if standing.last else Known())
+        parts.steps.found(standing.version, standing.last.measured_seq if standing.last else 0)
         parts.checkpoints.saved = parts.progress if standing.saved else None
         parts.checkpoints.make_up(standing.version)
         parts.announcer.announced = standing.announced
@@ -168,19 +170,20 @@ class Beginning:
 
     def continue_ledger(self, standing: RecoveredState) -> bool:
         """3. Returns True if the ledger has the last step."""
-        parts = self._parts
-        if standing.last is None:
+        parts, board = self._parts, self._parts.peers.board
+        if standing.last is None and not board.ledger_has_begun():
             parts.ledger.begin(standing.version, standing.state.get("ledger"), parts.reports.told.books)
+            board.ledger_begun(parts.ledger.lineage)
             return True
-        told = parts.ledger.go_on(standing.last.ledger_line)
-        parts.reports.told_already = told.rollouts
-        return told.step
+        has_step = parts.ledger.go_on(0 if standing.last is None else standing.last.ledger_line)
+        parts.reports.continue_after(parts.ledger.recorded)
+        return has_step
 
     def take_up_last_step(self, standing: RecoveredState) -> None:
         """4."""
         if (step := standing.last) is not None:
             parts = self._parts
-            parts.reports.take_up(step.trained, step.known)
+            parts.reports.take_up(step.trained, step.measured_seq)
             status = parts.reports.told.status
             parts.metrics_log.step_again(standing.version, step.batch, step.measured, status, perf_counter())
             _log.info("going on after step %d, which was complete", standing.version)
@@ -194,15 +197,15 @@ class Beginning:
         return await parts.publishing.publish(standing.version, in_use, to_disk=True) if standing.version else ""
 
     def announce(self, standing: RecoveredState, path: str, *, cut_off: bool) -> None:
-        """6. Before the RolloutWorkers begin, so that the gate knows where the run stands."""
+        """6."""
         if standing.version and not cut_off:
             self._parts.announcer.announce(standing.version, path)
 
-    def announce_data_state(self) -> None:
+    def open_gate(self) -> None:
         """7."""
         parts = self._parts
-        parts.peers.board.announce_data_state(parts.data_state.write(), parts.reports.told.books.dropped)
         parts.collector.start()
+        parts.reports.follow(parts.peers.board.manager_process, lambda: parts.version)
         parts.stall.progressed()
         self._ready()
 

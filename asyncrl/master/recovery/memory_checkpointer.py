@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from asyncrl.comm.request_reply.client import RemoteError
+from asyncrl.manager.messages import ReceivedRollout
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import Row
 from asyncrl.master.peers.rank_clients import RankClients
@@ -31,29 +32,19 @@ from asyncrl.weights.versions.manifest import FileEntry
 _log = logging.getLogger(__name__)
 
 
-class Known(NamedTuple):
-    """Numbers of the last lines that the manager has reported: of prompts that workers dropped for good, of what became
-    of rollouts, and of measured success rates.
-    """
-
-    given_up: int = 0
-    events: int = 0
-    measured: int = 0
-
-
 class StepState(msgspec.Struct, frozen=True):
     """The part of a kept state that a checkpoint lacks: what is reported and written about the step next.
 
     Attributes:
         trained: rollouts that are not reported to the manager yet.
-        known: the last of what the manager reported that is in this state.
+        measured_seq: number of the last measured success rate that is in this state.
         ledger_line: lines that the ledger had when the step was complete.
     """
 
     batch: TrainBatch
     measured: Row
-    trained: list[str]
-    known: Known
+    trained: list[ReceivedRollout]
+    measured_seq: int
     ledger_line: int
 
 
@@ -67,7 +58,7 @@ class MemoryCheckpointer:
     def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: RankClients) -> None:
         self._memory_checkpoint, self._ranks = memory_checkpoint, ranks
         self._begun = self._whole = 0
-        self._begun_with = self._known = Known()
+        self._begun_with = self._measured = 0
 
     @property
     def on(self) -> bool:
@@ -78,19 +69,21 @@ class MemoryCheckpointer:
         """True if a process that replaces this one would know of the step that made `version`."""
         return not self.on or self._whole == version
 
-    def recorded(self, known: Known) -> Known:
-        """Return how much of `known` the manager may forget, as a successor of this process knows it too."""
-        return self._known if self.on else known
+    def kept_of(self, measured_seq: int) -> int:
+        """Return how many of these measured success rates the manager may forget, as a successor of this process knows
+        them too.
+        """
+        return self._measured if self.on else measured_seq
 
-    def found(self, version: int, known: Known) -> None:
+    def found(self, version: int, measured_seq: int) -> None:
         """The run continues at `version`, of which everything is there."""
-        self._whole, self._known = version, known
+        self._whole, self._measured = version, measured_seq
 
     async def begin(self, version: int, state: dict[str, Any], step: StepState) -> None:
         """Have the ranks copy the state of the step that made `version`, and begin to write it."""
         if self._memory_checkpoint is None:
             return
-        self._begun, self._begun_with = version, step.known
+        self._begun, self._begun_with = version, step.measured_seq
         whole = state | {"step": msgspec.to_builtins(step, str_keys=True)}
         try:
             request = SaveCheckpoint(f"v{version}", version, whole, in_memory=True, master=self._ranks.master)
@@ -101,7 +94,7 @@ class MemoryCheckpointer:
     async def finish(self) -> None:
         """Wait until the state that was begun is whole, so that others may see the step."""
         if await self._complete(self._begun):
-            self._whole, self._known = self._begun, self._begun_with
+            self._whole, self._measured = self._begun, self._begun_with
 
     async def take_up(self, version: int) -> None:
         """Complete the state of `version` that a master before this one had begun."""

@@ -3,8 +3,8 @@
 A pure fold, line by line. The ledger keeps one over all its lines (`asyncrl.master.books.ledger`), and a MasterWorker
 that takes over reads it back from the files. At every line with books it equals them.
 
-A restarted GserverManager needs this state of its earlier reports. Lines that are still in memory die with the
-MasterWorker, so the ledger hands all lines to the kernel before any report that follows from them.
+A GserverManager that follows one that died is told this state (`asyncrl.manager.rebuild`). Lines that are still in
+memory die with the MasterWorker, so the ledger hands all lines to the kernel before any report that follows from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from asyncrl.comm.ledger_lines import (
     Finished,
     LedgerBooks,
     Line,
+    Manager,
     PromptGoes,
+    RolloutLine,
+    Step,
     Trained,
 )
 from asyncrl.comm.recent_ids import RecentIds, ids_remembered
@@ -60,22 +63,30 @@ class Recorded:
         used: prompts that are trained or dropped for good.
         dropped: counts by reason.
         retries: by prompt, for prompts that wait and whose next try is not their first.
+        version: complete steps.
+        manager: number of the GserverManager that the newest lines about rollouts come from; 0 before the first.
+        heard: number of its lines.
     """
 
     def __init__(self) -> None:
         self.open: dict[str, Admitted] = {}
         self.finished: set[str] = set()
-        self.ended: RecentIds[Ended] = RecentIds(0)
+        self.ended: RecentIds[Ended] = RecentIds(1)
         self.used = UsedPrompts()
         self.dropped: Counter[str] = Counter()
         self.retries: dict[str, Retry] = {}
-        self._trained = self._abandoned = 0
+        self.version = self.manager = self.heard = 0
+        self.abandoned = 0
+        self._trained = 0
 
     def take(self, line: Line) -> None:
         """Add one line."""
+        self.heard += isinstance(line, RolloutLine)
         match line:
             case Begin():
                 self._begin(line)
+            case Manager():
+                self.manager, self.heard = line.number, 0
             case Admitted():
                 if line.rollout not in self.ended:  # else it was trained while the gate could not be asked
                     self.open[line.rollout] = line
@@ -85,23 +96,26 @@ class Recorded:
             case Dropped():
                 self._drop(line)
             case Abandoned() if self._close(line.rollout, ABANDONED):
-                self._abandoned += 1
+                self.abandoned += 1
             case Trained():
                 self._train(line)
+            case Step():
+                self.version = line.step
 
     def books(self) -> LedgerBooks:
         """Return the counters, as the gate has them."""
         dropped, live = dict(+self.dropped), len(self.open)
-        submitted = self._trained + sum(dropped.values()) + self._abandoned + live
+        submitted = self._trained + sum(dropped.values()) + self.abandoned + live
         finished = len(self.finished)
-        return LedgerBooks(submitted, self._trained, dropped, self._abandoned, live - finished, finished)
+        return LedgerBooks(submitted, self._trained, dropped, self.abandoned, live - finished, finished)
 
     def _begin(self, line: Begin) -> None:
         """All processes are new: open rollouts are played again, and nothing more is reported about them."""
         settings = line.settings
         self.open, self.finished = {}, set()
         self.ended = RecentIds(ids_remembered(settings.train_batch_size, settings.max_head_offpolicyness))
-        self._abandoned = 0
+        self.version, self.manager, self.heard = line.version, 0, 0
+        self.abandoned = 0
         self._trained = line.version * settings.train_batch_size  # as the gate counts, whatever B was before
         if line.carried is not None:
             self.dropped = Counter(line.carried.dropped)
@@ -146,7 +160,7 @@ class Recorded:
         if ended is None:
             return
         if ended.outcome == ABANDONED:
-            self._abandoned -= 1
+            self.abandoned -= 1
         else:
             self.dropped[ended.outcome] -= 1
 

@@ -5,8 +5,8 @@
 2. They publish the weights, and remove versions that no process reads. Nothing is announced.
 3. The state is whole. From here on others may see the step, and a successor begins after it.
 4. The version is announced: servers load it. A version that is evaluated waits for the evaluation before it.
-5. The data state is written, then the manager receives what was trained and dropped. Its reply brings the books and the
-   lines about rollouts, which go to the ledger's file. Then the ranks discard what was dropped.
+5. The manager receives what was trained and dropped. Its reply brings the books and the lines about rollouts, which go
+   to the ledger's file. Then the ranks discard what was dropped.
 6. The step is written down: its row of metrics, its line in the ledger, `books.json`.
 7. A checkpoint is begun if one is due.
 
@@ -69,8 +69,8 @@ class StepEnd:
         parts = self._parts
         parts.reports.trained(step.batch)
         if parts.steps.on:
-            unreported, known = parts.reports.unreported, parts.reports.told.known
-            kept = StepState(step.batch, dict(step.measured), unreported, known, parts.ledger.lines_written())
+            due, measured = parts.reports.due.trained, parts.reports.told.measured
+            kept = StepState(step.batch, dict(step.measured), due, measured, parts.ledger.lines_written())
             await parts.steps.begin(step.version, parts.state(), kept)
 
     async def publish(self, step: CompleteStep) -> None:

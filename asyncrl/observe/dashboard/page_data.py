@@ -1,4 +1,4 @@
-"""What the page shows of a run, as one JSON value whose size does not grow with the run."""
+"""The data of the dashboard page for a run: one JSON value whose size does not grow with the run."""
 
 from __future__ import annotations
 

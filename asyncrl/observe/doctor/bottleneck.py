@@ -322,7 +322,7 @@ def admission(m: Measured) -> Finding | None:
 
 
 def generation(m: Measured) -> Finding | None:
-    """What is left: the servers decode as fast as they can."""
+    """Generation is the bottleneck, since nothing else is: the servers decode as fast as they can."""
     if m.wait < LITTLE_WAITING:
         return None
     rate, running = m.total("tokens_s"), m.total("running")

@@ -9,7 +9,7 @@ PAGE = "docs/troubleshooting.md"
 
 
 class Level(StrEnum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     problem = auto()
     """Something is wrong: the run stands still, learns nothing or loses data."""
@@ -41,12 +41,12 @@ class Finding:
 
     @property
     def link(self) -> str:
-        """Where the documentation says more."""
+        """Link to the documentation of the finding."""
         return f"{PAGE}#{self.kind}"
 
     @property
     def gain(self) -> str:
-        """What the advice brings at best; empty where that is not known or little."""
+        """Largest gain that the advice can bring; empty if it is unknown or small."""
         if self.step_s is None or self.at_best_s is None or self.at_best_s > 0.97 * self.step_s:
             return ""
         return f"At best: {self.step_s:.2f} → {self.at_best_s:.2f} s a step."

@@ -1,4 +1,4 @@
-"""What the doctor's rules judge by: means over a window of a run's newest steps.
+"""Measurements for the doctor's rules: means over a window of a run's newest steps.
 
 The laws are those of operational analysis (Denning and Buzen 1978): a step of B rollouts every `step_s` seconds is a
 throughput of B / step_s; rollouts alive are admissions a second times seconds of a rollout (Little); a stage's use is
@@ -170,7 +170,9 @@ class Measured:
 
     @property
     def _limit(self) -> float:
-        """How far the servers are at their limit; where that was not seen, it is guessed by how full their batch is."""
+        """Return how close the servers are to their limit; if that was not measured, estimate it from the batch
+        size.
+        """
         if self.saturation is not None:
             return self.saturation
         running, most = self.total("running"), self.total("max_running")

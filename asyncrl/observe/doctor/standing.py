@@ -37,7 +37,7 @@ def progress(history: History) -> list[tuple[str, str, float]]:
 
 
 def standing_lines(history: History, verdict: Finding | None) -> list[str]:
-    """Where a run stands, for the terminal: what its processes do before the first step, then what sets the pace."""
+    """Describe the state of a run for the terminal: before the first step its processes, then the bottleneck."""
     if history.steps:
         if verdict is None or verdict.level is Level.remark:
             return []

@@ -35,7 +35,7 @@ SILENT_S = 30.0
 
 
 class State(StrEnum):
-    """Where a run stands."""
+    """State of a run."""
 
     running = auto()
     """A launcher holds it."""
@@ -120,7 +120,7 @@ class History:
 
     @property
     def processes(self) -> dict[str, Process]:
-        """What processes said of themselves, by name `<kind>/<index>`."""
+        """Return the observations that processes wrote about themselves, by name `<kind>/<index>`."""
         return self._observed.processes
 
     @property

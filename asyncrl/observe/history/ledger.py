@@ -36,7 +36,7 @@ ABANDONED = "abandoned"
 
 @dataclass(slots=True)
 class Rollout:
-    """What the ledger says of a rollout; times are seconds since 1970, None where it is not told (yet).
+    """A rollout according to the ledger; times are seconds since 1970, None if the ledger does not have them (yet).
 
     `end` is `TRAINED`, `ABANDONED`, the reason of its drop, or None while it is under way. `versions` counts its
     generated tokens by policy version.

@@ -20,7 +20,7 @@ OLDER = ".1"
 
 @dataclass(slots=True)
 class Process:
-    """What a process said of itself: its newest lines and its spans, each in order."""
+    """Observations that a process wrote about itself: its newest lines and its spans, each in order."""
 
     name: str
     lines: deque[Line] = field(default_factory=lambda: deque(maxlen=KEEP_LINES))

@@ -98,7 +98,7 @@ class _Tokens:
         shown = self._tokenizer.encode(f"{self._separator}{observation}{self._separator}")
         self._ids = (*self._ids, *shown)
         name = f"{self._prompt.prompt_id}/{self._turn}/{self._prompt.member}"
-        request = GenerationRequest(name, self._ids, 1, self._prompt.sampling)
+        request = GenerationRequest(name, self._ids, 1, self._prompt.sampling, self._prompt.pictures)
         (answer,) = (await self._client.generate(request)).completions
         self._ids, self._turn = (*self._ids, *answer.token_ids), self._turn + 1
         return self._tokenizer.decode(answer.token_ids), answer

@@ -52,7 +52,8 @@ class RetryAgent(Agent):
     async def _in_tokens(self, prompt: Prompt, env: Environment, client: ChatClient) -> tuple[float, int]:
         ids, turn = prompt.input_ids, 1
         while True:
-            request = GenerationRequest(f"{prompt.prompt_id}/{turn - 1}/{prompt.member}", ids, 1, prompt.sampling)
+            name = f"{prompt.prompt_id}/{turn - 1}/{prompt.member}"
+            request = GenerationRequest(name, ids, 1, prompt.sampling, prompt.pictures)
             (answer,) = (await client.generate(request)).completions
             feedback, reward, solved, _, _ = await env.step(self._tokenizer.decode(answer.token_ids))
             if solved or answer.finish_reason == "length" or turn == self._max_turns:

@@ -155,8 +155,8 @@ class PromptFormat:
                 return given if prompt == given else prompt
             if self.pictures is None and any(True for _ in pictures_of(prompt)):
                 raise PicturesRefused(
-                    "the prompt has pictures, and this run takes none: give model.path a model that takes pictures, "
-                    "and generation.backend=embedded"
+                    "the prompt has pictures, and this run takes none (docs/vision.md says which runs do): leave such "
+                    "rows out"
                 )
             return [with_content(turn) for turn in prompt]
         except PictureError as error:

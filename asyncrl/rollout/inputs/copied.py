@@ -33,9 +33,10 @@ from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.config.setting import ConfigError
-from asyncrl.plugins.datasets import Dataset
+from asyncrl.plugins.datasets import Dataset, Placed
 from asyncrl.plugins.datasets.data_fingerprint import content_sum
 from asyncrl.plugins.datasets.readers import files_of
+from asyncrl.plugins.datasets.templates.parts import PictureSource, pictures_of
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.rollout.inputs.named import files_in_args, is_file, named_inputs, texts_in_args
 from asyncrl.rollout.user_code.prompts import load_eval_set, load_train_set
@@ -111,10 +112,31 @@ def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = Tr
     there = copy.deepcopy(config)  # as on a RolloutWorker's host: a row may say where it was read from
     _put_brought(there, brought, folder, training)
     rows = {}
+    sources = {place: source if source.is_dir() else source.parent for (source, _), place in places.items()}
     for group, dataset in _datasets(there, training):
         with _told_as(f"{group}.path"):
+            if isinstance(dataset, Placed):
+                _copy_pictures(dataset, folder, sources)
             rows[group] = content_sum(dataset, folder)
     (folder / _INDEX).write_bytes(msgspec.json.encode(Inputs(brought, rows, same)))
+
+
+def _copy_pictures(dataset: Dataset, folder: Path, sources: Mapping[str, Path]) -> None:
+    """Copy the picture files that rows name, from below the folder that their data came from.
+
+    Args:
+        dataset: loaded from the copies in `folder`, so that its rows name pictures as they are to lie there.
+        sources: by name of a folder in `folder`, the one that it is a copy of.
+    """
+    inside = folder.resolve()
+    for number in range(len(dataset)):
+        prompt = dataset.row(number).get("prompt")
+        for picture in pictures_of(prompt) if isinstance(prompt, list) else ():
+            if isinstance(picture, PictureSource) and isinstance(picture.value, Path) and not picture.value.exists():
+                place, *parts = picture.value.relative_to(inside).parts
+                original = sources[place].joinpath(*parts)
+                if original.is_file():  # the row of one that is missing is left out there as here
+                    _copy(original, picture.value)
 
 
 def read_from(folder: Path, config: ExperimentConfig, *, training: bool = True) -> Inputs:

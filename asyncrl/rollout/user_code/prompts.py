@@ -20,6 +20,7 @@ from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, m
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.trainer.settings import VisionMode
 
 
 class Prompts:
@@ -118,9 +119,10 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
 
 
 def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
-    """How prompts show pictures; None where the model or the generation servers take none."""
+    """How prompts show pictures; None if the model or the generation servers take none."""
     folder = Path(str(config.model.path)).expanduser()
-    if config.generation.backend != GenerationBackend.embedded or not (folder / "config.json").is_file():
+    embedded = config.generation.backend == GenerationBackend.embedded
+    if not embedded or config.model.vision == VisionMode.none or not (folder / "config.json").is_file():
         return None
     return picture_rules(folder)
 

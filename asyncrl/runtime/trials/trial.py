@@ -24,7 +24,6 @@ from asyncrl.config.run_dir import (
     EXIT_FILE,
     LAUNCHER_LOG,
     LOCK_FILE,
-    MANAGER_LOG_FILE,
     MEETING_PREFIX,
     REMARKS_FILE,
     SECRET_FILE,
@@ -120,11 +119,11 @@ class Trial:
             self._note(line)
 
     def _forget_processes(self, *, again: bool = False) -> None:
-        """Forget what earlier processes announced and how they ended: their model version and data state are not those
-        of the ones to come. What still runs of them, on a host that was cut off, does not put it back; `again`: they
+        """Forget what earlier processes announced and how they ended: their model version is not that of the
+        ones to come. What still runs of them, on a host that was cut off, does not put it back; `again`: they
         were of this launch. Those that joined are given up with them; whoever added them starts their successors.
         """
-        for ending in (SUMMARY_FILE, BOOKS_FILE, MANAGER_LOG_FILE, EXIT_FILE, REMARKS_FILE):
+        for ending in (SUMMARY_FILE, BOOKS_FILE, EXIT_FILE, REMARKS_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
         try:
             self._memory_checkpoint.begin()

@@ -32,10 +32,17 @@ class AttentionKind(StrEnum):
     """They lie end to end; attention works on a few blocks of rows (`blocks`)."""
     tree = auto()
     """As packed, and a prefix that several share lies there once, where that saves enough (`prefix_tree`)."""
+    flex = auto()
+    """As tree, in pre-order; FlexAttention is told where the tokens below each token end."""
     flash = auto()
     """They lie end to end; flash attention's variable-length kernel is told where each ends."""
     padded = auto()
     """Each is a row, padded on the right."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if a prefix that several sequences share is computed once."""
+        return self in (AttentionKind.tree, AttentionKind.flex)
 
 
 MAX_BLOCK_WASTE = 0.25

@@ -38,6 +38,8 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Int
 MAX_MASK_BYTES = 16 << 20
 MAX_MASK_WASTE = 0.25
 """Padding of queries times keys that a masked block may have, as a part of what is wanted: another block pays above."""
+FLEX_BLOCK = 128
+"""Streams for FlexAttention have a multiple of so many tokens."""
 WORTHWHILE = 0.95
 """Sharing is used where the stream has at most this part of the sequences' tokens: below, planning costs more."""
 
@@ -118,6 +120,11 @@ class Branches:
         """Distinct prefixes: tokens of the stream."""
         return int((self.lengths - self.shared).sum())
 
+    @classmethod
+    def alone(cls, members: Ints, lengths: Ints) -> Branches:
+        """Sequences that share nothing."""
+        return cls(members, lengths, np.zeros(len(members), dtype=np.int64))
+
     def __getitem__(self, part: slice) -> Branches:
         shared = self.shared[part].copy()
         shared[:1] = 0
@@ -193,6 +200,34 @@ def lay_out(tree: Branches) -> Stream:
     made = blocks([int(tree.lengths[row]) for row in alone])
     made += [_sharing_block([paths[row] for row in part], tree.shared[part]) for part in _cut_rows(sharing, tree)]
     return Stream(int(own.sum()), np.concatenate(paths), made)
+
+
+class PreOrder(NamedTuple):
+    """A trie as a stream in pre-order, for FlexAttention.
+
+    `places_I` has the position of every token of every sequence, in the order of the sequences; `ends` is of each
+    position of the stream: where the tokens below it end. The stream ends in padding up to a multiple of `FLEX_BLOCK`,
+    whose tokens see themselves.
+    """
+
+    places_I: Ints
+    ends: Ints
+
+
+def pre_order(tree: Branches) -> PreOrder:
+    """The stream of `tree` in pre-order: each branch's own tokens behind those that it shares with the one before."""
+    size = -(-tree.tokens // FLEX_BLOCK) * FLEX_BLOCK
+    ends = np.arange(1, size + 1)
+    paths: list[Ints] = []
+    path: Ints = np.zeros(0, dtype=np.int64)
+    at = 0
+    for length, shared in zip(tree.lengths.tolist(), tree.shared.tolist(), strict=True):
+        ends[path[shared:]] = at
+        path = np.concatenate((path[:shared], np.arange(at, at + length - shared)))
+        at += length - shared
+        paths.append(path)
+    ends[path] = at
+    return PreOrder(np.concatenate(paths), ends)
 
 
 def _cut_rows(rows: Sequence[int], tree: Branches) -> list[list[int]]:

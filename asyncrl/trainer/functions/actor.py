@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.algorithms.arithmetic.sums import Stat, Stats, count_stat, merge_stats
-from asyncrl.algorithms.inputs import PolicyLossInputs
+from asyncrl.algorithms.inputs import PolicyLossInputs, SelectionInputs, SelectionOutput
 from asyncrl.algorithms.objective import should_stop, weight_variance
+from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
@@ -63,6 +65,7 @@ def _run_minibatches(ctx: CallContext, batch: StepBatch, loss: _Loss, progress: 
         if loss.normalisers[number] == 0.0:  # no sample of any rank has a signal: nothing to step on
             progress.losses.append(torch.zeros((), device=batch.device))
             continue
+        loss.select(number)
         share, stats = engine.compute_gradients(
             batch,
             loss.wanted_T,
@@ -105,6 +108,35 @@ class _Loss:
         # The reference first: so it is done before the actor comes to its device, where idle roles are off-loaded.
         self._ref_T = batch[REF] if self._objective.needs_reference and not self.exact_kl else None
         self._prox_T = self._proximal()
+        self._keep_T: Tensor | None = None
+        self._penalty_T: Tensor | None = None
+
+    def select(self, number: int) -> None:
+        """Choose among all tokens of minibatch `number`. Every rank calls it, before its first forward pass."""
+        if not self._objective.selects:
+            return
+        batch, ranks = self._batch, self._ctx.ranks
+        chosen_T = self.wanted_T & (batch["minibatches"][batch.seq_ids_T] == number).any(-1)
+        behave_T = batch["behave_logprobs"]
+        start_T = behave_T if self._prox_T is None else self._prox_T
+        output = self._objective.selection(
+            SelectionInputs(
+                start_logprobs_T=start_T[chosen_T],
+                behave_logprobs_T=behave_T[chosen_T],
+                advantages_T=batch["advantages"][chosen_T],
+                gather=None if ranks.world == 1 else partial(_of_all_ranks, ranks),
+            )
+        )
+        self._keep_T = torch.ones_like(self.wanted_T)
+        self._keep_T[chosen_T] = output.keep_T
+        if output.penalty_T is not None:
+            self._penalty_T = torch.zeros_like(behave_T)
+            self._penalty_T[chosen_T] = output.penalty_T.to(behave_T.dtype)
+
+    def _selected(self, targets_N: Tensor) -> SelectionOutput | None:
+        if self._keep_T is None:
+            return None
+        return SelectionOutput(self._keep_T[targets_N], None if self._penalty_T is None else self._penalty_T[targets_N])
 
     def share(self, micro_batch: MicroBatch, outputs: PolicyOutputs, *, number: int) -> tuple[Tensor, Stats]:
         """Loss share and statistics of a micro-batch of minibatch `number`."""
@@ -121,7 +153,7 @@ class _Loss:
 
     def _ratio(self, computed: int, whole: int) -> Stat:
         device = self._batch.device
-        return Stat(torch.tensor(float(computed), device=device), torch.tensor(float(whole), device=device))
+        return Stat(torch.full((), float(computed), device=device), torch.full((), float(whole), device=device))
 
     def no_stats(self) -> Stats:
         """The statistics of no tokens: every key, so that a rank without loss tokens has the same keys as the
@@ -133,6 +165,7 @@ class _Loss:
         inputs = PolicyLossInputs(
             *(none_N, none_N, none_N, none_N, ids_N.bool(), ids_N, 0, ids_N, self._batch.version, none_N),
             columns=self._batch.own_by_token(ids_N),
+            selection=SelectionOutput(ids_N.bool()) if self._objective.selects else None,
         )
         with torch.no_grad():
             stats = self._objective(
@@ -170,6 +203,7 @@ class _Loss:
             current_version=batch.version,
             entropy_T=entropy_N,
             columns=batch.own_by_token(targets_N),
+            selection=self._selected(targets_N),
         )
 
     def _proximal_of(self, micro_batch: MicroBatch, logprobs_N: Tensor, number: int) -> Tensor | None:
@@ -189,6 +223,8 @@ class _Loss:
         if compute is None:
             return batch[PROX]
         self._prox_deferred = True
+        if self._objective.selects:  # it needs those of the first minibatch too
+            return batch[PROX]
         later_T = (batch["minibatches"] != self._first).any(-1)[batch.seq_ids_T]
         return compute(self.wanted_T & later_T)
 
@@ -204,6 +240,12 @@ class _Loss:
         counts_S = torch.zeros(batch.num_seqs, dtype=torch.int64, device=batch.device)
         signal_S = counts_S.index_add_(0, batch.seq_ids_T, nonzero_T.long()) > 0
         return wanted_T & signal_S[batch.seq_ids_T]
+
+
+def _of_all_ranks(ranks: Ranks, values_T: Tensor) -> Tensor:
+    """`values_T`, in fp64, of all ranks, one after the other."""
+    told = ranks.all_gather_bytes(values_T.double().cpu().numpy().tobytes())
+    return torch.from_numpy(np.concatenate([np.frombuffer(each, np.float64) for each in told])).to(values_T.device)
 
 
 def _report(ctx: CallContext, batch: StepBatch, loss: _Loss, progress: _Progress) -> StatValues:

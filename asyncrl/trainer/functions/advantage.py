@@ -1,4 +1,4 @@
-"""Advantages, with the KL penalty in the reward where the config puts it there."""
+"""Advantages, with the KL penalty in the reward or the advantage where the config puts it there."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     """Writes `advantages` [T]; where the estimator has a critic also `returns` [T] and `value_mask` [T].
 
     `args.rewards` is the key of the rewards, or a list of keys that are added up; `rewards` by default. The rewards of
-    turns add to them. Samples that `keep` leaves out have no advantage.
+    turns add to them. Samples that `keep` leaves out have no advantage. With `algorithm.kl_in=advantage` each token's
+    advantage is lowered by kl_coef (log pi - log pi_ref) after the estimator: on-policy distillation with discount 0
+    (Thinking Machines 2025), on top of any estimator; k1's gradient over sampled tokens is that of the reverse KL.
     """
     algorithm = ctx.config.algorithm
     estimate = resolve("advantage", algorithm.advantage.name, algorithm.advantage.params, algorithm.plugins)
     mask_T = batch["loss_mask"]
     if "keep" in ctx.reads:
         mask_T = mask_T & batch["keep"][batch.seq_ids_T]
+    place = ctx.config.algorithm.kl_in
     penalty_T, stats = _kl_penalty(ctx, batch, mask_T)
-    token_rewards_T = batch["token_rewards"] if penalty_T is None else batch["token_rewards"] + penalty_T
+    token_rewards_T = batch["token_rewards"]
+    if penalty_T is not None and place == KLPlace.reward:
+        token_rewards_T = token_rewards_T + penalty_T
     values_T, bootstrap_S = (
         align_values(batch["values"], batch.seq_ids_T, batch.num_seqs) if "values" in ctx.reads else (None, None)
     )
@@ -61,13 +66,16 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
             all_reduce=ctx.ranks.all_reduce_sum if ctx.ranks.world > 1 else None,
         )
     )
-    batch["advantages"] = output.advantages_T
+    advantages_T = output.advantages_T
+    if penalty_T is not None and place == KLPlace.advantage:
+        advantages_T = advantages_T + penalty_T
+    batch["advantages"] = advantages_T
     if output.baselines is not None:
         ctx.state.baselines = dict(output.baselines)
     if output.returns_T is not None:
         batch["returns"] = output.returns_T
         batch["value_mask"] = mask_T if output.value_mask_T is None else output.value_mask_T
-    stats["advantage/abs_mean"] = mean_stat(output.advantages_T.abs(), mask_T)
+    stats["advantage/abs_mean"] = mean_stat(advantages_T.abs(), mask_T)
     return ctx.reduce(stats)
 
 
@@ -92,11 +100,12 @@ def _rewards(ctx: CallContext, batch: StepBatch) -> Tensor:
 def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Tensor | None, Stats]:
     """The KL penalty per token, between the policy at generation (or the proximal one, if read) and the reference."""
     algorithm = ctx.config.algorithm
-    if algorithm.kl_in != KLPlace.reward or algorithm.kl_coef == 0.0:
+    if algorithm.kl_in == KLPlace.loss or algorithm.kl_coef == 0.0:
         return None, {}
     if "ref_logprobs" not in ctx.reads:
         raise KeyError(
-            f"algorithm.kl_in is reward, but call {ctx.name!r} does not read 'ref_logprobs'; add it to its reads"
+            f"algorithm.kl_in is {algorithm.kl_in}, but call {ctx.name!r} does not read 'ref_logprobs'; add it to its "
+            "reads"
         )
     key = "prox_logprobs" if "prox_logprobs" in ctx.reads else "behave_logprobs"
     kl = algorithm.kl_estimator

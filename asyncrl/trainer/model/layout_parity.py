@@ -7,6 +7,7 @@ is which no list of names would hold. So each way is tried at load (`asyncrl.mod
 
     sdpa                packed with shared prefixes, then packed, then padded rows with torch's attention, then padded
                         rows with transformers' eager one
+    flex_attention      packed with shared prefixes by FlexAttention, then as sdpa
     flash_attention_2   packed by its own kernel, then padded rows
     eager               padded rows
 
@@ -33,11 +34,13 @@ from asyncrl.models.parity import (
     UnsupportedModelError,
     find_leak,
     forks,
+    picture_probes,
     probe_for,
     short_tolerance,
     told,
     tolerance,
 )
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.short_lengths import short_model, spoken
 from asyncrl.models.transformers_internals import (
     PLAIN_LAYERS,
@@ -48,6 +51,7 @@ from asyncrl.models.transformers_internals import (
     set_attention,
 )
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
+from asyncrl.trainer.model.flex_attention import FLEX
 from asyncrl.trainer.model.packed_attention import PACKED
 from asyncrl.trainer.settings import AttentionImplementation
 
@@ -70,11 +74,18 @@ class ParityTestable(Protocol):
     def around(self, network: PreTrainedModel) -> ParityTestable:
         """An engine that computes `network` as this one computes its own."""
 
+    pictures: Pictures | None
+    """Of `network`; None: it is used for text alone."""
+
     def plain(self, tokens: Tokens) -> Tensor:
         """Run transformers' own forward on one sequence; returns log-probabilities, or hidden states of a trunk."""
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
         """The same as the engine computes it in training, of all `sequences` in one micro-batch. Differentiable."""
+
+
+_TEXT_BEHIND = 5
+"""Tokens at the end of a sequence with a picture that are text for certain."""
 
 
 class SequenceLayout(NamedTuple):
@@ -87,16 +98,21 @@ class SequenceLayout(NamedTuple):
         return f"{_HOW.get(self.kind, 'packed')} ({self.attention})"
 
 
-_HOW = {AttentionKind.padded: "on padded rows", AttentionKind.tree: "packed with shared prefixes"}
+_HOW = {
+    AttentionKind.padded: "on padded rows",
+    AttentionKind.tree: "packed with shared prefixes",
+    AttentionKind.flex: "packed with shared prefixes",
+}
 
-
+_SDPA = (
+    SequenceLayout(AttentionKind.tree, PACKED),
+    SequenceLayout(AttentionKind.packed, PACKED),
+    SequenceLayout(AttentionKind.padded, "sdpa"),
+    SequenceLayout(AttentionKind.padded, "eager"),
+)
 _LAYOUTS: dict[AttentionImplementation, tuple[SequenceLayout, ...]] = {
-    AttentionImplementation.sdpa: (
-        SequenceLayout(AttentionKind.tree, PACKED),
-        SequenceLayout(AttentionKind.packed, PACKED),
-        SequenceLayout(AttentionKind.padded, "sdpa"),
-        SequenceLayout(AttentionKind.padded, "eager"),
-    ),
+    AttentionImplementation.sdpa: _SDPA,
+    AttentionImplementation.flex_attention: (SequenceLayout(AttentionKind.flex, FLEX), *_SDPA),
     AttentionImplementation.flash_attention_2: (
         SequenceLayout(AttentionKind.flash, "flash_attention_2"),
         SequenceLayout(AttentionKind.padded, "flash_attention_2"),
@@ -127,7 +143,7 @@ def select_attention(
     copies: dict[int, _Subject | None] = {}  # with short lengths, by the tokens of the run's longest row
     faults: list[str] = []
     for layout in _LAYOUTS[setting]:
-        if layout.kind == AttentionKind.tree and not share_prefixes:
+        if layout.kind.shares_prefixes and not share_prefixes:
             continue
         fault = _unseen_layers(engine.network, layout) or own.fault(layout)
         if fault is None:
@@ -187,7 +203,7 @@ def _unseen_layers(network: PreTrainedModel, layout: SequenceLayout) -> str | No
         return None
     if unseen:
         return f"its layers {sorted(unseen)} look at other keys than packed attention gives them"
-    if layout.kind == AttentionKind.tree and (recurrent := kinds & RECURRENT_LAYERS):
+    if layout.kind.shares_prefixes and (recurrent := kinds & RECURRENT_LAYERS):
         return f"its layers {sorted(recurrent)} go from token to token, and cannot branch"
     return None
 
@@ -214,6 +230,9 @@ class _Subject:
         self.sequences: list[list[int]] = [*probes, *forks(probes)] if original is None else original.sequences
         try:
             self.plain = [engine.plain(tokens) for tokens in self.sequences]
+            pictures = engine.pictures
+            self._shown, self._held = ([], []) if pictures is None else picture_probes(pictures, self.sequences)
+            self._plain_shown = [engine.plain(tokens) for tokens in self._shown]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model's own code raises is the reason of its refusal
@@ -244,11 +263,26 @@ class _Subject:
                 difference = Difference.of(self.plain, self._engine.together(self.sequences))
             self._rounding = difference.mean
             fault = difference.beyond(self._allowed()) or find_leak(network, self.sequences, self._engine.together)
+            fault = fault or self._fault_with_pictures()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # as above
             fault = f"its forward fails: {told(error)}"
         return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
+
+    def _fault_with_pictures(self) -> str | None:
+        """As `fault`, of sequences with pictures."""
+        if not self._shown:
+            return None
+        one, _, other, *_ = self._plain_shown
+        effect = Difference.of([one[-_TEXT_BEHIND:]], [other[-_TEXT_BEHIND:]]).mean
+        if effect == 0.0:
+            return "with pictures, it computes the same whatever the picture"
+        with torch.no_grad():
+            difference = Difference.of(self._plain_shown, self._engine.together(self._shown))
+        allowed = short_tolerance(self._engine.network.dtype, effect, self._rounding)
+        fault = difference.beyond(allowed) or find_leak(self._engine.network, self._shown, self._engine.together)
+        return fault and f"with pictures, {fault} (model.vision=none uses it for text alone)"
 
     def _allowed(self) -> float:
         dtype = self._engine.network.dtype

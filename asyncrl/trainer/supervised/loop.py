@@ -4,8 +4,9 @@ A run is a list of phases, each so many steps on one dataset's demonstrations. T
 then a few careless ones, so that the model knows two ways and RL has something to select. What of a demonstration
 carries loss is said in `asyncrl.plugins.datasets.demonstrations`.
 
-The loop is one; how a model learns from a batch is a `Learner`'s: with AdamW by the engines of RL training
-(`engine_learner`), or with Muon (`muon`).
+There is one loop. A `Learner` takes a step on a batch: with AdamW by the engines of RL training (`engine_learner`), or
+with Muon (`muon`). Muon is not a part of the engines: it orthogonalises whole matrices, which no rank of a sharded
+engine has, and only the small models of the demos are trained from scratch.
 """
 
 from __future__ import annotations

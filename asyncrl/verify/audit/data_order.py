@@ -30,11 +30,13 @@ class DataOrder:
         self._settings: RunSettings | None = None
         self._lineage = 0
         self._admitted: set[int] = set()
+        self._newest = -1
         self._used_before: set[int] = set()
 
     def begin(self, settings: RunSettings, lineage: int, used: Iterable[str]) -> None:
-        """A launch begins; the prompts `used` are trained, or dropped for good."""
+        """A launch begins; the prompts `used` are trained, dropped for good, or have a later place by now."""
         self._settings, self._lineage = settings, lineage
+        self._newest = -1
         self._admitted, self._used_before = set(), {self._orders[prompt] for prompt in used}
 
     def check_prompt(self, prompt: str, order: int) -> None:
@@ -57,12 +59,18 @@ class DataOrder:
         if not _WORKER.fullmatch(line.worker):
             self._report(f"rollout {line.rollout} runs on {line.worker!r}, which names no worker")
         self._admitted.add(line.order)
+        if not line.adopted:
+            self._newest = max(self._newest, line.order)
 
     def check_none_passed_over(self) -> None:
-        """All prompts before the last that was played in this lineage were played in it too, or used before."""
-        if self._settings is None or not self._settings.workers or not self._admitted:
+        """All prompts before the last that was played in this lineage were played in it too, or used before.
+
+        What is adopted from a manager that died does not count as the last: what was played before it may have died
+        with that manager, and waits.
+        """
+        newest = self._newest
+        if self._settings is None or not self._settings.workers or newest < 0:
             return
-        newest = max(self._admitted)
         seen = {order for order in self._admitted | self._used_before if 0 <= order < newest}
         if (missing := newest - len(seen)) > 0:  # counted: a doctored place may be beyond all bounds
             places = list(islice((order for order in range(newest) if order not in seen), 5))

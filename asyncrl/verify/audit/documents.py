@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import xxhash
 import yaml  # type: ignore[import-untyped]
 
 from asyncrl.verify.audit.history import Report
 from asyncrl.verify.audit.outcome import Outcome
 
 CONFIG_FILE, SUMMARY_FILE, BOOKS_FILE = "config.yaml", "summary.json", "books.json"
-DATA_RECORD_FILE, DATA_STATE_FILE = "data_record.json", "data_state.json"
+DATA_RECORD_FILE = "data_record.json"
 MAX_ROWS = 1 << 32
 """A prompt id has no row beyond."""
 
@@ -156,7 +155,6 @@ class Documents:
         if data is not None and (wrong := _wrong_with(data)):
             report(DATA_RECORD_FILE, wrong)
             data = None
-        _check_sealed(run_dir / DATA_STATE_FILE, report)
         return cls(
             there,
             read(CONFIG_FILE, Settings, yaml.safe_load),
@@ -260,14 +258,3 @@ def _wrong_with(data: DataRecord) -> str | None:
     if data.line_sums is not None and len(data.line_sums) != -(-data.rows * 4 // 3) * 4:  # base64
         return f"has {data.rows} rows and checksums of another number"
     return None
-
-
-def _check_sealed(file: Path, report: Report) -> None:
-    """`{"xxh3":"<16 digits>","of":<value>}`: the checksum is that of the value's bytes."""
-    try:
-        data = file.read_bytes()
-    except OSError:  # of the launch that is under way; the next one writes it anew
-        return
-    of = data[32:-1]
-    if data != b'{"xxh3":"%s","of":%s}' % (xxhash.xxh3_64_hexdigest(of).encode(), of):
-        report(file.name, "its checksum does not fit its content")

@@ -24,6 +24,7 @@ from asyncrl.comm.ledger_lines import (
     Finished,
     LedgerBooks,
     Line,
+    Manager,
     PromptGoes,
     RunSettings,
     Saved,
@@ -37,7 +38,7 @@ from asyncrl.verify.audit.history import Entry, Report
 from asyncrl.verify.audit.outcome import Outcome, SavedLine, StepTotals
 
 _RUNNING, _FINISHED, _TRAINED, _ABANDONED = "running", "finished", "trained", "abandoned"
-_LOST_WORKER = "worker_died"
+_LOST_WORKER, _LOST_WITH_MANAGER = "worker_died", "lost_with_manager"
 _STALE, _DUPLICATE = "stale", "duplicate_prompt"
 
 
@@ -73,7 +74,8 @@ class Replay:
         self._data_order = DataOrder(rows, self._report)
         self._rollouts: dict[str, _Rollout] = {}
         self._prompts: dict[str, str] = {}  # trained, or dropped for good: by prompt where that is written
-        self._attempts: Counter[str] = Counter()  # rollouts of a prompt, in this lineage
+        self._put_off: set[str] = set()  # prompts whose next attempt is to come after the rest of their epoch
+        self._attempts: Counter[str] = Counter()  # rollouts of a prompt
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._submitted = 0
@@ -111,7 +113,9 @@ class Replay:
 
     def _take(self, line: Line) -> None:
         if not isinstance(line, Trained):
-            clock = self._master_clock if isinstance(line, Begin | Step | Saved | End) else self._manager_clock
+            clock = (
+                self._master_clock if isinstance(line, Begin | Manager | Step | Saved | End) else self._manager_clock
+            )
             clock.told(self._place, line.at)
         match line:
             case Begin():
@@ -157,8 +161,7 @@ class Replay:
         self._counts[_TRAINED] = line.version * line.settings.train_batch_size
         self._submitted = self._counts[_TRAINED] + self._dropped.total()
         self.outcome.version = line.version
-        self._attempts.clear()
-        self._data_order.begin(line.settings, line.lineage, self._prompts)
+        self._data_order.begin(line.settings, line.lineage, [*self._prompts, *self._put_off])
         self._batch, self._totals = [], StepTotals()
 
     def _admit(self, line: Admitted) -> None:
@@ -171,10 +174,13 @@ class Replay:
             self._report(
                 f"rollout {line.rollout} was admitted at version {line.version}, after step {self.outcome.version}"
             )
+        if line.adopted:  # what was before it may have died with a manager
+            self._attempts[line.prompt] = max(self._attempts[line.prompt], line.attempt)
         before_it = self._attempts[line.prompt]
         if not 0 <= line.attempt <= before_it:
             self._report(f"rollout {line.rollout} is attempt {line.attempt} at a prompt that had {before_it} before")
         self._attempts[line.prompt] += 1
+        self._put_off.discard(line.prompt)
         self._data_order.admit(line)
         self._submitted += 1
         self.outcome.admitted |= bool(self._settings and self._settings.workers)
@@ -206,6 +212,7 @@ class Replay:
             return
         allowed: dict[str, tuple[PromptGoes, ...]] = {
             _LOST_WORKER: (PromptGoes.returned, PromptGoes.used),
+            _LOST_WITH_MANAGER: (PromptGoes.returned, PromptGoes.used),
             _STALE: (PromptGoes.returned, PromptGoes.used),
             _DUPLICATE: (PromptGoes.returned, PromptGoes.used),
         }
@@ -221,6 +228,8 @@ class Replay:
                 f"tried again as attempt {line.attempt}"
             )
         self._set_fate(known, "dropped", line.reason)
+        if line.prompt is PromptGoes.returned and line.attempt:
+            self._put_off.add(known.prompt)
         if line.prompt is PromptGoes.given_up:
             self._use(known.prompt, known.order, "dropped for good")
 

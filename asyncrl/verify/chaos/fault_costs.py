@@ -26,7 +26,7 @@ READY_SEEN_S = 0.5
 """Longest delay, in s, between a process being ready and this being seen (`launcher.REFRESH_S`, and the time to
 look).
 """
-_DEATHS = frozenset({DropReason.worker_died, DropReason.crashed_worker})
+_DEATHS = frozenset({DropReason.worker_died, DropReason.crashed_worker, DropReason.lost_with_manager})
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
+from asyncrl.comm.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
 from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
-from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
+from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, ReceivedRollout, RunReport
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.train_loop import TrainLoop
@@ -224,7 +225,8 @@ class FakeManager:
     closed: bool = False
     lost: int = 0
     dead: bool = False
-    given_up: list[GivenUp] = field(default_factory=list)
+    lines: list[RolloutLine] = field(default_factory=list)
+    told: RunReport | None = None
     abandoned: int | None = None
     measured: list[tuple[str, float]] = field(default_factory=list)
     versions_in_use: list[int] = field(default_factory=list)
@@ -234,7 +236,8 @@ class FakeManager:
         version: int,
         trained: Sequence[str],
         dropped: Sequence[DroppedRollout],
-        given_up_after: int = 0,
+        unknown: Sequence[ReceivedRollout] = (),
+        manager: int = 0,
         events_after: int = 0,
         measured_after: int = 0,
     ) -> ConsumedReply:
@@ -246,9 +249,13 @@ class FakeManager:
         for drop in dropped:
             self.dropped[drop.reason] = self.dropped.get(drop.reason, 0) + 1
         books = Books(**asdict(self.books()), version=version, trained_version=version)
-        given_up, measured = self.given_up[given_up_after:], self.measured[measured_after:]
-        answered = (given_up, len(self.given_up), [], 0, measured, len(self.measured))
+        events, measured = self.lines[events_after:], self.measured[measured_after:]
+        answered = (events, len(self.lines), measured, len(self.measured))
         return ConsumedReply(books, *answered, versions_in_use=self.versions_in_use)
+
+    async def report_run(self, report: RunReport) -> int:
+        self.told = report
+        return 0
 
     async def wait_expiring(self, version: int, timeout_s: float) -> Sequence[str]:
         self.asked.append(version)
@@ -265,7 +272,9 @@ class FakeManager:
         """A RolloutWorker dropped a rollout of `prompt_id` for good."""
         self.submitted += 1
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        self.given_up.append(GivenUp(f"of {prompt_id}", prompt_id))
+        rollout, order = f"of {prompt_id}", int(prompt_id.partition("-")[2])
+        self.lines.append(Admitted(rollout, prompt_id, order, 0, "rollout_worker/0", 0, 1.0))
+        self.lines.append(Dropped(rollout, reason, PromptGoes.given_up, 1.0))
 
     def books(self) -> GateBooks:
         running = self.submitted - self.trained - sum(self.dropped.values())
@@ -309,9 +318,8 @@ class FakeBoard:
     """Remembers what was announced."""
 
     versions: list[int] = field(default_factory=list)
-    data_state: Path | None = None
-    dropped: dict[str, int] = field(default_factory=dict)
     starting: bool = False
+    begun: int | None = None
 
     def producers_start(self) -> bool:
         return self.starting
@@ -322,8 +330,14 @@ class FakeBoard:
     def announced_version(self) -> int:
         return self.versions[-1] if self.versions else 0
 
-    def announce_data_state(self, path: Path, dropped: Mapping[str, int]) -> None:
-        self.data_state, self.dropped = path, dict(dropped)
+    def ledger_has_begun(self) -> bool:
+        return self.begun is not None
+
+    def ledger_begun(self, lineage: int) -> None:
+        self.begun = lineage
+
+    def manager_process(self) -> str:
+        return "0/1"
 
 
 class Run:

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
+from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes
 from asyncrl.comm.request_reply import Request
-from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, GivenUp
+from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, ReceivedRollout
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import CommitCheckpoint, RolloutRecord
@@ -45,7 +45,7 @@ def points(of: Callable[[Run], Any], *names: str, after: bool = False) -> dict[s
 AROUND_A_REPORT = {
     **points(lambda run: run.manager, "report_consumed", after=True),
     **points(lambda run: run.loop.parts.ledger, "take", after=True),
-    **points(lambda run: run.loop.parts.reports, "_discard"),
+    **points(lambda run: run.loop.parts.collector, "discard"),
     **points(lambda run: run.loop.parts.ledger, "step"),
     **points(lambda run: run.loop.parts.ledger, "step", after=True),
 }
@@ -62,7 +62,7 @@ BEGINNING = {
     **points(
         lambda run: run.loop._beginning,
         *("take_up_state", "continue_metrics", "continue_ledger", "take_up_last_step", "publish", "announce"),
-        *("announce_data_state", "evaluate_again", "report_last_step"),
+        *("open_gate", "evaluate_again", "report_last_step"),
     ),
     **points(lambda run: run.loop._beginning, "report_last_step", after=True),
     **AROUND_A_REPORT,
@@ -99,7 +99,6 @@ class Manager(FakeManager):
     """Tells what became of rollouts until it is heard that this is recorded."""
 
     memory_checkpoint: MemoryCheckpoint | None = None
-    lines: list[RolloutLine] = field(default_factory=list)
     live: dict[str, bool] = field(default_factory=dict)
 
     def admit(self, order: int, version: int = 0, *, tag: str = "r", finished: bool = True) -> None:
@@ -113,7 +112,6 @@ class Manager(FakeManager):
     def drop_for_good(self, order: int) -> None:
         self.admit(order, finished=False)
         self.lines.append(Dropped(f"r{order}", "failed", PromptGoes.given_up, 1.0))
-        self.given_up.append(GivenUp(f"r{order}", f"e0-{order}"))
         self.dropped["failed"] = self.dropped.get("failed", 0) + 1
         del self.live[f"r{order}"]
 
@@ -122,7 +120,8 @@ class Manager(FakeManager):
         version: int,
         trained: Sequence[str],
         dropped: Sequence[DroppedRollout],
-        given_up_after: int = 0,
+        unknown: Sequence[ReceivedRollout] = (),
+        manager: int = 0,
         events_after: int = 0,
         measured_after: int = 0,
     ) -> ConsumedReply:
@@ -136,8 +135,7 @@ class Manager(FakeManager):
         counts = self.submitted, self.trained, dict(self.dropped), self.abandoned or 0
         finished = sum(self.live.values())
         books = Books(*counts, len(self.live) - finished, finished, version=version, trained_version=version)
-        given_up, events = self.given_up[given_up_after:], self.lines[events_after:]
-        return ConsumedReply(books, given_up, len(self.given_up), events, len(self.lines))
+        return ConsumedReply(books, self.lines[events_after:], len(self.lines))
 
     async def abandon(self) -> GateBooks:
         self.abandoned = len(self.live)
@@ -224,6 +222,7 @@ async def bury(run: Run) -> None:
     parts = run.loop.parts
     parts.ledger._unwritten.clear()
     parts.ledger.close()
+    await parts.reports.close()
     await parts.collector.close()
     parts.checkpoints.close()
     vars(run.manager).pop("report_consumed", None)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl.comm.files.sealed_json import unseal
 from asyncrl.config.setting import ChoiceConfig
-from asyncrl.manager.messages import ConsumedReply, DroppedRollout
 from asyncrl.master.books.run_files import BooksError
 from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
@@ -46,8 +43,8 @@ async def test_what_workers_dropped_for_good_is_used_and_never_comes_again(tmp_p
 
     second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=first.workers.stored))
     async with running(second):
-        await until(lambda: second.board.data_state is not None)
-    used = UsedPrompts.read(tmp_path / "data_state.json")
+        await until(lambda: second.manager.told is not None)
+    used = second.loop.parts.buffer.used
     assert "e0-20" in used
     assert "e0-8" not in used
     assert len(used) in (9, 10), "of the second nobody may have heard before the checkpoint"
@@ -65,13 +62,13 @@ async def test_what_was_dropped_before_the_checkpoint_stays_in_the_books(tmp_pat
     config = make_config(total_train_steps=2, rollout__filters=[ChoiceConfig("zero_variance")])
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
     async with running(second) as task:
-        await until(lambda: second.board.data_state is not None)
-        assert second.board.dropped == {"zero_variance": 2}
+        await until(lambda: second.manager.told is not None)
+        assert second.manager.told.dropped == {"zero_variance": 2}
         known = json.loads((tmp_path / "books.json").read_text())
         assert known["step"] == 1
         assert (known["books"]["submitted"], known["books"]["dropped"]) == (6, {"zero_variance": 2})
         second.manager.submitted, second.manager.trained = 6, 4
-        second.manager.dropped = dict(second.board.dropped)  # as the gate counts from there on
+        second.manager.dropped = dict(second.manager.told.dropped)  # as the gate counts from there on
         await second.deliver(range(4, 8), oldest=1)
         await task
     assert second.rows()[-1]["filter/dropped_groups"] == 0, "what the first launch dropped is in no row of the second"
@@ -144,7 +141,7 @@ async def test_the_last_known_books_are_on_disk_from_the_beginning_and_after_eve
         return value["step"], value["books"]
 
     async with running(run):
-        await until(lambda: run.board.data_state is not None)
+        await until(lambda: run.manager.told is not None)
         assert known() == (0, run_books(0, 0))
         await run.deliver(range(7))
         await until(lambda: len(run.rows()) == 1 and known()[0] == 1)
@@ -171,33 +168,6 @@ async def test_without_the_manager_the_last_step_is_saved_and_its_books_are_kept
     assert json.loads((tmp_path / "books.json").read_text())["books"]["trained"] == 4
 
 
-async def test_what_a_report_lets_the_manager_forget_is_in_the_data_state_before(tmp_path: Path) -> None:
-    """Else a RolloutWorker that begins between the two would play it again."""
-    run = Run(tmp_path, make_config())
-    report = run.manager.report_consumed
-    forgotten: set[str] = set()
-
-    async def checked(
-        version: int,
-        trained: Sequence[str],
-        dropped: Sequence[DroppedRollout],
-        given_up_after: int = 0,
-        events_after: int = 0,
-        measured_after: int = 0,
-    ) -> ConsumedReply:
-        forgotten.update(f"e0-{rollout_id[1:]}" for rollout_id in trained)
-        forgotten.update(each.prompt_id for each in run.manager.given_up[:given_up_after])
-        assert run.board.data_state is not None
-        assert forgotten <= set(UsedPrompts.read(run.board.data_state))
-        return await report(version, trained, dropped, given_up_after, events_after, measured_after)
-
-    run.manager.report_consumed = checked  # type: ignore[method-assign]
-    await run.deliver(range(12), oldest=2)
-    run.manager.give_up("e0-20")
-    await run.loop.run()
-    assert forgotten == {*(f"e0-{order}" for order in range(12)), "e0-20"}
-
-
 async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_goes_on(tmp_path: Path) -> None:
     config = make_config(total_train_steps=1, checkpoint__interval=1)
     config.dataset.curriculum.high = 0.8
@@ -205,11 +175,12 @@ async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_go
     first.manager.measured = [("e0-1", 1.0), ("e0-2", 0.5)]
     await first.deliver(range(4))
     await first.loop.run()
-    assert unseal((tmp_path / "data_state.json").read_bytes())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
+    assert first.loop.parts.reports.curriculum.state() == [(1, 0, 1.0), (2, 0, 0.5)]
 
     config = dataclasses.replace(config, total_train_steps=2)
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))
     second.manager.submitted = second.manager.trained = 4
     await second.deliver(range(4, 8), oldest=1)
     await second.loop.run()
-    assert unseal((tmp_path / "data_state.json").read_bytes())["curriculum"] == [[1, 0, 1.0], [2, 0, 0.5]]
+    assert second.manager.told is not None
+    assert second.manager.told.curriculum == [(1, 0, 1.0), (2, 0, 0.5)]

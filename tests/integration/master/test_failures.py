@@ -77,10 +77,12 @@ async def test_the_stall_clock_begins_once_generation_servers_and_rollout_worker
 
 async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
-    run.loop.parts.stall.limit_s = 0.05
-    run.loop.parts.collector.silent.add(0)
-    with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
-        await run.loop.run()
+    run.loop.parts.stall.limit_s = 0.3
+    async with running(run) as task:
+        await until(lambda: run.manager.told is not None)
+        run.loop.parts.collector.silent.add(0)
+        with pytest.raises(Stalled, match=r"data head 0 \(a ModelWorker\) is silent"):
+            await task
 
 
 async def test_a_stall_repeats_what_filters_dropped(tmp_path: Path) -> None:

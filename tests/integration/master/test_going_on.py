@@ -11,7 +11,6 @@ import pytest
 
 from asyncrl.comm.request_reply import PeerGone, RemoteError
 from asyncrl.comm.request_reply.messages import Failure
-from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import (
@@ -70,8 +69,8 @@ async def test_a_resumed_run_trains_nothing_twice_and_has_every_row_once(tmp_pat
 
     second = Run(tmp_path, make_config(total_train_steps=4), FakeWorkers(stored=stored))
     async with running(second) as task:
-        await until(lambda: second.board.data_state is not None)
-        used = UsedPrompts.read(tmp_path / "data_state.json")
+        await until(lambda: second.manager.told is not None)
+        used = second.loop.parts.buffer.used
         assert sorted(used) == sorted(f"e0-{order}" for order in range(8))
         assert second.board.versions == [2]
         second.manager.submitted = second.manager.trained = 8  # as the gate counts after it saw version 2

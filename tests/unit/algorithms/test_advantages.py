@@ -15,7 +15,19 @@ from hypothesis import strategies as st
 from asyncrl.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from asyncrl.config.catalog import known, resolve
 
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "remax", "reinforce_pp_baseline", "rae", "max_rl", "gdpo")
+GROUP_ESTIMATORS = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "remax",
+    "reinforce_pp_baseline",
+    "rae",
+    "max_rl",
+    "gdpo",
+    "zero",
+)
 
 
 def advantage_inputs(batch, seed: int, *, truncated: bool = False, token_rewards: bool = False) -> AdvantageInputs:
@@ -65,6 +77,7 @@ def sequence_reference(name: str, batch, inputs: AdvantageInputs) -> np.ndarray:
             "reinforce_pp_baseline": rewards[i] - mean,
             "rae": rewards[i],  # of the first step, when baselines are 0
             "max_rl": (rewards[i] - mean) / (sum(abs(rewards[members])) / len(members)) if any(rewards[members]) else 0,
+            "zero": 0.0,
             "gdpo": (rewards[i] - mean) / (spread + 1e-6),
         }[name]
     return result

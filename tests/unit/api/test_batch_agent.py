@@ -102,7 +102,7 @@ async def test_from_a_generator_each_group_is_complete_by_itself() -> None:
     ("result", "message"),
     [
         (KeyError("no tool"), "no tool"),
-        ([[]], r"agent Wrong: run_batch gave 1 results of 2 groups"),
+        ([[]], r"agent Wrong: run_batch returned 1 results for 2 groups"),
         (SystemExit(3), r"agent Wrong: run_batch ended by SystemExit\(3\)"),
     ],
 )
@@ -129,7 +129,7 @@ async def test_a_generator_that_leaves_a_group_out_fails_it_alone() -> None:
 
     first, second = await outcomes([play(agent := Forgets(), 0), play(agent, 1)])
     assert first == [0.0]
-    assert "run_batch gave nothing of 1" in str(second)
+    assert "run_batch returned no samples for prompt 1" in str(second)
 
 
 async def test_a_group_that_is_given_up_leaves_the_others_and_the_last_one_ends_the_call() -> None:

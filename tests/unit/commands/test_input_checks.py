@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asyncrl import launch
+from asyncrl.api.picture import Picture
 from asyncrl.commands.before_start.checks import validate, warnings
-from asyncrl.commands.before_start.input_checks import check_data, resolve_length
+from asyncrl.commands.before_start.input_checks import check_data, check_prompts, resolve_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError
@@ -228,3 +230,14 @@ def test_answers_are_not_kept_by_workers_that_do_not_share_the_runs_folder(tiny_
     config.system.hosts = [HostConfig(runs=["generation_server"]), HostConfig(name="b", runs=["rollout_worker"])]
     with pytest.raises(ConfigError, match=r"^samples\.eval_every=1: .*set samples\.eval_every=0$"):
         check_data(config, None)
+
+
+def test_a_run_that_takes_no_pictures_refuses_them_before_it_starts(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "one.png").write_bytes(Picture.from_array(np.zeros((4, 4, 3), np.uint8)).data)
+    shown = json.dumps({"prompt": "What?", "image": "one.png", "answer": "2"})
+    (tmp_path / "rows.jsonl").write_text(f"{GOOD}\n{shown}")
+    overrides = [f"model.path={tiny_model}", f"dataset.path={tmp_path}/rows.jsonl", "eval.interval=0"]
+    config = load_experiment("async_ppo", [*overrides, f"fileroot={tmp_path}"])
+    assert isinstance(config, ExperimentConfig)
+    with pytest.raises(ConfigError, match="dataset: row 1: the prompt has pictures, and this run takes none"):
+        check_prompts(config)

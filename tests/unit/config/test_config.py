@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.commands import COMMANDS
 from asyncrl.commands.before_start.checks import validate
 from asyncrl.commands.before_start.hub import is_hub_name
 from asyncrl.config.describe import experiment_help, list_experiments
@@ -18,7 +19,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import SCHEMAS, experiments_dir, known_experiments, load_experiment, settings
 from asyncrl.config.run_dir import read_run_config, write_run_config
 from asyncrl.config.setting import ConfigError, setting_info
-from asyncrl.launch import COMMANDS, main
+from asyncrl.launch import main
 from asyncrl.trainer.placement import worker_grid
 
 
@@ -278,8 +279,30 @@ def test_parallel_layout_gives_the_number_of_ranks() -> None:
 
 def test_config_survives_the_way_through_the_run_folder(tmp_path: Path) -> None:
     config = load("algorithm.policy_loss.params.clip_low=0.3", "rollout.filters=[{name: zero_variance}]", "seed=7")
+    config.optimizer.lr, config.experiment_name, config.reward.args = (
+        1e-7,
+        "007: a '${name}'",
+        {"1e3": None, "no": "no"},
+    )
     write_run_config(config, tmp_path)
     assert read_run_config(tmp_path) == config
+    assert repr(read_run_config(tmp_path)) == repr(config)
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (
+            "optimizer: {lr: 0.1, momentum: 0.9}\nsteps: 3",
+            "unknown settings: optimizer.momentum, steps; was",
+        ),
+        ("optimizer: {lr: fast}", r"Expected `float`, got `str` - at `\$.optimizer.lr`"),
+    ],
+)
+def test_a_run_folder_of_another_version_is_refused_by_its_settings(tmp_path: Path, written: str, told: str) -> None:
+    (tmp_path / "config.yaml").write_text(written)
+    with pytest.raises(ConfigError, match=told):
+        read_run_config(tmp_path)
 
 
 def test_every_setting_has_help_and_shows_up_in_it() -> None:

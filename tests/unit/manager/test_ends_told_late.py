@@ -23,7 +23,7 @@ def begun() -> ManagerService:
     service = ManagerService(
         batch_size=2, max_staleness=0, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, order=ORDER
     )
-    service.begin(0)
+    service.begin(m.RunReport())
     return service
 
 
@@ -59,13 +59,13 @@ def test_a_suspect_that_was_trained_is_cleared_so_that_the_next_one_has_its_turn
     assert [grant.rollout_id for grant in admitted(service, 1, incarnation=1)] == ["1/1"]
     trained(service, 1, "1/1")
     told(service, "1/0", "1/1", incarnation=1)
-    assert service.rollouts.suspects.state() == ({}, {}, None)
+    assert not service.rollouts.suspects
     assert not service.rollouts.awaits_ends
 
 
 def test_no_row_begins_another_epoch_before_it_is_known_how_it_was_answered() -> None:
     service = begun()
-    service.begin_curriculum(Curriculum(0.0, 0.9, rest=1))
+    service.admission.curriculum = Curriculum(0.0, 0.9, rest=1)
     assert len(admitted(service, 0, 1)) == 2
     told(service, "0/0")
     trained(service, 1, "0/0", "0/1")
@@ -78,7 +78,7 @@ def test_no_row_begins_another_epoch_before_it_is_known_how_it_was_answered() ->
 
 def test_who_died_before_it_told_is_not_waited_for() -> None:
     service = begun()
-    service.begin_curriculum(Curriculum(0.0, 0.9, rest=1))
+    service.admission.curriculum = Curriculum(0.0, 0.9, rest=1)
     assert len(admitted(service, 0, 1)) == 2
     trained(service, 1, "0/0", "0/1")
     assert service.rollouts.awaits_ends

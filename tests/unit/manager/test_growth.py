@@ -24,6 +24,7 @@ from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.reports import decide
 from asyncrl.master.data import buffer as buffers
 from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.trainer.messages import RolloutRecord
@@ -87,13 +88,13 @@ class Run:
         )
         self.service.router.update(0, "http://a", 0, routable=True)
         self.service.router.update(1, "http://b", 0, routable=True)
-        self.service.begin(0)
+        self.service.begin(m.RunReport())
         self.buffer = SampleBuffer(B, ETA, OnStale.drop)
         self.ids: list[list[str]] = [[] for _ in range(WORKERS)]
         self.running: list[dict[str, m.GrantedRollout]] = [{} for _ in range(WORKERS)]
         self.outbox: Outbox[str] = Outbox(["x", "y"], high_water=64, resend_after_s=5.0)
         self.version = self.made = self.incarnation = 0
-        self.known = (0, 0, 0)
+        self.recorded, self.measured = Recorded(), 0
 
     @property
     def machines(self) -> tuple[Any, ...]:
@@ -158,9 +159,11 @@ class Run:
 
     async def report(self, trained: list[str]) -> None:
         dropped = [drop.message for drop in self.buffer.pop_drops()]
-        reply = await self.service.report_consumed(m.ConsumedReport(self.version, trained, dropped, *self.known))
-        self.known = reply.seq, reply.events_seq, reply.measured_seq
-        decide(self.buffer, reply.given_up, [])
+        known = {"events_after": self.recorded.heard, "measured_after": self.measured}
+        reply = await self.service.report_consumed(m.ConsumedReport(self.version, trained, dropped, **known))
+        self.measured = reply.measured_seq
+        for line in decide(self.buffer, self.recorded, reply.events):
+            self.recorded.take(line)
         for index in (0, 1):
             self.service.router.update(index, f"http://{'ab'[index]}", self.version, routable=True)
         self.service.routes_changed(self.version)

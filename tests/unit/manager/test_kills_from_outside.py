@@ -19,6 +19,7 @@ from asyncrl.manager import messages as m
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.reports import decide
 from asyncrl.master.data.buffer import SampleBuffer
+from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.runtime.settings import SystemConfig
@@ -61,13 +62,13 @@ class Cluster:
             clock=lambda: self.now,
             order=ORDER,
         )
-        self.service.begin(0)
+        self.service.begin(m.RunReport())
         self.service.router.update(0, "http://server", 0, routable=True)
         self.buffer = SampleBuffer(BATCH, ETA, OnStale.wait)
         self.version, self.deadly = 0, {ORDER.ref(order).prompt_id for order in deadly}
         self.trained: list[str] = []
         self.deaths: list[tuple[float, str]] = []
-        self.known = (0, 0)
+        self.recorded = Recorded()
         self.training = False
         self.ids = itertools.count()
         self.turns: list[tuple[float, int, Callable[[], None]]] = []
@@ -157,10 +158,10 @@ class Cluster:
 
     def report(self, trained: list[str]) -> None:
         dropped = [drop.message for drop in self.buffer.pop_drops()]
-        report = m.ConsumedReport(self.version, trained, dropped, *self.known)
+        report = m.ConsumedReport(self.version, trained, dropped, events_after=self.recorded.heard)
         reply = self.runner.run(self.service.report_consumed(report))
-        decide(self.buffer, reply.given_up, [])
-        self.known = reply.seq, reply.events_seq
+        for line in decide(self.buffer, self.recorded, reply.events):
+            self.recorded.take(line)
 
     @property
     def crashed(self) -> int:

@@ -5,12 +5,14 @@ twice.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from asyncrl.comm.ledger_lines import Dropped
 from asyncrl.manager import messages as m
+from asyncrl.manager.rebuild import RollCall
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
@@ -23,6 +25,7 @@ from tests.unit.manager.test_any_schedule import Schedule, Worker
 def begun(eta: int = 2) -> Schedule:
     schedule = Schedule()
     schedule.begin(batch=1, eta=eta, on_stale=OnStale.drop, stops_early=False)
+    schedule.all_speak()
     return schedule
 
 
@@ -42,7 +45,7 @@ def drop_for_good(schedule: Schedule, prompt: str) -> None:
     """The worker that plays the prompt drops it, and says so."""
     worker, rollout = running(schedule, prompt)
     worker.running.pop(rollout)
-    worker.ended.append(m.FinishedRollout(rollout, False, "rejected"))
+    worker.end(m.FinishedRollout(rollout, False, "rejected"))
     schedule.report(schedule.workers.index(worker), "answered")
 
 
@@ -124,7 +127,7 @@ def test_a_master_that_goes_on_hears_what_is_dropped_for_good_before_it_trains(c
     drop_for_good(schedule, prompt)
     schedule.report_step(dies=True)
     schedule.collect()
-    assert schedule.trainer.unreported, "it tells of the last step again before it trains"
+    assert schedule.trainer.due.trained, "it tells of the last step again before it trains"
     schedule.report_step()
     schedule.train(dies=False)
     assert (len(schedule.trainer.trained), schedule.given_up) == (1, {prompt})
@@ -152,6 +155,75 @@ def test_a_suspect_that_was_delivered_before_its_worker_died_is_trained_or_dropp
     schedule.teardown()
 
 
+def only_the_trainer_has_it(schedule: Schedule) -> None:
+    """A rank has it, its worker told the manager and forgot it, and the master has not polled; the manager dies."""
+    schedule.allocate(0, 1, "answered")
+    schedule.push(0)
+    schedule.arrive(0, 0, True)
+    schedule.report(0, "answered")
+    assert not schedule.workers[0].held.all()
+    schedule.the_manager_dies()
+    schedule.all_speak()
+    schedule.allocate(1, 1, "answered")
+
+
+def a_grant_is_read_late(schedule: Schedule) -> None:
+    """A grant of the dead manager is read after the worker has opened its session with the next one."""
+    schedule.allocate(0, 1, "reply late")
+    schedule.the_manager_dies()
+    schedule.all_speak()
+    schedule.a_reply_arrives_late(0)
+    schedule.books_balance_and_nothing_is_trained_twice()
+
+
+def one_speaks_late(schedule: Schedule) -> None:
+    """A worker holds what the ledger does not have, and another one speaks before it."""
+    schedule.allocate(0, 1, "answered")
+    schedule.the_manager_dies()
+    schedule.open_session(1, "answered")
+    schedule.report_step()
+    schedule.allocate(1, 1, "answered")
+    schedule.all_speak()
+    assert schedule.service.gate.running_count == len(schedule.workers[0].running) + len(schedule.workers[1].running)
+
+
+def no_poll(patch: pytest.MonkeyPatch) -> None:
+    introduce = Schedule.introduce
+
+    def unpolled(self: Schedule, lost: bool) -> None:
+        with patch.context() as inner:
+            inner.setattr(self, "collect", lambda: None)
+            introduce(self, lost)
+
+    patch.setattr(Schedule, "introduce", unpolled)
+
+
+def no_sessions(patch: pytest.MonkeyPatch) -> None:
+    call = Schedule.call
+    patch.setattr(Schedule, "call_as", lambda self, worker, answer, then, fate: call(self, answer, then, fate))
+
+
+def early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RollCall, "is_complete", property(lambda self: self.run is not None))
+
+
+@pytest.mark.parametrize(
+    ("play", "without"),
+    [(only_the_trainer_has_it, no_poll), (a_grant_is_read_late, no_sessions), (one_speaks_late, early)],
+    ids=["poll of the ranks", "sessions", "gate that waits for all"],
+)
+def test_each_part_of_a_managers_rebuilding_is_needed(
+    play: Callable[[Schedule], None], without: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = begun()
+    play(schedule)
+    schedule.teardown()
+    without(monkeypatch)
+    broken = begun()
+    with pytest.raises(AssertionError):
+        play(broken)
+
+
 WORKER = {"worker": "rollout_worker/0"}
 
 
@@ -175,7 +247,7 @@ class Manager:
             clock=lambda: 0.0,
             order=DataOrder(1, 0),
         )
-        self.service.begin(0)
+        self.service.begin(m.RunReport())
 
     def admit(self, rollout: str) -> list[str]:
         """The prompts that are played."""

@@ -6,7 +6,6 @@ import asyncio
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -202,7 +201,7 @@ def test_any_run_ends(seed: int) -> None:
     run.run(15, seed)
 
 
-def paced_service(log_file: Path | None = None, clock: Callable[[], float] = lambda: 0.0) -> ManagerService:
+def paced_service(clock: Callable[[], float] = lambda: 0.0) -> ManagerService:
     return ManagerService(
         batch_size=2,
         max_staleness=8,
@@ -211,7 +210,6 @@ def paced_service(log_file: Path | None = None, clock: Callable[[], float] = lam
         lease_s=1e9,
         pacing=DeadlinePacing(2, 8),
         clock=clock,
-        log_file=log_file,
     )
 
 
@@ -224,7 +222,7 @@ async def granted(service: ManagerService, *numbers: int, timeout_s: float = 0.0
 async def test_the_service_admits_what_the_pacing_wants_of_the_room() -> None:
     clock = [0.0]
     service = paced_service(clock=lambda: clock[0])
-    service.begin(0)
+    service.begin(m.RunReport())
     running = await granted(service, *range(30))
     assert len(running) == 4, "two batches, of the 18 that the bound allows"
     waiting = asyncio.create_task(granted(service, 99, timeout_s=3600.0))
@@ -237,11 +235,14 @@ async def test_the_service_admits_what_the_pacing_wants_of_the_room() -> None:
     assert await waiting == ["99"]
 
 
-async def test_a_service_that_goes_on_paces_with_what_runs(tmp_path: Path) -> None:
-    first = paced_service(tmp_path / "log")
-    first.begin(0)
-    assert len(await granted(first, *range(30))) == 4
-    await first.log.flush()
-    second = paced_service(tmp_path / "log")
-    assert second.begin_again()
+async def test_a_manager_that_is_rebuilt_paces_with_what_runs() -> None:
+    first = paced_service()
+    first.begin(m.RunReport())
+    request = m.AllocateRequest(worker="rollout_worker/0", rollouts=[str(number) for number in range(30)])
+    running = (await first.allocate_rollout(request)).granted
+    assert len(running) == 4
+    second = paced_service()
+    held = [m.HeldRollout(each) for each in running]
+    await second.open_session(m.HeldReport(worker="rollout_worker/0", held=held))
+    second.begin(m.RunReport())
     assert await granted(second, *range(40, 50)) == []

@@ -27,7 +27,7 @@ def begun() -> ManagerService:
         clock=lambda: 0.0,
         order=DataOrder(100, 0),
     )
-    service.begin(0)
+    service.begin(m.RunReport())
     assert ask(service, "first", 0) == [0]
     service.incarnation_seen(WORKER, 1)
     return service

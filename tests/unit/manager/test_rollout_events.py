@@ -31,7 +31,7 @@ def test_a_line_is_told_until_its_number_is_named() -> None:
 
 def service() -> ManagerService:
     made = ManagerService(batch_size=2, max_staleness=1, routing="round_robin", lease_s=60.0, order=DataOrder(100, 0))
-    made.begin(0)
+    made.begin(m.RunReport())
     return made
 
 

@@ -6,10 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from asyncrl.manager import messages as m
-from asyncrl.manager.rollout_books import Noted, RolloutBooks
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.suspects import Suspects
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -55,7 +52,7 @@ def test_the_worked_example_of_the_docstring() -> None:
     assert suspects.must_wait("w", "H")
     assert not suspects.must_wait("other", "H")
     assert die() == "B"
-    assert suspects.state() == ({}, {}, None)
+    assert not suspects
 
 
 ORDER = DataOrder(1000, 0)
@@ -65,12 +62,10 @@ class Run:
     """Plays whatever is admitted, 3 at a time; the prompts at `deadly` orders end the worker."""
 
     def __init__(self, *deadly: int) -> None:
-        self.events: list[bytes] = []
         self.service = ManagerService(
             batch_size=3, max_staleness=1, routing="least_requests", lease_s=1e9, clock=lambda: 0.0, order=ORDER
         )
-        self.service.rollouts._note = lambda event: self.events.append(msgspec.json.encode(event))
-        self.service.begin(0)
+        self.service.begin(m.RunReport())
         self.deadly, self.deaths, self.ids = deadly, 0, 0
         self.ended: list[int] = []
 
@@ -99,7 +94,7 @@ def test_a_deadly_prompt_is_dropped_after_three_deaths_and_nobody_with_it() -> N
     books = run.service.gate.books()
     assert books.dropped["crashed_worker"] == 1
     assert books.balanced
-    assert ORDER.ref(1).prompt_id in [each.prompt_id for each in run.service.rollouts.given_up.unrecorded]
+    assert run.service.rollouts.queue.is_used(1)
 
 
 def test_two_deadly_prompts_in_one_hand_cost_five_deaths() -> None:
@@ -107,17 +102,6 @@ def test_two_deadly_prompts_in_one_hand_cost_five_deaths() -> None:
     run.play(rounds=30)
     assert run.deaths == 5
     assert sorted(run.ended) == [order for order in range(len(run.ended) + 2) if order not in (0, 2)]
-
-
-def test_a_manager_that_is_started_again_suspects_the_same() -> None:
-    run = Run(1)
-    run.play(rounds=1)
-    decoder = msgspec.json.Decoder(Noted)
-    books = RolloutBooks(3, 1, ORDER)
-    for event in run.events:
-        books.replay(decoder.decode(event))
-    deaths = {ORDER.ref(order).prompt_id: 2 for order in range(3)}
-    assert books.suspects.state() == run.service.rollouts.suspects.state() == (deaths, {}, None)
 
 
 def test_a_worker_that_is_to_try_a_prompt_alone_plays_out_what_it_has_and_others_go_on() -> None:
@@ -131,7 +115,8 @@ def test_a_worker_that_is_to_try_a_prompt_alone_plays_out_what_it_has_and_others
 
     assert ask("dead", {"worker": "rollout_worker/2"}) == [suspect]
     ask("a", busy)
-    run.service.rollouts.suspects.restore({suspect: 2}, {"rollout_worker/2": suspect}, None)
+    run.service.rollouts.suspects.died("rollout_worker/9", [suspect])
+    run.service.rollouts.suspects.began("rollout_worker/2", suspect)
     run.service.incarnation_seen("rollout_worker/2", 1)
     assert ask("b", busy) == [], "it is to try the suspect alone, and has another in hand"
     assert ask("c", {"worker": "rollout_worker/1"}) == [suspect], "this one has nothing in hand"

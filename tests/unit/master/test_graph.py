@@ -96,7 +96,7 @@ def test_reward_models_are_the_roles_whose_calls_name_a_folder() -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 @pytest.mark.parametrize("prox", ["recompute", "approximate", "behave"])
-@pytest.mark.parametrize(("kl_coef", "kl_in"), [(0.0, "loss"), (0.1, "loss"), (0.1, "reward")])
+@pytest.mark.parametrize(("kl_coef", "kl_in"), [(0.0, "loss"), (0.1, "loss"), (0.1, "reward"), (0.1, "advantage")])
 def test_every_builtin_graph_is_valid_under_every_setting(name: str, prox: str, kl_coef: float, kl_in: str) -> None:
     config = ExperimentConfig()
     config.algorithm.graph, config.algorithm.prox = name, prox
@@ -107,7 +107,7 @@ def test_every_builtin_graph_is_valid_under_every_setting(name: str, prox: str, 
     assert ("ref_inf" in names) == (kl_coef > 0)
     assert ("actor_inf" in names) == (prox == "recompute" and name != "reinforce")
     reads_reference = [call.name for call in graph.calls if "ref_logprobs" in call.reads]
-    assert ("advantage" in reads_reference) == (kl_coef > 0 and kl_in == "reward")
+    assert ("advantage" in reads_reference) == (kl_coef > 0 and kl_in != "loss")
 
 
 def test_every_key_of_the_builtin_graphs_is_written_and_read() -> None:

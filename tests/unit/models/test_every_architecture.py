@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -193,6 +194,13 @@ class Candidate:
         model = AutoModelForCausalLM.from_pretrained(str(folder), dtype="float32").eval()
         set_attention(model, "eager")
         return cls(folder, model, ranks)
+
+    @cached_property
+    def alone(self) -> tuple[FlatPolicyEngine, dict[str, NDArray[np.float32]]]:
+        """The flat engine, and the gradients of the whole batch: what ranks find is compared with."""
+        engine = trainer(self, AttentionImplementation.sdpa)
+        gradients_of(engine, ragged_batch())
+        return engine, {n: p.grad.numpy() for n, p in engine.network.named_parameters() if p.grad is not None}
 
     def logprobs(self, tokens: list[int], prompt: int) -> Tensor:
         """log p of `tokens[prompt:]`, the sequence alone; differentiable."""
@@ -417,9 +425,7 @@ def trains_as(parallel: str) -> Check:
             found = candidate.ranks.train(candidate.folder, parallel)
         except LayoutError:
             return "refused"
-        alone = trainer(candidate, AttentionImplementation.sdpa)
-        gradients_of(alone, ragged_batch())
-        expected = {n: p.grad.numpy() for n, p in alone.network.named_parameters() if p.grad is not None}
+        alone, expected = candidate.alone
         largest = max(float(np.abs(gradient).max()) for gradient in expected.values())
         assert set().union(*(gradients for _, gradients in found)) == expected.keys()
         for rank, (logprobs_T, gradients) in enumerate(found):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from asyncrl.inference.embedded.model import cached_attention, model_io
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.parity import Difference, UnsupportedModelError, plain_logprobs, probe_sequences, tolerance
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
-from asyncrl.trainer.batches.prefix_tree import Branches, Stream, lay_out
+from asyncrl.trainer.batches.prefix_tree import Branches, PreOrder, Stream, lay_out, pre_order
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.model import layout_parity, packed_attention
 from asyncrl.trainer.model.layout_parity import first_layout, select_attention
@@ -186,6 +187,26 @@ def test_a_tree_whose_branches_see_each_other_is_not_used(spread: float, monkeyp
 
     monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.lay_out", shifted)
     assert settle(build("llama", spread)) == AttentionKind.packed
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
+def test_flex_attention_is_used_where_branches_see_their_path_alone(
+    model_type: str, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flex = AttentionImplementation.flex_attention
+    assert settle(build(model_type, spread), flex) == AttentionKind.flex
+
+    def one_branch(tree: Branches) -> PreOrder:
+        stream = pre_order(tree)
+        return PreOrder(stream.places_I, np.full_like(stream.ends, len(stream.ends)))
+
+    monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.pre_order", one_branch)
+    assert settle(build(model_type, spread), flex) == AttentionKind.tree
+
+
+def test_flex_attention_is_not_asked_to_branch_recurrent_layers() -> None:
+    assert settle(build("lfm2", SPREADS[0]), AttentionImplementation.flex_attention) == AttentionKind.padded
 
 
 Mutation = Callable[[pytest.MonkeyPatch], None]

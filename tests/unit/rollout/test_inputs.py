@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from asyncrl.api.picture import Picture, PictureError
 from asyncrl.commands.before_start.same_data import keep_inputs
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
@@ -478,3 +480,23 @@ def test_the_index_reads_back(config: ExperimentConfig, brought: Callable[..., P
     inputs = Inputs.read(there)
     assert inputs.brought == {"dataset.path": "0/train.jsonl", "reward.path": "1/rewards.py"}
     assert inputs.rows.keys() == {"dataset"}
+
+
+def test_pictures_that_rows_name_come_along(
+    config: ExperimentConfig, here: Path, brought: Callable[..., Path], tmp_path: Path
+) -> None:
+    picture = Picture.from_array(np.full((4, 6, 3), 9, np.uint8))
+    (here / "data" / "drawn").mkdir(parents=True)
+    (here / "data" / "drawn" / "one.png").write_bytes(picture.data)
+    rows = [{"prompt": f"What is it? {name}", "images": [name]} for name in ("drawn/one.png", "drawn/missing.png")]
+    (here / "data" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.dataset.path = str(here / "data" / "rows.jsonl")
+    there = brought(config)
+    inputs = read_from(there, config)
+    dataset = load_train_set(config)
+    found = [part["image"] for row in range(2) for part in dataset.row(row)["prompt"][0]["content"][:1]]
+    assert found[0].picture() == picture
+    assert found[0].value.is_relative_to(there)
+    with pytest.raises(PictureError, match=r"missing\.png cannot be read"):
+        found[1].picture()
+    check_rows(inputs, "dataset", config.dataset.path, dataset)

@@ -39,6 +39,7 @@ from asyncrl.manager.messages import (
     FinishRequest,
     GrantedRollout,
     Route,
+    RunReport,
 )
 from asyncrl.manager.service import ManagerService
 from asyncrl.plugins.datasets import Dataset
@@ -253,7 +254,7 @@ class ServiceGate:
         )
         self.service.router.update(0, "http://server", 0, True)
         self.service.routes_changed(0)
-        self.service.begin(0)
+        self.service.begin(RunReport())
         self.ended: list[FinishedRollout] = []
         self.seen: list[str] = []
 
@@ -508,7 +509,7 @@ class Returning(Agent):
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([answered(1.0)] * 3, r"returned 3 samples for a group of group_size=2 and says of none which episode"),
+        ([answered(1.0)] * 3, r"returned 3 samples for a group of group_size=2 without their episode numbers"),
         ([answered(1.0), answered(0.0, 2)], r"a sample of episode 2; a group of 2 has episodes 0 to 1"),
         ([answered(1.0), "a text"], r"returned \[.*; return a Sample, several, or none"),
         (1.0, r"returned 1.0; return a Sample"),
@@ -765,7 +766,7 @@ async def test_two_workers_play_the_data_order_between_them() -> None:
     service = ManagerService(
         batch_size=8, max_staleness=1, routing="least_requests", lease_s=60.0, order=DataOrder(10, 0)
     )
-    service.begin(0)
+    service.begin(RunReport())
     gates = [SharedGate(service, f"rollout_worker/{index}") for index in range(2)]
     config = RolloutConfig(max_concurrent=2, filters=[ChoiceConfig("zero_variance")])
     client = cast(RolloutClient, SimpleNamespace(generate=answer))

@@ -1,4 +1,4 @@
-"""Requests of the ray back end, without a cluster; with one: tests/e2e/test_hosts.py."""
+"""Requests of the ray back end, without a cluster; with one: tests/e2e/test_hosts_ray.py."""
 
 from __future__ import annotations
 

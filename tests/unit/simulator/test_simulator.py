@@ -26,6 +26,7 @@ from asyncrl.inference.messages import (
     UpdateWeightsRequest,
 )
 from asyncrl.manager.fleet.decisions import Target
+from asyncrl.manager.messages import RunReport
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.simulator.clock import Deadlock
 from asyncrl.simulator.clock import run as run_virtual
@@ -475,7 +476,7 @@ def test_a_fleet_that_is_well_costs_its_manager_little() -> None:
     async def main() -> int:
         simulation = Simulation(replace(SETUP, servers=32))
         simulation.fleet.start()
-        simulation.service.begin(0)
+        simulation.service.begin(RunReport())
         running = asyncio.create_task(simulation.fleet_runner.run())
         await asyncio.sleep(0.5)
         told, update = 0, simulation.service.router.update

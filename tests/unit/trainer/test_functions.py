@@ -250,6 +250,52 @@ def test_kl_in_the_reward_lowers_advantages_where_the_policy_left_the_reference(
     assert not torch.allclose(batch["advantages"], plain["advantages"])
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "zero"])
+def test_a_teacher_lowers_the_advantage_of_each_token_that_it_finds_less_likely(
+    estimator: str, config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    """A_t - coef (log pi - log pi_teacher) after the estimator, token by token and without a discount."""
+    config.algorithm.advantage = ChoiceConfig(estimator)
+    plain = make_batch()
+    run_step(config, make_rank(config), plain)
+    config.algorithm.kl_coef, config.algorithm.kl_in = 0.7, "advantage"
+    batch = make_batch()
+    rank = make_rank(config)
+    before = weights(rank)
+    stats = run_step(config, rank, batch)
+    mask_T = batch["loss_mask"]
+    distance_T = torch.where(mask_T, batch["behave_logprobs"] - batch["ref_logprobs"], 0)
+    torch.testing.assert_close(batch["advantages"], plain["advantages"] - 0.7 * distance_T, rtol=1e-5, atol=1e-5)
+    assert distance_T.abs().max() > 0
+    assert stats["advantage"]["kl/reference"] == pytest.approx(distance_T[mask_T].mean().item(), abs=1e-5)
+    assert not torch.equal(weights(rank), before), "also where no reward differs"
+
+
+@pytest.mark.parametrize("name", ["m2po", "clip_cov", "kl_cov"])
+def test_a_selection_does_not_depend_on_the_cut_into_micro_batches(
+    name: str, config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    params = {
+        "m2po": {"threshold": 1e-9},
+        "clip_cov": {"ratio": 0.3, "low": 0.0, "high": 99.0},
+        "kl_cov": {"ratio": 0.3},
+    }
+    config.algorithm.selection = ChoiceConfig(name, params[name])
+    losses, chosen = [], []
+    for tokens in (1, 10_000):
+        config.trainer.tokens_per_micro_batch = tokens
+        stats = run_step(config, make_rank(config), make_batch())["actor_train"]
+        losses.append(stats["ppo/loss_per_minibatch"])
+        chosen.append(stats["masked/selected"])
+    np.testing.assert_allclose(losses[0], losses[1], atol=1e-6)
+    assert chosen[0] == chosen[1]
+    assert (chosen[0] > 0) == (name != "kl_cov")
+    config.algorithm.selection = ChoiceConfig("none")
+    plain = run_step(config, make_rank(config), make_batch())["actor_train"]
+    assert "masked/selected" not in plain
+    assert not np.allclose(plain["ppo/loss_per_minibatch"], losses[0], atol=1e-6)
+
+
 def test_an_averaged_reference_follows_the_actor(
     config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
 ) -> None:

@@ -238,17 +238,28 @@ def test_flash_attention_that_is_not_installed(
 
 
 @pytest.mark.parametrize(("device", "count"), [(Device.cpu, 1), (Device.auto, 0)])
-def test_flash_attention_on_a_cpu(
-    device: Device, count: int, config: ExperimentConfig, gpus: SetGpus, flash_attention: SetInstalled
+@pytest.mark.parametrize("kernel", [AttentionImplementation.flash_attention_2, AttentionImplementation.flex_attention])
+def test_attention_for_gpus_on_a_cpu(
+    kernel: AttentionImplementation,
+    device: Device,
+    count: int,
+    config: ExperimentConfig,
+    gpus: SetGpus,
+    flash_attention: SetInstalled,
 ) -> None:
     gpus(count)
     flash_attention(True)
-    config.model.attn_implementation = AttentionImplementation.flash_attention_2
+    config.model.attn_implementation = kernel
     config.trainer.device = device
     assert f"trainer.device={str(device)!r} is a CPU here; use sdpa" in the_message(config)
     gpus(1)
     config.trainer.device = Device.auto
     assert list(check(config)) == []
+    config.trainer.share_prefixes = False
+    if kernel == AttentionImplementation.flex_attention:
+        assert "trainer.share_prefixes=false; set that to true, or use sdpa" in the_message(config)
+    else:
+        assert list(check(config)) == []
 
 
 @pytest.mark.parametrize("advantage", sorted(NEEDS_VALUES))
@@ -341,6 +352,47 @@ def test_the_kl_term_s_estimator_is_that_of_its_place_unless_it_is_named(config:
     algorithm.kl = ChoiceConfig("auto", {"cap": 3.0})
     assert "kl 'k1' has no parameter 'cap'" in the_message(config)
     algorithm.kl_in = KLPlace.loss
+    assert list(check(config)) == []
+
+
+def test_a_teacher_is_refused_in_a_form_that_teaches_nothing_or_of_another_tokenizer(
+    config: ExperimentConfig, tmp_path: Path
+) -> None:
+    algorithm = config.algorithm
+    algorithm.kl_coef, algorithm.kl_in = 1.0, KLPlace.advantage
+    assert list(check(config)) == []
+    algorithm.kl = ChoiceConfig("k3")
+    assert "algorithm.kl_in=advantage needs the log-ratio itself" in the_message(config)
+    algorithm.kl, algorithm.kl_target = ChoiceConfig("auto"), 0.1
+    assert "algorithm.kl_target=0.1" in the_message(config)
+    algorithm.kl_target, algorithm.advantage = 0.0, ChoiceConfig("zero")
+    assert list(check(config)) == []
+    algorithm.kl_coef = 0.0
+    assert "algorithm.advantage='zero'" in the_message(config)
+    algorithm.kl_coef, algorithm.kl, algorithm.kl_in = 0.1, ChoiceConfig("k3_unbiased"), KLPlace.reward
+    algorithm.advantage = ChoiceConfig("grpo")
+    assert "'k3_unbiased'" in the_message(config)
+    algorithm.kl, algorithm.kl_in = ChoiceConfig("auto"), KLPlace.loss
+    folders = []
+    for name, vocabulary in (("policy", {"a": 0, "b": 1}), ("teacher", {"a": 1, "b": 0})):
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        (folders[-1] / "config.json").write_text('{"model_type": "qwen2"}')
+        (folders[-1] / "model.safetensors").touch()
+        told = {"model": {"vocab": vocabulary}, "added_tokens": [{"content": "<end>", "id": 2}]}
+        (folders[-1] / "tokenizer.json").write_text(json.dumps(told))
+    config.model.path, algorithm.reference.path = map(str, folders)
+    messages = [message for message in check(config) if "tokenizer" in message]
+    assert len(messages) == 1
+    assert "2 tokens differ, for example 'a'" in messages[0]
+    algorithm.reference.path = config.model.path
+    assert not [message for message in check(config) if "tokenizer" in message]
+
+
+def test_gdpo_needs_the_parts_of_the_reward(config: ExperimentConfig) -> None:
+    config.algorithm.advantage = ChoiceConfig("gdpo", {"parts": ["correct"]})
+    assert "rollout.columns=['reward/correct']" in the_message(config)
+    config.rollout.columns = ["reward/correct"]
     assert list(check(config)) == []
 
 

@@ -22,8 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from msgspec import Struct
-
 
 class Turn(NamedTuple):
     """A prompt to play: the one at `order`, as its attempt number `attempt`, after `failures` failed attempts."""
@@ -31,16 +29,6 @@ class Turn(NamedTuple):
     order: int
     attempt: int = 0
     failures: int = 0
-
-
-class QueueState(Struct, frozen=True, array_like=True):
-    """State of the queue without the live prompts: `used` are the orders to remember, `back` the prompts that wait
-    again.
-    """
-
-    cursor: int
-    used: list[int]
-    back: list[Turn]
 
 
 class PromptQueue:
@@ -64,17 +52,6 @@ class PromptQueue:
         for order, (attempt, failures) in (retries or {}).items():
             self._wait(Turn(order, attempt, failures))
         self._advance()
-
-    def state(self) -> QueueState:
-        """All there is beside `live`; `restore` takes it."""
-        return QueueState(self._cursor, sorted(self._used), [Turn(order, *tries) for order, tries in self.back.items()])
-
-    def restore(self, state: QueueState, live: Iterable[int]) -> None:
-        """Be as `state` says, with a live rollout for each order in `live`."""
-        self._cursor, self._used, self.live = state.cursor, set(state.used), Counter(live)
-        self.back = {turn.order: turn[1:] for turn in state.back}
-        self._heap = [(self._place(turn.order, turn.attempt), turn.order) for turn in state.back]
-        heapq.heapify(self._heap)
 
     def peek(self, may: Callable[[int], bool] = lambda order: True) -> Turn:
         """The first prompt that waits and `may` be begun now. Only prompts that wait again are asked about."""

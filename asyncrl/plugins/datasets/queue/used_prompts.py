@@ -10,13 +10,10 @@ import base64
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from asyncrl.comm.files.sealed_json import unseal
 
 _PROMPT_ID = re.compile(r"e(0|[1-9]\d*)-(0|[1-9]\d*)")
 _MAX_ROW = 1 << 32
@@ -49,6 +46,11 @@ class UsedPrompts:
         if byte >= len(bitmap):
             bitmap.extend(bytes(max(byte + 1 - len(bitmap), len(bitmap))))  # at least doubled: growing stays linear
         bitmap[byte] |= 1 << (row & 7)
+
+    def update(self, other: UsedPrompts) -> None:
+        """Add all ids of `other`."""
+        for prompt_id in other if len(other) != self._count else ():
+            self.add(prompt_id)
 
     def __contains__(self, prompt_id: object) -> bool:
         parsed = parse_prompt_id(prompt_id) if isinstance(prompt_id, str) else None
@@ -103,18 +105,6 @@ class UsedPrompts:
         if used._count != count:
             raise ValueError(f"used prompts: {used._count} ids where count says {count}; the file is damaged")
         return used
-
-    @classmethod
-    def read(cls, path: Path) -> UsedPrompts:
-        """The set in the sealed file at `path` (key `used_prompts`), as the master publishes it under `data_state`.
-
-        Raises:
-            ValueError: it is no such file, or its checksum does not fit.
-        """
-        try:
-            return cls.from_json(unseal(path.read_bytes())["used_prompts"])
-        except (LookupError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path} does not say which prompts are used; it is damaged: {error!r:.200}") from error
 
 
 def parse_prompt_id(prompt_id: str) -> tuple[int, int] | None:

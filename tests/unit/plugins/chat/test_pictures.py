@@ -15,10 +15,13 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.api import Prompt, SamplingParams
+from asyncrl.api import Environment, Prompt, SamplingParams, ToolResult
 from asyncrl.api.generation import GenerationRequest
-from asyncrl.api.picture import Picture
+from asyncrl.api.picture import Picture, PictureError
+from asyncrl.api.tool import as_result
+from asyncrl.plugins.agents.game import GameAgent
 from asyncrl.plugins.agents.sample_builder import SampleBuilder
+from asyncrl.plugins.agents.tool_agent import _content as tool_content
 from asyncrl.plugins.chat.client import EpisodeClient, check_prompt_pictures
 from asyncrl.plugins.chat.parsers import parser
 from asyncrl.plugins.chat.template import PICTURES, ChatFormat
@@ -27,6 +30,7 @@ from asyncrl.plugins.datasets.settings import Overlong
 from asyncrl.plugins.datasets.templates.chat import ChatError, ChatTemplate
 from asyncrl.plugins.datasets.templates.parts import content_of
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer, special_tokens
+from asyncrl.plugins.envs.gymnasium_env import GymnasiumEnv
 
 from .conftest import FakePolicy
 
@@ -305,3 +309,63 @@ def test_what_is_no_picture_is_refused_by_name(content: Any, why: str, form: Any
     client, _ = client_of(form())
     with pytest.raises(ChatError, match=why):
         client.prompt_ids([{"role": "user", "content": content}])
+
+
+class Frames(Environment):
+    """Three frames, the first one after the prompt's own picture; the game ends with them."""
+
+    def __init__(self, *frames: Any) -> None:
+        self._frames = iter(frames)
+
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return next(self._frames), {}
+
+    async def step(self, action: Any) -> Any:
+        frame = next(self._frames, None)
+        return frame, 1.0, frame is None, False, {}
+
+
+async def test_a_game_is_played_from_frames(form: Any) -> None:
+    shown = [ONE.pixels(), TWO.image(), [{"type": "text", "text": "Now "}, {"type": "image", "image": ONE}]]
+    data = {"prompt": [user("Play. ", TWO)]}
+    made, (ids, pictures) = form().fitted(data)
+    sampling = SamplingParams(max_new_tokens=20, seed=1)
+    prompt = Prompt("p", 0, {"prompt": made}, tuple(ids), 1, sampling, pictures=pictures)
+    client, _ = client_of(form(), "up", "down", "left", prompt=prompt)
+    agent = GameAgent(tokenizer=form().tokenizer, chat=True)
+    (sample,) = await agent.run(prompt, Frames(*shown), client)
+    assert [placed.picture.pixels().tolist() for placed in sample.pictures] == [
+        each.pixels().tolist() for each in (TWO, ONE, TWO, ONE)
+    ]
+    assert sample.total_reward == 3.0
+    assert client.metrics["chat/extended"] == 2
+    with pytest.raises(PictureError, match=r"needs a chat template"):
+        await GameAgent(tokenizer=form().tokenizer, chat=False).run(prompt, Frames(*shown), client)
+
+
+async def test_a_gymnasium_game_may_show_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shows_frames.py").write_text(
+        "import numpy as np\ndef frame(observation, env):\n    return np.full((4, 6, 3), observation, np.uint8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    env = GymnasiumEnv(id="FrozenLake-v1", observe="shows_frames.py:frame", kwargs={"is_slippery": False})
+    (first,) = env.reset(seed=1)[0]
+    (second,) = env.step("2")[0]
+    assert [part["image"].pixels()[0, 0].tolist() for part in (first, second)] == [[0, 0, 0], [1, 1, 1]]
+    env.close()
+
+
+async def test_what_a_tool_shows_is_seen_or_named(form: Any) -> None:
+    result = ToolResult("It is drawn.", pictures=(ONE,))
+    seen = tool_content(result, pictures=True)
+    assert seen == [{"type": "text", "text": "It is drawn."}, {"type": "image", "image": ONE}]
+    assert tool_content(result, pictures=False) == f"It is drawn.\n{ONE}"
+    assert tool_content(as_result(ONE), pictures=True) == [{"type": "image", "image": ONE}]
+    client, policy = client_of(form(), "Draw.", "Red.")
+    assert client.takes_pictures
+    assert not client_of(replace(form(), pictures=None))[0].takes_pictures
+    asked = {"role": "user", "content": "Draw it."}
+    call = {"id": "a", "type": "function", "function": {"name": "draw", "arguments": "{}"}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    await client.chat([asked, said, {"role": "tool", "tool_call_id": "a", "content": seen}])
+    assert [placed.picture for placed in policy.asked[0].pictures] == [ONE]

@@ -28,7 +28,7 @@ import asyncio
 import os
 import sys
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 
 server = MCPServer("calc")
 
@@ -60,6 +60,17 @@ def talks() -> int:
     for _ in range(20):
         sys.stderr.write("x" * (1 << 20))
     return os.getpid()
+
+
+@server.tool()
+def draws(form: str) -> list:
+    import io
+
+    from PIL import Image as Drawing
+
+    file = io.BytesIO()
+    Drawing.new("RGB", (6, 4), (255, 0, 0)).save(file, form)
+    return ["look", Image(data=file.getvalue(), format=form.lower())]
 
 
 if len(sys.argv) > 1:
@@ -128,6 +139,19 @@ async def test_a_server_over_stdio_serves_many_samples_and_is_gone_afterwards(ru
         assert (await _call(tools, "fails", {})).startswith("Error: ")
         assert int(await _call(tools, "talks", {})) in _children() - before
     assert _left(before) == []
+
+
+async def test_pictures_of_a_server_are_pictures(runner, server):
+    async with (
+        RunTools((), [_over_stdio(server, tools=["draws"])], runner) as tools,
+        tools.toolbox.session({}) as session,
+    ):
+        result = await session.call(ToolCall("a", "draws", {"form": "PNG"}))
+        (picture,) = result.pictures
+        assert (result.text, picture.size, picture.pixels()[0, 0].tolist()) == ("look", (6, 4), [255, 0, 0])
+        other = await session.call(ToolCall("b", "draws", {"form": "GIF"}))
+        assert other.pictures == ()
+        assert other.text == "look\n[image: the picture is GIF: give PNG or JPEG]"
 
 
 async def test_a_server_that_dies_costs_a_call_and_is_started_again(runner, server):

@@ -17,11 +17,13 @@ import asyncrl.trainer.batches.prefix_tree as prefix_tree
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.batches.prefix_tree import Prefixes, PrefixOrder, cut_tree, lay_out
+from asyncrl.trainer.batches.prefix_tree import Prefixes, PrefixOrder, cut_tree, lay_out, pre_order
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
+from asyncrl.trainer.model import flex_attention
+from asyncrl.trainer.model.flex_attention import FLEX, visible_blocks
 from asyncrl.trainer.model.loading import load_causal_lm, load_critic
 from asyncrl.trainer.model.packed_attention import PACKED
 from asyncrl.trainer.model.scoring import EntropyMode
@@ -92,6 +94,62 @@ def test_rows_look_at_their_own_path_and_their_outputs_are_the_stream(
             computed.append(position)
             assert tuple(held[keys[row, : first[row] + column + 1]]) == prefix_of[position]
     assert computed == list(range(stream.size))
+
+
+@given(sequence_lists, st.sampled_from([None, 1, 2, 5]), st.sampled_from([1, 2, 4, 8]))
+def test_tokens_of_a_stream_in_pre_order_see_their_path_and_no_visible_pair_lies_outside_the_visible_blocks(
+    sequences: list[list[int]], window: int | None, block: int
+) -> None:
+    order, lengths = order_of(sequences)
+    tree = order.branches(range(len(sequences)), lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (prefix_tree, flex_attention):
+            patch.setattr(module, "FLEX_BLOCK", block)
+        stream = pre_order(tree)
+        size = len(stream.ends)
+        depths = np.zeros(size, dtype=np.int64)
+        paths: dict[int, set[int]] = {place: {place} for place in range(tree.tokens, size)}  # padding sees itself
+        places = iter(stream.places_I.tolist())
+        for length in tree.lengths.tolist():
+            path = [next(places) for _ in range(length)]
+            depths[path] = np.arange(length)
+            for depth, place in enumerate(path):
+                seen = set(path[0 if window is None else max(0, depth + 1 - window) : depth + 1])
+                assert paths.setdefault(place, seen) == seen
+        assert size % block == 0
+        ends_T, depths_T = torch.from_numpy(stream.ends), torch.from_numpy(depths)
+        partly, wholly = visible_blocks(ends_T, depths_T, window)
+        rule = flex_attention.FlexStream(ends_T, depths_T)._rule(window)
+        q, k = torch.arange(size)[:, None], torch.arange(size)[None]
+        visible = rule(torch.tensor(0), torch.tensor(0), q, k)
+    assert [set(row.nonzero().flatten().tolist()) for row in visible] == [paths[place] for place in range(size)]
+    by_block = visible.view(size // block, block, size // block, block).transpose(1, 2).flatten(2)
+    assert not (by_block.any(-1) & ~(partly | wholly)).any()
+    assert by_block.all(-1)[wholly].all()
+    assert not (partly & wholly).any()
+
+
+@pytest.mark.parametrize(("softcap", "window"), [(None, None), (2.0, None), (None, 6)])
+def test_flex_attentions_forward_pass_is_that_of_all_pairs(softcap: float | None, window: int | None) -> None:
+    sequences = [[1] * 90 + [number] * 40 for number in range(3)]
+    order, lengths = order_of(sequences)
+    stream = pre_order(order.branches(range(3), lengths))
+    assert len(stream.ends) == 256, "210 distinct tokens in blocks of 128"
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 256, 16) for heads in (4, 2, 2))
+    depths = torch.arange(256) % 130
+    told = flex_attention.FlexStream(torch.from_numpy(stream.ends), depths)
+    arguments = {
+        "score_mod": None if softcap is None else lambda score, *_: torch.tanh(score / softcap) * softcap,
+        "block_mask": told.mask(window),
+        "scale": 0.5,
+        "enable_gqa": True,
+        "return_aux": flex_attention.AuxRequest(lse=True),
+    }
+    expected = flex_attention.flex_attention(query, key, value, **arguments)
+    found = flex_attention.all_pairs(query, key, value, **arguments)
+    for ours, theirs in ((found[0], expected[0]), (found[1].lse, expected[1].lse)):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
 @given(sequence_lists, st.integers(1, 60), st.data())
@@ -167,7 +225,7 @@ def folder(
 
 def policy(folder: Path, kind: AttentionKind, budget: int) -> FlatPolicyEngine:
     model = load_causal_lm(str(folder), "float32", "sdpa", CPU)
-    model.set_attn_implementation(PACKED)
+    model.set_attn_implementation(FLEX if kind == AttentionKind.flex else PACKED)
     return FlatPolicyEngine(
         model,
         temperature=0.9,
@@ -190,7 +248,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_packed_sequences(
     weights_T = torch.linspace(-1, 1, batch.num_tokens)
     results: dict[AttentionKind, tuple[Tensor, Tensor, float]] = {}
     streams: dict[AttentionKind, int] = {}
-    for kind in (AttentionKind.packed, AttentionKind.tree):
+    for kind in (AttentionKind.packed, AttentionKind.tree, AttentionKind.flex):
         engine = policy(folder, kind, budget)
         streams[kind] = 0
 
@@ -204,12 +262,14 @@ def test_logprobs_entropies_and_gradients_are_those_of_packed_sequences(
         )
         logprobs_T = engine.logprobs(batch, batch["loss_mask"])
         results[kind] = logprobs_T, engine.optimizer.grad.clone(), float(loss)
-    packed, tree = results[AttentionKind.packed], results[AttentionKind.tree]
+    packed = results[AttentionKind.packed]
     assert streams[AttentionKind.tree] < 0.75 * streams[AttentionKind.packed]
-    torch.testing.assert_close(tree[0], packed[0], rtol=0, atol=2e-6)
-    scale = packed[1].abs().max()
-    torch.testing.assert_close(tree[1] / scale, packed[1] / scale, rtol=0, atol=2e-6)
-    assert tree[2] == pytest.approx(packed[2], abs=1e-4)
+    for kind in (AttentionKind.tree, AttentionKind.flex):
+        tree = results[kind]
+        torch.testing.assert_close(tree[0], packed[0], rtol=0, atol=2e-6)
+        scale = packed[1].abs().max()
+        torch.testing.assert_close(tree[1] / scale, packed[1] / scale, rtol=0, atol=2e-6)
+        assert tree[2] == pytest.approx(packed[2], abs=1e-4)
 
 
 def test_values_of_all_tokens_are_those_of_packed_sequences(qwen_dir: Path, batch: StepBatch) -> None:

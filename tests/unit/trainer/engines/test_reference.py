@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,18 @@ import pytest
 import torch
 
 from asyncrl.algorithms.spec import Choice, ObjectiveSpec
-from asyncrl.api import SamplingParams, Trajectory
+from asyncrl.api import (
+    Agent,
+    ChatClient,
+    Environment,
+    GenerationRequest,
+    Prompt,
+    Sample,
+    SamplingParams,
+    Trajectory,
+)
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ChoiceConfig
 from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
@@ -42,10 +53,24 @@ def length_reward(data: Mapping[str, Any], completion: str) -> float:
     return float(len(completion) > 6)
 
 
-@pytest.mark.parametrize(("staleness", "passes"), [(0, 1), (2, 1), (0, 3)])
+class Roles(Agent):
+    """Two roles of the policy; the first is paid for long answers, the second for short ones."""
+
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> list[Sample]:
+        samples = []
+        for role, pay in (("first", 0.25), ("second", -1.0)):
+            player = client.conversation(role)
+            name = f"{prompt.prompt_id}/{prompt.member}/{role}"
+            await player.generate(GenerationRequest(name, prompt.input_ids, 1, prompt.sampling))
+            samples += [replace(sample, reward=pay * sample.generated_length) for sample in player.samples()]
+        return samples
+
+
+@pytest.mark.parametrize(("staleness", "passes", "roles"), [(0, 1, False), (2, 1, False), (0, 3, False), (2, 1, True)])
 def test_losses_are_those_of_the_reference_loop(
     staleness: int,
     passes: int,
+    roles: bool,
     config: ExperimentConfig,
     qwen_dir: Path,
     make_rank: MakeRank,
@@ -57,6 +82,10 @@ def test_losses_are_those_of_the_reference_loop(
     own.write_text(WEIGHTED)
     loss = f"{own}:weighted" if passes > 1 else "decoupled_ppo"
     config.algorithm.policy_loss.name, config.rollout.columns = loss, ["row/index"] if passes > 1 else []
+    estimator, selection = ("rae", "m2po") if roles else ("grpo", "none")
+    config.algorithm.advantage, config.algorithm.selection = ChoiceConfig(estimator), ChoiceConfig(selection)
+    if roles:
+        config.algorithm.selection.params = {"threshold": 1e-7}
     oracle = ReferenceTrainer(
         ReferenceConfig(
             seed=config.seed,
@@ -64,7 +93,10 @@ def test_losses_are_those_of_the_reference_loop(
             group_size=config.group_size,
             ppo_minibatches=config.trainer.ppo_minibatches,
             ppo_epochs=config.trainer.ppo_epochs,
-            objective=ObjectiveSpec(policy_loss=Choice(loss)),
+            objective=ObjectiveSpec(
+                policy_loss=Choice(loss), selection=Choice(selection, config.algorithm.selection.params)
+            ),
+            advantage=Choice(estimator),
             columns=tuple(config.rollout.columns),
             lr=config.optimizer.lr,
             staleness=staleness,
@@ -74,6 +106,7 @@ def test_losses_are_those_of_the_reference_loop(
         load_tokenizer(qwen_dir),
         ArithmeticDataset(num_rows=64, max_numbers=3),
         length_reward,
+        Roles() if roles else None,
     )
     rollouts: list[list[Any]] = []
     generate = oracle.generate
@@ -91,6 +124,9 @@ def test_losses_are_those_of_the_reference_loop(
         compared = ("ppo/clip_fraction", "ppo/behave_imp_weight_mean", "ppo/behave_kl", "entropy")
         for key in report.stats.keys() & compared:  # the loop reports none for a step without a signal
             assert stats[key] == pytest.approx(report.stats[key], abs=1e-4), key
+        assert stats.get("masked/selected", 0.0) == report.stats.get("masked/selected", 0.0)
+    assert rank.state.baselines == pytest.approx(oracle.baselines)
+    assert bool(oracle.baselines) == roles
 
 
 def batch_of(groups: list[list[Any]], config: ExperimentConfig, version: int) -> StepBatch:

@@ -1,0 +1,168 @@
+"""A GserverManager that begins: its state is made from what others know. Nothing of it is on a disk.
+
+A run's beginning, its continuation from a checkpoint and the death of a manager are the same: the first two are those
+in which nobody holds anything. What the manager knows is known to others as well:
+
+    state                                             who says it
+    ------------------------------------------------  ----------------------------------------------------------------
+    used prompts, counters, ended rollouts            the MasterWorker: buffer and ledger
+    live rollouts, their prompts and versions         their RolloutWorkers; of earlier ones the ledger's `open` too
+    rollouts that wait to be trained                  the MasterWorker, which polls the ranks
+    attempts and failures of prompts that wait        the ledger
+    version that is served, servers, weights          name resolution and the servers
+
+The protocol
+
+1. The manager registers its address. It has a number of its own; every call about rollouts names the manager that is
+   meant, and another one refuses it. Servers, weights, evaluations and requests of running rollouts are served from
+   here on. The gate is shut.
+2. A RolloutWorker whose call was refused says all that it holds (`HeldReport`): rollouts that run, and ends that no
+   manager has confirmed. What it was granted by the manager before and reads only now is void, and asked for again.
+3. The MasterWorker sees the new process. It polls all ranks, so that what came to them before the old manager's death
+   is in its buffer. Then it says all that it knows (`RunReport`). Lines of the old manager that come later are void.
+4. Once the master and every worker that is ready have spoken, or `manager.rollout_lease_s` after the beginning, the
+   state is made by `rebuild`, and the gate opens. A worker whose successor has begun need not speak.
+5. The ledger gets a line with the manager's number, then its lines, counted from 1. The first of them adopt what the
+   ledger did not have, and end what nobody has.
+
+What each part is for. Without 2's void grants a rollout runs that the gate does not count. Without the ledger's open
+rollouts one is admitted twice there, or has no end. Without 3's poll a rollout that only a rank has is played again.
+An opening before all have spoken plays prompts twice at a time.
+
+What dies with a manager
+
+- Ends that workers told it since its last report to the master. Of rollouts that the ledger has open these end as
+  `lost_with_manager`; others never happened. Their prompts wait, as the attempt before: a prompt that was dropped for
+  good is played once more, a measured success may be missing. At most one step's worth; no rollout is lost that the
+  trainer has.
+- Suspicions against prompts (`suspects`), durations for the pacing, idle time. They are learned again.
+
+Only the death of a RolloutWorker beside it costs more: what it ran is played again, as after its death alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from msgspec import structs
+
+from asyncrl.comm.ledger_lines import Admitted
+from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, RunReport
+from asyncrl.manager.rollout_books import RolloutBooks
+from asyncrl.manager.staleness_gate import Ticket
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
+
+
+def rebuild(
+    batch_size: int,
+    max_staleness: int,
+    order: DataOrder,
+    run: RunReport,
+    workers: Iterable[HeldReport],
+    now: Callable[[], float] = time.time,
+) -> RolloutBooks:
+    """Make the manager's state from what the master says of the `run` and the `workers` of what they hold.
+
+    1. The ledger's facts: counters, used prompts, next attempts, ended rollouts.
+    2. All that anybody has is live: what is open in the ledger, in workers' hands, or at the ranks.
+    3. What is known of their ends: from the ledger, the ranks, the master's next report, the workers.
+    4. What nobody has is over. A prompt that is neither used nor live waits, by the definition of the queue.
+    """
+    used = () if run.used is None else order.orders_of(UsedPrompts.from_json(run.used)).tolist()
+    retries = {place: (attempt, failures) for place, attempt, failures in run.retries}
+    books = RolloutBooks(batch_size, max_staleness, order, used, retries, now)
+    books.gate.resume(run.version, run.dropped, run.abandoned)
+    lost = {admitted.rollout: _ticket(admitted) for admitted in run.lost}
+    for outcome, rollouts in run.ended:
+        for rollout in rollouts:
+            books.gate.remember(rollout, outcome, lost.get(rollout))
+
+    reports = sorted(workers, key=lambda report: report.worker)
+    for admitted in run.open:
+        books.enter(*_ticket(admitted), recorded=True)
+    for report in reports:
+        books.hear(report)
+
+    held = {each.granted.rollout_id: each for report in reports for each in report.held}
+    for rollout in run.finished:
+        books.gate.finish(rollout)
+    for received in run.received:
+        if received.rollout_id not in held:
+            books.receive(received)
+    if run.consumed is not None:
+        books.consume(structs.replace(run.consumed, events_after=0))  # numbers of lines are each manager's own
+    for each in held.values():
+        if each.end is not None:
+            books.finish(each.end)
+
+    spoke = {report.worker for report in reports}
+    for worker in sorted(books.gate.owners - spoke):
+        books.died(worker)
+    for rollout in [rollout for worker in sorted(spoke) for rollout in books.gate.running_of(worker)]:
+        if rollout not in held:
+            books.lose(rollout)
+    books.await_ends_of(held)
+    if run.closed:
+        books.gate.close()
+    if run.abandoned_all:
+        books.abandon()
+    return books
+
+
+def _ticket(admitted: Admitted) -> tuple[Ticket, int]:
+    tries = admitted.order, admitted.attempt, admitted.failures
+    return Ticket(admitted.rollout, admitted.worker, admitted.prompt, *tries), admitted.version
+
+
+class RollCall:
+    """What was said to a manager that is not rebuilt yet. Pure state.
+
+    Attributes:
+        run: the master's report.
+        awaited: processes of workers, by incarnation, that must speak; None until it is known which there are.
+    """
+
+    def __init__(self) -> None:
+        self.run: RunReport | None = None
+        self.awaited: Mapping[str, int] | None = None
+        self._reports: dict[str, HeldReport] = {}
+        self._held: dict[str, HeldRollout] = {}
+
+    @property
+    def reports(self) -> list[HeldReport]:
+        """What the workers hold by now."""
+        return [
+            HeldReport(each.worker, each.incarnation, [self._held[held.granted.rollout_id] for held in each.held])
+            for each in self._reports.values()
+        ]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the master and all that are awaited have spoken."""
+        if self.run is None or self.awaited is None:
+            return False
+        return all(self._has_spoken(worker, incarnation) for worker, incarnation in self.awaited.items())
+
+    def hear(self, report: HeldReport) -> None:
+        """A worker's process says what it holds. The first report of the newest process counts."""
+        before = self._reports.get(report.worker)
+        if before is None or before.incarnation < report.incarnation:
+            self._reports[report.worker] = report
+            self._held |= {each.granted.rollout_id: each for each in report.held}
+
+    def finish(self, finished: FinishedRollout) -> None:
+        """A worker that has spoken tells of an end since."""
+        if (held := self._held.get(finished.rollout_id)) is not None:
+            self._held[finished.rollout_id] = HeldRollout(held.granted, finished)
+
+    def admitted_at(self, rollout_id: str) -> int:
+        """The version that a rollout was admitted at, of those that workers hold; 0 of others."""
+        held = self._held.get(rollout_id)
+        return 0 if held is None else held.granted.version
+
+    def _has_spoken(self, worker: str, incarnation: int) -> bool:
+        """True if this process of the worker, or a later one, has said what it holds."""
+        report = self._reports.get(worker)
+        return report is not None and report.incarnation >= incarnation
