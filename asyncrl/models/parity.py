@@ -26,14 +26,20 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from asyncrl.api.picture import Picture
+from asyncrl.models.picture_ids import SeenPicture
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.transformers_internals import attention, context_limit, text_settings
 
 Tokens = Sequence[int]
 
+_SIDE = 32
+"""Pixels of a side of the pictures."""
 LENGTHS = (19, 12, 11, 7)
 """Tokens of the sequences: ragged, and so few that the parity check costs some forwards of a sentence or two."""
 _SEED = 77
@@ -175,12 +181,53 @@ def find_leak(
     return f"packed sequences leak into each other: of the gradient, {foreign / (foreign + mine):.1g} is by neighbours"
 
 
-def plain_logprobs(model: PreTrainedModel, tokens: Tokens) -> Tensor:
-    """log p(tokens[t] | tokens[:t]) for t >= 1 at temperature 1 by transformers alone, [L - 1], fp32."""
-    ids = torch.tensor([list(tokens)], device=model.device)
+def picture_probes(pictures: Pictures, sequences: Sequence[Tokens]) -> tuple[list[list[int]], list[SeenPicture]]:
+    """Sequences with pictures, and the pictures, which the caller holds as long as it uses these ids.
+
+    The first two have the same text around different pictures; those at even and at odd places have neither tokens nor
+    pictures in common, as long as `sequences` have not.
+    """
+    draw = random.Random(_SEED)
+
+    def noise() -> SeenPicture:
+        pixels = np.frombuffer(draw.randbytes(3 * _SIDE * _SIDE), np.uint8).reshape(_SIDE, _SIDE, 3)
+        return pictures.ids.seen(Picture.from_array(pixels))
+
+    one, other, third = noise(), noise(), noise()
+    even, odd = (_without(tokens, pictures.ids.token_id) for tokens in sequences[:2])
+    half = len(odd) // 2
+
+    def shown(text: list[int], seen: SeenPicture, more: list[int]) -> list[int]:
+        return [*text[:2], *range(seen.first, seen.first + seen.rows), *text[2:], *more]
+
+    begun = shown(even, one, [])
+    made = [
+        shown(even, one, []),
+        shown(odd, third, odd[:half]),
+        shown(even, other, []),
+        shown(odd[:half], third, odd),
+        [*begun[:-half], *range(other.first, other.first + other.rows), *even[:9]],
+    ]
+    return made, [one, other, third]
+
+
+def _without(tokens: Tokens, placeholder: int) -> list[int]:
+    """`tokens` with another of them in the place of `placeholder`, by which transformers would count pictures."""
+    other = next((token for token in tokens if token != placeholder), placeholder)
+    return [other if token == placeholder else token for token in tokens]
+
+
+def plain_logprobs(model: PreTrainedModel, tokens: Tokens, pictures: Pictures | None = None) -> Tensor:
+    """log p(tokens[t] | tokens[:t]) for t >= 1 at temperature 1 by transformers alone, [L - 1], fp32.
+
+    Rows of pictures count as the placeholder.
+    """
+    inputs = {"input_ids": torch.tensor([list(tokens)], device=model.device)}
+    if pictures is not None and max(tokens) >= pictures.ids.first:
+        inputs = pictures.plain_inputs(tokens)
     with torch.no_grad(), attention(model, "eager"):
-        logits_LV: Tensor = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    logprobs: Tensor = logits_LV.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        logits_LV: Tensor = model(**inputs, use_cache=False).logits[0, :-1].float()
+    logprobs: Tensor = logits_LV.log_softmax(-1).gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
     return logprobs
 
 

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
@@ -35,46 +34,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.models.picture_ids import PictureIds, Rows, SeenPicture
 from asyncrl.models.picture_processor import PictureProcessor
 from asyncrl.models.transformers_internals import text_part
 
-LAST_ID: Final = (1 << 31) - 1
-"""Ids fit 32 bits, by which prefixes are sorted."""
-RECENT_BYTES: Final = 256 << 20
-"""Prepared pictures, and their rows, that are kept though no sample needs them, in bytes."""
 _ROPE_CACHE: Final = 4096
 
 _IMAGE_TYPE: Final = 1
 """Transformers' number for a place of a picture in `mm_token_type_ids` and `token_type_ids`."""
-
-
-class Rows(NamedTuple):
-    """Vectors of pictures: `embeds` [N, H] for the input, `deep` [N, H] for each of the first layers (DeepStack)."""
-
-    embeds: Tensor
-    deep: tuple[Tensor, ...]
-
-
-@dataclass(eq=False)
-class SeenPicture:
-    """A picture as the model takes it.
-
-    Attributes:
-        sha256: of its encoded bytes.
-        inputs: what `get_image_features` takes, on the CPU.
-        rows: number of its rows.
-        first: id of the first; the others follow.
-        nbytes: memory of its inputs and rows.
-        kept: its rows, and the count of weight updates before they were made.
-    """
-
-    sha256: str
-    inputs: dict[str, Tensor]
-    rows: int
-    first: int
-    nbytes: int
-    kept: tuple[int, Rows] | None = field(default=None, repr=False)
 
 
 class _Table(NamedTuple):
@@ -97,34 +64,30 @@ class Pictures:
     Args:
         model: a vision-language model of transformers.
         processor: of its folder.
+        ids: of pictures that another model of the same folder sees too.
 
     Attributes:
-        first: the first id that is no token of the vocabulary.
-        token_id: the placeholder.
+        ids: of the rows.
         three_positions: True if a token has three positions (of time, height and width).
         encoded: pictures that the vision tower has computed so far.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: PictureProcessor) -> None:
+    def __init__(self, model: PreTrainedModel, processor: PictureProcessor, ids: PictureIds | None = None) -> None:
         self._model, self._processor = model, processor
         self._whole = cast(PreTrainedModel, model.base_model)
-        self.token_id = processor.token_id
+        self._features: Callable[..., Any] = cast(Any, self._whole).get_image_features
         embedding = model.get_input_embeddings()
-        weight = cast(Tensor, embedding.weight)
-        self.first = max(weight.shape[0], model.config.get_text_config().vocab_size, self.token_id + 1)
-        self._row_bytes = weight.shape[1] * weight.element_size()
+        if ids is None:
+            weight = cast(Tensor, embedding.weight)
+            first = max(weight.shape[0], model.config.get_text_config().vocab_size, processor.token_id + 1)
+            wanted = inspect.signature(self._features).parameters
+            ids = PictureIds(processor, wanted, first, weight.shape[1] * weight.element_size())
+        self.ids = ids
         self.three_positions = hasattr(self._whole, "get_rope_index")
         self.encoded = 0
-        self._features: Callable[..., Any] = cast(Any, self._whole).get_image_features
-        self._wanted = frozenset(inspect.signature(self._features).parameters)
         self._lock = threading.Lock()
-        self._next: int = self.first
-        self._seen: weakref.WeakValueDictionary[str, SeenPicture] = weakref.WeakValueDictionary()
-        self._by_first: weakref.WeakValueDictionary[int, SeenPicture] = weakref.WeakValueDictionary()
-        self._recent: OrderedDict[str, SeenPicture] = OrderedDict()
-        self._recent_bytes = 0
         self._rope: OrderedDict[tuple[tuple[int, str], ...], tuple[NDArray[np.int64], int]] = OrderedDict()
-        self._epoch = 0
+        self._weights = object()
         self._table: _Table | None = None
         self._is_row: Tensor | None = None
         self._places: Tensor | None = None
@@ -141,85 +104,19 @@ class Pictures:
             return None
         return cls(model, PictureProcessor.of(folder))
 
+    def tower_parameters(self) -> list[nn.Parameter]:
+        """See `tower_parameters`."""
+        return tower_parameters(self._model)
+
     def around(self, model: PreTrainedModel) -> Pictures:
         """The pictures of another model that reads them in alike."""
-        return Pictures(model, self._processor)
-
-    # -- ids
-
-    def seen(self, picture: Picture) -> SeenPicture:
-        """`picture` prepared for the model; the same object as long as somebody holds it. For any thread.
-
-        Raises:
-            PictureError: it is damaged.
-        """
-        with self._lock:
-            found = self._seen.get(picture.sha256)
-            if found is not None:
-                return found
-        made, rows = self._processor.read(picture.image())
-        inputs = {name: torch.as_tensor(np.asarray(value)) for name, value in made.items() if name in self._wanted}
-        with self._lock:
-            found = self._seen.get(picture.sha256)
-            if found is None:
-                size = sum(tensor.nbytes for tensor in inputs.values()) + rows * self._row_bytes
-                found = SeenPicture(picture.sha256, inputs, rows, self._take_ids(rows), size)
-                self._seen[picture.sha256] = self._by_first[found.first] = found
-                self._remember(found)
-            return found
-
-    def shown(self, ids: Sequence[int], placed: Sequence[PlacedPicture]) -> tuple[list[int], list[SeenPicture]]:
-        """`ids` with the rows of pictures in the place of their placeholders, and the pictures, which whoever uses
-        these ids has to hold.
-
-        Raises:
-            ValueError: a picture's span has not as many placeholders as the picture has rows.
-            PictureError: a picture is damaged.
-        """
-        shown, pictures = list(ids), []
-        for number, each in enumerate(placed):
-            seen = self.seen(each.picture)
-            places = [at for at in range(each.position, each.end) if ids[at] == self.token_id]
-            if len(places) != seen.rows:
-                raise ValueError(
-                    f"picture {number} of {each.picture.size} pixels has {seen.rows} rows, and its span from "
-                    f"{each.position} to {each.end} has {len(places)} placeholders ({self.token_id}); render it anew"
-                )
-            for row, at in enumerate(places):
-                shown[at] = seen.first + row
-            pictures.append(seen)
-        return shown, pictures
-
-    def plain_ids(self, ids: Sequence[int]) -> list[int]:
-        """`ids` with placeholders in the place of rows."""
-        return [token if token < self.first else self.token_id for token in ids]
-
-    def within(self, ids: Sequence[int]) -> list[tuple[int, SeenPicture]]:
-        """The pictures of a sequence of ids, each with the position of its first row."""
-        by_first = self._by_first
-        return [(at, seen) for at, each in enumerate(ids) if each >= self.first and (seen := by_first.get(each))]
-
-    def _take_ids(self, rows: int) -> int:
-        if self._next + rows > LAST_ID:
-            self._next = self.first
-        for first, seen in sorted(self._by_first.items()):
-            if first < self._next + rows and self._next < first + seen.rows:
-                self._next = first + seen.rows
-        self._next += rows
-        return self._next - rows
-
-    def _remember(self, seen: SeenPicture) -> None:
-        self._recent[seen.sha256] = seen
-        self._recent_bytes += seen.nbytes
-        while self._recent_bytes > RECENT_BYTES and len(self._recent) > 1:
-            _, old = self._recent.popitem(last=False)
-            self._recent_bytes -= old.nbytes
+        return Pictures(model, self._processor, self.ids)
 
     # -- rows
 
     def weights_changed(self) -> None:
         """Forget rows that were made before."""
-        self._epoch += 1
+        self._weights = object()
 
     @contextmanager
     def holding(self, ids: Tensor, *, keep: bool) -> Iterator[None]:
@@ -250,24 +147,24 @@ class Pictures:
 
     def _of(self, ids: Tensor) -> list[SeenPicture]:
         """The distinct pictures in `ids`, by first id."""
-        rows = torch.unique(ids[ids >= self.first]).tolist()
+        rows = torch.unique(ids[ids >= self.ids.first]).tolist()
         found: list[SeenPicture] = []
         for each in rows:
             if found and each < found[-1].first + found[-1].rows:
                 continue
-            seen = self._by_first.get(each)
+            seen = self.ids.at(each)
             if seen is None:
                 raise ValueError(f"id {each} is no token, and no first row of a picture that is held")
             found.append(seen)
         return found
 
     def _kept(self, pictures: Sequence[SeenPicture]) -> list[Rows]:
-        missing = [seen for seen in pictures if seen.kept is None or seen.kept[0] != self._epoch]
+        missing = [seen for seen in pictures if seen.kept is None or seen.kept[0] is not self._weights]
         if missing:
             with torch.no_grad():
                 for seen, rows in zip(missing, self._encode(missing), strict=True):
-                    seen.kept = (self._epoch, rows)
-        return [cast(tuple[int, Rows], seen.kept)[1] for seen in pictures]
+                    seen.kept = (self._weights, rows)
+        return [cast(tuple[object, Rows], seen.kept)[1] for seen in pictures]
 
     def _encode(self, pictures: Sequence[SeenPicture]) -> list[Rows]:
         """Rows of each picture, by the vision tower; pictures of one shape are computed together."""
@@ -304,7 +201,7 @@ class Pictures:
             table = self._table
             if table is None:
                 return cast(Tensor, plain(ids))
-            self._is_row = is_row = ids >= self.first
+            self._is_row = is_row = ids >= self.ids.first
             self._places = table.places(ids[is_row])
             embedded: Tensor = plain(ids.masked_fill(is_row, 0))
             return embedded.masked_scatter(is_row[..., None], table.rows.embeds[self._places])
@@ -328,13 +225,13 @@ class Pictures:
         plain = np.broadcast_to(np.arange(length), (3, length))
         if not self.three_positions:
             return plain
-        known, delta = self._rope_of(self.within(ids))
+        known, delta = self._rope_of(self.ids.within(ids))
         size = min(known.shape[1], length)
         return np.concatenate((known[:, :size], plain[:, size:] + delta), axis=1)
 
     def delta(self, ids: Sequence[int]) -> int:
         """What is added to the place of a token after `ids` to give its position."""
-        return self._rope_of(self.within(ids))[1] if self.three_positions else 0
+        return self._rope_of(self.ids.within(ids))[1] if self.three_positions else 0
 
     def _rope_of(self, within: Sequence[tuple[int, SeenPicture]]) -> tuple[NDArray[np.int64], int]:
         """Positions up to the last picture's end, and the delta behind it."""
@@ -345,11 +242,14 @@ class Pictures:
             found = self._rope.get(key)
         if found is not None:
             return found
+        for (at, before), (after, _) in pairwise(within):
+            if at + before.rows == after:  # transformers would take them for one
+                raise ValueError(f"the picture at {after} follows another without a token between them")
         last, seen = within[-1]
         types = torch.zeros(1, last + seen.rows, dtype=torch.long)
         for at, each in within:
             types[0, at : at + each.rows] = _IMAGE_TYPE
-        ids = torch.where(types == _IMAGE_TYPE, self.token_id, 0)
+        ids = torch.where(types == _IMAGE_TYPE, self.ids.token_id, 0)
         grids = torch.cat([each.inputs["image_grid_thw"] for _, each in within])
         rope = cast(Any, self._whole).get_rope_index
         places, deltas = rope(ids, mm_token_type_ids=types, image_grid_thw=grids)
@@ -365,15 +265,25 @@ class Pictures:
     def plain_inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
         """What transformers' own forward takes of one sequence: placeholders and pictures, no positions."""
         parameters = inspect.signature(self._model.forward).parameters
-        within = [seen for _, seen in self.within(ids)]
+        within = [seen for _, seen in self.ids.within(ids)]
         device = self._model.device
-        types = torch.tensor([[_IMAGE_TYPE if each >= self.first else 0 for each in ids]], device=device)
+        types = torch.tensor([[_IMAGE_TYPE if each >= self.ids.first else 0 for each in ids]], device=device)
         inputs = {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in parameters}
         return {
-            "input_ids": torch.tensor([self.plain_ids(ids)], device=device),
+            "input_ids": torch.tensor([self.ids.plain(ids)], device=device),
             **inputs,
             **(self._joined(within) if within else {}),
         }
+
+
+def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """The parameters of `model` that only make rows of pictures: of its vision tower and its projector."""
+    text = text_part(model)
+    if text is model:
+        return []
+    parts = (text, model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    others = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in others]
 
 
 def takes_pictures(model: PreTrainedModel) -> bool:

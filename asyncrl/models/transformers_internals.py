@@ -7,19 +7,29 @@ know ends in a refusal, not in wrong numbers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.cache_utils import Cache as Cache
 from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
 from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from asyncrl.models.picture_rules import placeholder_id
 
 CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
 """Methods that a cache layer must define. The embedded engine's slots define them; no model calls others."""
@@ -111,6 +121,19 @@ def text_part(model: PreTrainedModel) -> PreTrainedModel:
     if not hasattr(model.config, "vision_config"):
         return model
     return cast(PreTrainedModel, model.get_decoder())  # type: ignore[no-untyped-call]
+
+
+def decoding_parts(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """The modules that compute a step of decoding: all of `model` but its vision tower."""
+    text = text_part(model)
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return (model,) if text is model else (text, head)
+
+
+def language_model(path: str | Path) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """Transformers' auto class for the language model in the folder `path`, with its vision tower where it has one."""
+    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    return AutoModelForCausalLM if placeholder_id(config) is None else AutoModelForImageTextToText
 
 
 def has_more_than_head(model: PreTrainedModel) -> bool:

@@ -91,7 +91,7 @@ class RolloutWorker(AsyncWorker):
                     decode=self._components.tokenizer.decode_all,
                     servers_stop=finds_stop_strings(self.config.generation),
                     servers_cache=caches_prefixes(self.config.generation) and mode != UpdateMode.in_place,
-                    pictures=pictures_taken(self.config, training=self.trains) is not None,
+                    pictures=pictures_taken(self.config) is not None,
                     routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
                 ) as client,
             ):

@@ -16,6 +16,7 @@ from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
+from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
@@ -24,8 +25,8 @@ from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.placement import placement
-from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig
+from asyncrl.trainer.placement import engine_of, placement
+from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig, VisionMode
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
@@ -42,6 +43,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         if path is not None:
             yield from hugging_face_folder(name, path)
     yield from _routing(config)
+    yield from _pictures(config)
     yield from _attention(config)
     yield from _layouts(config)
     yield from _proximal(config)
@@ -262,6 +264,31 @@ def _attention(config: ExperimentConfig) -> Iterator[str]:
             f"model.attn_implementation={str(attention)!r}: it computes on a GPU only and trainer.device="
             f"{str(device)!r} is a CPU here; use sdpa"
         )
+
+
+def _pictures(config: ExperimentConfig) -> Iterator[str]:
+    """What is not computed yet of a model that takes pictures."""
+    model = config.model
+    try:
+        described = json.loads((Path(str(model.path)).expanduser() / "config.json").read_text(encoding="utf-8"))
+        takes_pictures = placeholder_id(described) is not None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return  # reported by others
+    if not takes_pictures or model.vision == VisionMode.none:
+        return
+    other = f"model.path={model.path!r} takes pictures; use model.vision=none, with which it is used for text alone, or"
+    if engine_of(config) != "flat":
+        yield f"trainer.parallel={config.trainer.parallel!r}: {other} trainer.engine=flat, which trains pictures too"
+    if model.lora.rank:
+        yield f"model.lora.rank={model.lora.rank}: {other} rank 0: adapters are not trained on pictures"
+    if config.moe.replay_routing:
+        yield f"moe.replay_routing=true: {other} false: choices of experts are not replayed with pictures"
+    try:
+        roles = {call.role for call in load_graph(config).calls}
+    except GraphError:
+        return
+    for role in sorted(roles & {"critic", "reward"}):
+        yield f"algorithm.graph={config.algorithm.graph!r}: {other} a graph without the role {role}, which reads text"
 
 
 def _critic(config: ExperimentConfig) -> Iterator[str]:

@@ -33,6 +33,7 @@ from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
@@ -81,6 +82,7 @@ from asyncrl.trainer.placement import placement
 from asyncrl.trainer.profile import StepProfile
 from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.sample_log import SampleLog
+from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
 from asyncrl.trainer.versions import Versions
@@ -279,7 +281,9 @@ class ModelWorker(Worker):
         config, folder = self.config, str(self.config.model.path)
         model = json.loads((Path(folder) / "config.json").read_text())
         routing = routing_shape_of(folder) if config.moe.replay_routing else None
-        check = TrajectoryCheck(model.get("vocab_size"), self._announced_version, routing).check
+        pictures = config.model.vision != VisionMode.none and placeholder_id(model) is not None
+        vocabulary = model.get("vocab_size")
+        check = TrajectoryCheck(vocabulary, self._announced_version, routing, pictures=pictures).check
         actor = self._rank.engines.get(ACTOR)
         receiver = TrajectoryReceiver(
             config.trainer,

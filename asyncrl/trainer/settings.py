@@ -101,6 +101,17 @@ class LoraConfig:
     )
 
 
+class VisionMode(StrEnum):
+    """What becomes of a vision-language model's vision tower and its projector."""
+
+    train = auto()
+    """They are trained with the rest."""
+    freeze = auto()
+    """They stay as they are; the text model is trained."""
+    none = auto()
+    """They are not used: the run has no pictures. What they are made of stays as it is."""
+
+
 @dataclass
 class ModelConfig:
     """The policy."""
@@ -119,6 +130,11 @@ class ModelConfig:
         "attention of the training ranks; sdpa, flex_attention (torch's kernel for GPUs, compiled at the first step; "
         "with trainer.share_prefixes) and flash_attention_2 train packed where that is proven right for the model when "
         "it is loaded, else on padded rows; eager: padded rows",
+    )
+    vision: VisionMode = setting(
+        VisionMode.train,
+        "of a model that takes pictures: train its vision tower and projector too, freeze them, or none: use it for "
+        "text alone; other models have none",
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
 

@@ -103,7 +103,7 @@ def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False
     """
     if messages := list(_not_found_elsewhere(config)):
         raise ConfigError("\n".join(messages))
-    prompt_format = load_prompt_format(config, training=not of_evaluation_alone)
+    prompt_format = load_prompt_format(config)
     check_format(config, prompt_format.chat.source_with_tools if prompt_format.chat else None)
     due = [each for each in evaluation_sets(config) if each.interval]
     sets = {each.group: (with_code_of(config, each), load_eval_set(config, each)) for each in due}
@@ -163,7 +163,7 @@ def chat_notes(config: ExperimentConfig) -> list[str]:
     """Describe what the chat template does in conversations of several turns, if the settings allow them."""
     if turns(config) == 1:
         return []
-    prompts = load_prompt_format(config, training=True)
+    prompts = load_prompt_format(config)
     chat = load_chat_format(config, prompts)
     return [] if chat is None else chat.findings.lines()
 

@@ -16,6 +16,8 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.host import load_model
 from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.models.parity import UnsupportedModelError
+from asyncrl.models.picture_processor import PictureModelError
+from asyncrl.models.pictures import Pictures
 from asyncrl.plugins.datasets.tokenizers import HuggingFaceTokenizer
 
 
@@ -34,6 +36,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context-length", type=int, help="longest prompt + output; default the model's own")
     parser.add_argument("--weight-version", default="default", help="label of the weights at the start")
     parser.add_argument("--record-routing", action="store_true", help="report the experts that each token used")
+    parser.add_argument("--text-only", action="store_true", help="take no pictures, whatever the model takes")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="token ids only, no text in or out")
     return parser.parse_args(arguments)
 
@@ -43,8 +46,10 @@ async def run(options: argparse.Namespace) -> None:
     tokenizer = None
     if not options.skip_tokenizer_init:
         tokenizer = HuggingFaceTokenizer(AutoTokenizer.from_pretrained(options.model_path, local_files_only=True))
+    path = Path(options.model_path)
+    model = load_model(path, device=options.device, dtype=options.dtype, threads=options.threads)
     engine = GenerationEngine(
-        load_model(Path(options.model_path), device=options.device, dtype=options.dtype, threads=options.threads),
+        model,
         max_running_requests=options.max_running_requests,
         max_model_len=options.context_length,
         max_total_tokens=options.max_total_tokens,
@@ -52,6 +57,7 @@ async def run(options: argparse.Namespace) -> None:
         model_path=str(Path(options.model_path)),
         detokenize=None if tokenizer is None else tokenizer.decode_all,
         record_routing=options.record_routing,
+        pictures=None if options.text_only else Pictures.of(model, path),
     )
     engine.start()
     server = await serve(engine, host=options.host, port=options.port, token=options.api_key, tokenizer=tokenizer)
@@ -68,7 +74,7 @@ def main(arguments: list[str]) -> int:
     """Entry point."""
     try:
         uvloop.run(run(parse_arguments(arguments)))
-    except UnsupportedModelError as error:
+    except (UnsupportedModelError, PictureModelError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -36,10 +36,14 @@ from asyncrl.inference.embedded.throughput import WorkMeter
 from asyncrl.inference.embedded.types import (
     EngineStats,
     EngineStoppedError,
+    GenerationInput,
     GenerationOutput,
     Job,
+    RequestError,
+    ShownPrompt,
 )
 from asyncrl.inference.messages import PauseMode
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.transformers_internals import context_limit
 from asyncrl.weights.model_files.adapters import are_adapters, read_adapters, stage_adapters
 from asyncrl.weights.model_files.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
@@ -70,6 +74,7 @@ class GenerationEngine:
         model_path: their folder; the base of adapters that come later.
         detokenize: token ids to text; needed for stop strings.
         record_routing: whether requests may ask for the experts that each token went through.
+        pictures: of `model`; None: it is served text alone.
 
     Raises:
         UnsupportedModelError: the engine would not compute what transformers does; says why and what to use.
@@ -78,8 +83,6 @@ class GenerationEngine:
     Attributes:
         takes_pictures: requests may show pictures.
     """
-
-    takes_pictures = False
 
     def __init__(
         self,
@@ -92,7 +95,9 @@ class GenerationEngine:
         model_path: str = "",
         detokenize: Detokenize | None = None,
         record_routing: bool = False,
+        pictures: Pictures | None = None,
     ) -> None:
+        self._pictures, self.takes_pictures = pictures, pictures is not None
         limit = context_limit(model.config)
         longest = limit if max_model_len is None else max_model_len
         if longest is None:
@@ -113,8 +118,10 @@ class GenerationEngine:
         self.model = model
         self._weights = load_targets(model)
         self._replaced: frozenset[str] | None = frozenset()  # names of weights that are not the base's; None: all
-        runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing)
+        runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing, pictures=pictures)
         check_parity(runner, longest)
+        if pictures is not None:
+            pictures.encoded = 0  # those of the check are nobody's
         self._limits = RequestLimits(
             runner.vocab_size,
             self.max_model_len,
@@ -175,6 +182,34 @@ class GenerationEngine:
         """The latest snapshot, at most `meter.INTERVAL_S` old while the engine works."""
         return self._stats
 
+    def prepare(self, job: Job) -> None:
+        """Prepare the pictures of `job`, which takes some milliseconds for each new one; else `submit` does.
+
+        Raises:
+            RequestError: one is damaged, or its placeholders are not those of the model.
+        """
+        if self._pictures is None or job.shown:
+            return
+        made: dict[tuple[Any, ...], ShownPrompt] = {}
+        for number, request in enumerate(job.inputs):
+            key = (request.input_ids, request.pictures)
+            if key not in made:
+                made[key] = self._shown(request, number)
+        job.shown = tuple(made[request.input_ids, request.pictures] for request in job.inputs)
+
+    def _shown(self, request: GenerationInput, number: int) -> ShownPrompt:
+        assert self._pictures is not None
+        if not request.pictures:
+            return ShownPrompt(request.input_ids)
+        try:
+            ids, held = self._pictures.ids.shown(request.input_ids, request.pictures)
+            delta = self._pictures.delta(ids)
+        except (ValueError, IndexError) as error:
+            raise RequestError(f"pictures of prompt {number}: {error}") from error
+        if ids[-1] >= self._pictures.ids.first:
+            raise RequestError(f"prompt {number} ends with a picture; let at least one token follow it")
+        return ShownPrompt(tuple(ids), delta, tuple(held))
+
     def submit(self, job: Job) -> Future[list[GenerationOutput]]:
         """Queue a job's samples; the future yields their outputs in order.
 
@@ -184,6 +219,7 @@ class GenerationEngine:
         """
         for request in job.inputs:
             self._limits.check(request)
+        self.prepare(job)
         self._jobs.reserve(job)
         try:
             self._mailbox.post(lambda: self._batch.queue.waiting.extend(self._jobs.open(job)))
@@ -363,6 +399,7 @@ class GenerationEngine:
             busy_seconds=self._meter.busy_seconds,
             gen_throughput=self._meter.tokens_per_s if self._runnable() else 0.0,
             weight_version=batch.version,
+            encoded_pictures=0 if self._pictures is None else self._pictures.encoded,
         )
 
 

@@ -7,9 +7,10 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.context import context_length
@@ -20,9 +21,13 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.server import Server, serve
 from asyncrl.inference.engine_host import BASE_VERSION, EngineStartError, ServedEngine
 from asyncrl.models.parity import UnsupportedModelError
+from asyncrl.models.picture_processor import PictureModelError
+from asyncrl.models.pictures import Pictures
+from asyncrl.models.transformers_internals import language_model
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TOKENIZER_FILE, load_tokenizer
 from asyncrl.runtime.process.starting import Effort, NotStarted, StartLimit, await_start
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
+from asyncrl.trainer.settings import VisionMode
 
 logger = logging.getLogger(__name__)
 _HEALTH_POLL_S = 0.25
@@ -35,9 +40,8 @@ def load_model(path: Path, *, device: str, dtype: Dtype, threads: int) -> PreTra
     """The causal LM in the folder `path`, on its device; this process is set up to run it on `threads` CPU threads."""
     torch.set_num_threads(threads)
     sys.setswitchinterval(_THREAD_SWITCH_S)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path, dtype=str(dtype.on(device)), local_files_only=True
-    )
+    kind: Any = language_model(path)
+    model: PreTrainedModel = kind.from_pretrained(path, dtype=str(dtype.on(device)), local_files_only=True)
     torch.nn.Module.to(model, device=torch.device(device))
     return model
 
@@ -97,7 +101,17 @@ class EmbeddedHost:
             model_path=str(path),
             detokenize=_detokenizer(path),
             record_routing=self._config.moe.replay_routing,
+            pictures=self._pictures(model, path),
         )
+
+    def _pictures(self, model: PreTrainedModel, path: Path) -> Pictures | None:
+        """The pictures of `model`, unless it is used for text alone."""
+        if self._config.model.vision == VisionMode.none:
+            return None
+        try:
+            return Pictures.of(model, path)
+        except PictureModelError as error:
+            raise UnsupportedModelError(f"{error}. Use model.vision=none for text alone, or another model") from error
 
     async def failed(self) -> str:
         """Wait until the engine's thread has failed."""

@@ -114,9 +114,25 @@ class GenerationOutput:
     `[positions, layers, per_token]`. Once the sample has finished, where they were asked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShownPrompt:
+    """A prompt as the model sees it.
+
+    Attributes:
+        ids: its tokens, with the ids of pictures' rows in the place of their placeholders.
+        delta: what is added to the place of a later token to give its position.
+        pictures: held as long as these ids are used.
+    """
+
+    ids: tuple[int, ...]
+    delta: int = 0
+    pictures: tuple[object, ...] = ()
+
+
 @dataclass(slots=True)
 class Job:
-    """Samples submitted together and answered together: `future` yields their outputs in order.
+    """Samples submitted together and answered together: `future` yields their outputs in order. `shown` has a prompt
+    for each, where the model takes pictures.
 
     `on_progress` is called on the engine's thread after every step that moved a sample of the job, with the index and
     the output so far; it must be quick.
@@ -124,6 +140,7 @@ class Job:
 
     inputs: tuple[GenerationInput, ...]
     on_progress: Callable[[int, GenerationOutput], None] | None = None
+    shown: tuple[ShownPrompt, ...] = ()
     future: Future[list[GenerationOutput]] = field(default_factory=Future)
 
 
@@ -149,3 +166,5 @@ class EngineStats:
     gen_throughput: float = 0.0
     """Tokens per second over the last second of work."""
     weight_version: str = "default"
+    encoded_pictures: int = 0
+    """Pictures that the vision tower has computed: each once for a version of the weights while it is in use."""

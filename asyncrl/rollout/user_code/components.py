@@ -46,7 +46,7 @@ class UserComponents:
 
     def __init__(self, config: ExperimentConfig, *, training: bool = True) -> None:
         assert config.model.path is not None, "the launcher resolves model.path before it starts a worker"
-        form = load_prompt_format(config, training=training)
+        form = load_prompt_format(config)
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())
         self.tokenizer = form.tokenizer
         self.vocab_size: int | None = model_config.get("vocab_size")

@@ -20,6 +20,7 @@ from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template, m
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.trainer.settings import VisionMode
 
 
 class Prompts:
@@ -93,11 +94,8 @@ class Prompts:
         )
 
 
-def load_prompt_format(config: ExperimentConfig, *, training: bool) -> PromptFormat:
+def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
     """Build the prompt format from the tokenizer in `model.path` and the settings of `dataset`; without tools.
-
-    Args:
-        training: samples are trained; else they are evaluated alone.
 
     Raises:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
@@ -108,21 +106,15 @@ def load_prompt_format(config: ExperimentConfig, *, training: bool) -> PromptFor
         load_chat_template(folder, data),
         data.max_prompt_tokens,
         data.overlong,
-        pictures=pictures_taken(config, training=training),
+        pictures=pictures_taken(config),
     )
 
 
-SERVERS_TAKE_PICTURES = False
-"""True if the embedded generation server computes pictures."""
-TRAINERS_TAKE_PICTURES = False
-"""True if a training engine does."""
-
-
-def pictures_taken(config: ExperimentConfig, *, training: bool) -> PictureRules | None:
-    """How prompts show pictures; None if the model, the generation servers or, in `training`, the trainer take none."""
+def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
+    """How prompts show pictures; None if the model or the generation servers take none."""
     folder = Path(str(config.model.path)).expanduser()
-    engines = SERVERS_TAKE_PICTURES and (TRAINERS_TAKE_PICTURES or not training)
-    if not engines or config.generation.backend != GenerationBackend.embedded or not (folder / "config.json").is_file():
+    embedded = config.generation.backend == GenerationBackend.embedded
+    if not embedded or config.model.vision == VisionMode.none or not (folder / "config.json").is_file():
         return None
     return picture_rules(folder)
 

@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.models.picture_ids import SeenPicture
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.transformers_internals import packing_arguments
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks, cut
 from asyncrl.trainer.batches.prefix_tree import (
@@ -67,6 +69,41 @@ class MicroBatch:
         return len(self.seqs)
 
 
+@dataclass(frozen=True, eq=False)
+class ShownTokens:
+    """Tokens as a model that takes pictures sees them.
+
+    Attributes:
+        ids_T: [T], with the ids of pictures' rows in the place of their placeholders; on the device.
+        positions_3T: three positions of each; None where they are the places in the sequences.
+        held: the pictures, kept as long as these ids are used.
+    """
+
+    ids_T: Tensor
+    positions_3T: Ints | None
+    held: Sequence[SeenPicture] = ()
+
+    @classmethod
+    def of(
+        cls,
+        pictures: Pictures,
+        sequences: Sequence[Sequence[int]],
+        device: torch.device,
+        held: Sequence[SeenPicture] = (),
+    ) -> ShownTokens:
+        """Tokens of sequences of ids, rows of pictures included."""
+        ids_T = torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64, device=device)
+        if not pictures.three_positions:
+            return cls(ids_T, None, held)
+        return cls(ids_T, np.concatenate([pictures.positions(tokens) for tokens in sequences], axis=1), held)
+
+    def positions(self, sources: Ints, places: Ints) -> Ints:
+        """Positions of the tokens `sources` [rows, width], whose places are `places`: these, or three [3, rows, width]
+        of each.
+        """
+        return places if self.positions_3T is None else np.ascontiguousarray(self.positions_3T[:, sources])
+
+
 def wanted_lengths(wanted_T: NDArray[np.bool_], starts_S: Ints, lengths_S: Ints) -> Ints:
     """Input tokens that each sequence needs: the index of its last wanted token; 0 where none is wanted.
 
@@ -95,6 +132,7 @@ def micro_batches(
     kind: AttentionKind,
     prefixes: Prefixes | None = None,
     routing: Tensor | None = None,
+    shown: ShownTokens | None = None,
 ) -> Iterator[MicroBatch]:
     """The micro-batches of the sequences `seqs`; those of input length 0 are left out.
 
@@ -102,6 +140,7 @@ def micro_batches(
         input_lengths_S: tokens of each sequence that go into the model, counted from its start.
         prefixes: what the sequences have in common; of a `tree` only.
         routing: [T, layers, per_token], of the step's batch.
+        shown: the tokens as a model that takes pictures sees them.
     """
     active = [seq for seq in seqs if input_lengths_S[seq] > 0]
     trees = None
@@ -126,7 +165,7 @@ def micro_batches(
             layout = _side_by_side(sources_I, rows_I, offsets_I, lengths, kind)
         else:
             layout = _shared(sources_I, offsets_I, tree)
-        yield _on_device(layout, members, sources_I, rows_I, chosen, tokens_T, routing)
+        yield _on_device(layout, members, sources_I, rows_I, chosen, tokens_T, routing, shown)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,11 +195,12 @@ def _on_device(
     chosen: Ints,
     tokens_T: Tensor,
     routing: Tensor | None,
+    shown: ShownTokens | None,
 ) -> MicroBatch:
     """The micro-batch of `layout` whose wanted tokens follow the input tokens `chosen`."""
     arrays: dict[str, Ints] = {
         "sources": layout.sources,
-        "positions": layout.positions,
+        "positions": layout.positions if shown is None else shown.positions(layout.sources, layout.positions),
         "sources_I": sources_I,
         "places_I": layout.places_I,
         "targets_N": sources_I[chosen] + 1,
@@ -170,16 +210,17 @@ def _on_device(
     if layout.ends is not None:
         arrays |= {"ends": layout.ends, "row_ids": rows_I}
     if layout.below is not None:
-        arrays["below"] = layout.below
+        arrays |= {"below": layout.below, "depths": layout.positions}
     for number, block in enumerate(layout.blocks):
         arrays |= {f"{number}.{name}": indices for name, indices in block.indices().items()}
     there = upload(arrays, tokens_T.device)
 
-    inputs: dict[str, Any] = {"input_ids": tokens_T[there["sources"]], "position_ids": there["positions"]}
+    ids_T = tokens_T if shown is None else shown.ids_T
+    inputs: dict[str, Any] = {"input_ids": ids_T[there["sources"]], "position_ids": there["positions"]}
     if layout.ends is not None:
         inputs |= packing_arguments(there["ends"].int(), layout.longest, there["row_ids"].int())
     if layout.below is not None:
-        inputs["attention_blocks"] = FlexStream(there["below"], there["positions"][0])
+        inputs["attention_blocks"] = FlexStream(there["below"], there["depths"][0])
     elif layout.blocks:
         inputs["attention_blocks"] = [
             DeviceBlock(block.with_indices({name: there[f"{number}.{name}"] for name in block.indices()}))
@@ -224,22 +265,31 @@ def one_micro_batch(
     device: torch.device,
     *,
     wanted: bool,
+    pictures: Pictures | None = None,
 ) -> MicroBatch:
-    """All `sequences` laid out together: to score all tokens but first ones where `wanted`, else each to its end."""
+    """All `sequences` laid out together: to score all tokens but first ones where `wanted`, else each to its end.
+
+    Args:
+        pictures: whose rows may be in the sequences; they are scored as the placeholder.
+    """
     lengths_S = np.array([len(tokens) for tokens in sequences], dtype=np.int64)
     starts_S = np.cumsum(lengths_S) - lengths_S
-    tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
+    ids_T = tokens_T = torch.tensor([token for tokens in sequences for token in tokens], device=device)
+    shown = None
+    if pictures is not None:
+        shown = ShownTokens.of(pictures, sequences, device)
+        tokens_T = ids_T.masked_fill(ids_T >= pictures.ids.first, pictures.ids.token_id)
     wanted_T = np.full(len(tokens_T), wanted)
     wanted_T[starts_S] = False
     inputs_S = lengths_S - 1 if wanted else lengths_S
     budget = len(sequences) * int(lengths_S.max())
     prefixes = None
     if kind.shares_prefixes:
-        order = PrefixOrder.of(tokens_T.cpu().numpy(), starts_S, lengths_S)
+        order = PrefixOrder.of(ids_T.cpu().numpy(), starts_S, lengths_S)
         prefixes = Prefixes(order, np.zeros(len(sequences), dtype=np.int64), always=True)
     everything = range(len(sequences))
     (whole,) = micro_batches(
-        tokens_T, wanted_T, starts_S, inputs_S, everything, budget=budget, kind=kind, prefixes=prefixes
+        tokens_T, wanted_T, starts_S, inputs_S, everything, budget=budget, kind=kind, prefixes=prefixes, shown=shown
     )
     return whole
 

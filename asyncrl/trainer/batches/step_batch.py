@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.api.columns import TOKEN, column
-from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.api.picture import Picture, PlacedPicture, picture_symbols
 from asyncrl.api.trajectory import SampleColumns, Trajectory, compared_episodes, join_routing, unrecorded
 from asyncrl.master.graph.types import BATCH_KEYS
 from asyncrl.models.routing import UNRECORDED
@@ -109,7 +109,10 @@ class StepBatch:
         experts. So the shared computation equals the computation of each sample alone.
         """
         routing = None if self.routing is None else self.routing.cpu().numpy()
-        order = PrefixOrder.of(symbols(self["tokens"].cpu().numpy(), routing), self.starts_S, self.lengths_S)
+        tokens: NDArray[np.integer] = self["tokens"].cpu().numpy()
+        if self.pictures:
+            tokens = picture_symbols(tokens, self.starts_S, self.pictures)
+        order = PrefixOrder.of(symbols(tokens, routing), self.starts_S, self.lengths_S)
         return Prefixes(order, self["rollouts"].cpu().numpy())
 
     @property

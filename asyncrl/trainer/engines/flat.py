@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,9 @@ from asyncrl.algorithms.kl import ema_update_
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.models.parity import Tokens, in_rms, plain_hidden, plain_logprobs
+from asyncrl.models.parity import Tokens, UnsupportedModelError, in_rms, plain_hidden, plain_logprobs
+from asyncrl.models.picture_processor import PictureModelError
+from asyncrl.models.pictures import Pictures, tower_parameters
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import trunk_of
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
@@ -51,7 +54,7 @@ from asyncrl.trainer.model.lora import (
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.model.scoring import EntropyMode, logits_function, token_logprobs
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
+from asyncrl.trainer.settings import LoraConfig, OptimizerConfig, VisionMode
 from asyncrl.weights.versions.published import Published, TensorSpec, WholeModel
 
 
@@ -93,14 +96,24 @@ class FlatEngine(RoleEngine[FlatAdamW]):
 
     def step(self) -> StepOutcome:
         self._place.data.all_reduce_sum(self.optimizer.grad)
-        return self.optimizer.step()
+        outcome = self.optimizer.step()
+        self._weights_changed()
+        return outcome
+
+    def load_state(self, meta: Mapping[str, Any]) -> None:
+        super().load_state(meta)
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        if self.pictures is not None:
+            self.pictures.weights_changed()
 
     def _proof_engine(self) -> dict[str, Any]:
         return {"attention": self.attention, "tokens_per_micro_batch": self._budget}
 
     def _hidden(self, micro_batch: MicroBatch) -> Tensor:
         """The trunk's output at every input token, shape [rows * width, H]."""
-        with self.replaying(micro_batch):
+        with self.replaying(micro_batch), self.seeing(micro_batch):
             output: Tensor = self._trunk(use_cache=False, **micro_batch.model_inputs).last_hidden_state
         return output.flatten(0, 1)
 
@@ -202,13 +215,14 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         return _weights_of(self._model)
 
     def around(self, network: PreTrainedModel) -> FlatPolicyEngine:
-        return FlatPolicyEngine(network, temperature=self._temperature, **self._proof_engine())
+        pictures = None if self.pictures is None else self.pictures.around(network)
+        return FlatPolicyEngine(network, temperature=self._temperature, pictures=pictures, **self._proof_engine())
 
     def plain(self, tokens: Tokens) -> Tensor:
-        return plain_logprobs(self._model, tokens)
+        return plain_logprobs(self._model, tokens, self.pictures)
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
-        packed = one_micro_batch(sequences, self.attention, self._model.device, wanted=True)
+        packed = one_micro_batch(sequences, self.attention, self._model.device, wanted=True, pictures=self.pictures)
         hidden_NH = self._hidden(packed).index_select(0, packed.predictors_N)
         logprobs_N, _ = token_logprobs(hidden_NH, packed.tokens_N, self._logits_of)
         in_order = logprobs_N.index_select(0, packed.targets_N.argsort())
@@ -223,6 +237,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         """See `PolicyEngine`; `source` is a trained flat engine, whose fp32 master values count."""
         assert isinstance(source, FlatPolicyEngine), type(source)
         ema_update_(self._model.parameters(), source.optimizer.masters(), decay)
+        self._weights_changed()
 
     def published_specs(self) -> list[TensorSpec]:
         return self._whole.published_specs()
@@ -309,6 +324,7 @@ class FlatLoader(EngineLoader):
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
         def load() -> FlatPolicyEngine:
             model = load_causal_lm(path, dtype.on(self._device.type), self._attention, self._device)
+            pictures = self._pictures(model, path)
             lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
             if lora is not None:
                 model.requires_grad_(False)
@@ -327,10 +343,24 @@ class FlatLoader(EngineLoader):
                 lora=lora,
                 merge=not publishes_adapters(self._config),
                 routers=routers,
+                pictures=pictures,
                 **self._engine,
             )
 
         return self._together(load, path)
+
+    def _pictures(self, model: PreTrainedModel, path: str) -> Pictures | None:
+        """The pictures of `model`, whose vision tower is frozen where `model.vision` says so."""
+        mode = self._config.model.vision
+        if mode != VisionMode.train:
+            for parameter in tower_parameters(model):
+                parameter.requires_grad_(False)
+        if mode == VisionMode.none:
+            return None
+        try:
+            return Pictures.of(model, Path(path))
+        except PictureModelError as error:
+            raise UnsupportedModelError(f"{error}. Use model.vision=none for text alone, or another model") from error
 
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
         def load() -> FlatValueEngine:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.routing import Routers
-from asyncrl.trainer.batches.micro_batch import MicroBatch, micro_batches, wanted_lengths
+from asyncrl.trainer.batches.micro_batch import MicroBatch, ShownTokens, micro_batches, wanted_lengths
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
@@ -32,6 +36,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         optimizer: None for a frozen role.
         place: of this rank.
         routers: whose choices are those of the batch's routing, where it has one; None: they are not replayed.
+        pictures: of the model; None: it is used for text alone.
     """
 
     def __init__(
@@ -42,9 +47,11 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         optimizer: Optimizer | None,
         place: RankPosition,
         routers: Routers | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         self.attention = attention
-        self.routers = routers
+        self.routers, self.pictures = routers, pictures
+        self._shown: WeakKeyDictionary[StepBatch, ShownTokens] = WeakKeyDictionary()
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
         self._offload: HostOffload | None = None
 
@@ -147,4 +154,35 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             kind=self.attention,
             prefixes=batch.prefixes if self.attention.shares_prefixes else None,
             routing=batch.routing if self.routers is not None else None,
+            shown=self._shown_tokens(batch),
         )
+
+    def _shown_tokens(self, batch: StepBatch) -> ShownTokens | None:
+        """The tokens of `batch` with its pictures, prepared once; None where it has none."""
+        if not batch.pictures:
+            return None
+        if self.pictures is None:
+            raise ValueError("the batch has pictures, and the model is used for text alone (model.vision)")
+        shown = self._shown.get(batch)
+        if shown is None:
+            tokens = batch["tokens"].tolist()
+            ends = (batch.starts_S + batch.lengths_S).tolist()
+            parts = [tokens[start:end] for start, end in zip(batch.starts_S.tolist(), ends, strict=True)]
+            made = [self.pictures.ids.shown(*each) for each in zip(parts, batch.pictures, strict=True)]
+            held = [seen for _, pictures in made for seen in pictures]
+            shown = ShownTokens.of(self.pictures, [ids for ids, _ in made], batch.device, held)
+            self._shown[batch] = shown
+        return shown
+
+    def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
+        """Within it the model knows the pictures of `micro_batch`: with gradients by the vision tower where it is
+        trained, and gradients are recorded; else their rows are made once for a version of the weights.
+        """
+        if self.pictures is None:
+            return nullcontext()
+        keep = not (self._trains_vision and torch.is_grad_enabled())
+        return self.pictures.holding(micro_batch.model_inputs["input_ids"], keep=keep)
+
+    @cached_property
+    def _trains_vision(self) -> bool:
+        return self.pictures is not None and any(each.requires_grad for each in self.pictures.tower_parameters())

@@ -34,11 +34,13 @@ from asyncrl.models.parity import (
     UnsupportedModelError,
     find_leak,
     forks,
+    picture_probes,
     probe_for,
     short_tolerance,
     told,
     tolerance,
 )
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.short_lengths import short_model, spoken
 from asyncrl.models.transformers_internals import (
     PLAIN_LAYERS,
@@ -72,11 +74,18 @@ class ParityTestable(Protocol):
     def around(self, network: PreTrainedModel) -> ParityTestable:
         """An engine that computes `network` as this one computes its own."""
 
+    pictures: Pictures | None
+    """Of `network`; None: it is used for text alone."""
+
     def plain(self, tokens: Tokens) -> Tensor:
         """Run transformers' own forward on one sequence; returns log-probabilities, or hidden states of a trunk."""
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
         """The same as the engine computes it in training, of all `sequences` in one micro-batch. Differentiable."""
+
+
+_TEXT_BEHIND = 5
+"""Tokens at the end of a sequence with a picture that are text for certain."""
 
 
 class SequenceLayout(NamedTuple):
@@ -221,6 +230,9 @@ class _Subject:
         self.sequences: list[list[int]] = [*probes, *forks(probes)] if original is None else original.sequences
         try:
             self.plain = [engine.plain(tokens) for tokens in self.sequences]
+            pictures = engine.pictures
+            self._shown, self._held = ([], []) if pictures is None else picture_probes(pictures, self.sequences)
+            self._plain_shown = [engine.plain(tokens) for tokens in self._shown]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model's own code raises is the reason of its refusal
@@ -251,11 +263,26 @@ class _Subject:
                 difference = Difference.of(self.plain, self._engine.together(self.sequences))
             self._rounding = difference.mean
             fault = difference.beyond(self._allowed()) or find_leak(network, self.sequences, self._engine.together)
+            fault = fault or self._fault_with_pictures()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # as above
             fault = f"its forward fails: {told(error)}"
         return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
+
+    def _fault_with_pictures(self) -> str | None:
+        """As `fault`, of sequences with pictures."""
+        if not self._shown:
+            return None
+        one, _, other, *_ = self._plain_shown
+        effect = Difference.of([one[-_TEXT_BEHIND:]], [other[-_TEXT_BEHIND:]]).mean
+        if effect == 0.0:
+            return "with pictures, it computes the same whatever the picture"
+        with torch.no_grad():
+            difference = Difference.of(self._plain_shown, self._engine.together(self._shown))
+        allowed = short_tolerance(self._engine.network.dtype, effect, self._rounding)
+        fault = difference.beyond(allowed) or find_leak(self._engine.network, self._shown, self._engine.together)
+        return fault and f"with pictures, {fault} (model.vision=none uses it for text alone)"
 
     def _allowed(self) -> float:
         dtype = self._engine.network.dtype

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
 
 from asyncrl.config.setting import Dtype
-from asyncrl.models.transformers_internals import set_attention
+from asyncrl.models.transformers_internals import language_model, set_attention
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.model.layout_parity import first_layout
 from asyncrl.trainer.settings import AttentionImplementation
@@ -34,7 +33,7 @@ def load_causal_lm(
     Raises:
         OSError: `path` holds no model.
     """
-    model: PreTrainedModel = _pretrained(AutoModelForCausalLM, path, dtype, attn_implementation)
+    model: PreTrainedModel = _pretrained(language_model(path), path, dtype, attn_implementation)
     model.train(False)
     nn.Module.to(model, device)
     return model

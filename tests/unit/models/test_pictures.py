@@ -60,7 +60,7 @@ def test_rows_by_id_give_what_transformers_computes_of_pixels(kind: str, vlm_fol
             if kind == "llava_onevision" and len(images) > 1:
                 continue  # its own processor reads a picture otherwise in where there are several
             theirs = model(**made, use_cache=False).logits[0]
-            shown, _held = pictures.shown(ids, placed)
+            shown, _held = pictures.ids.shown(ids, placed)
             mine.append(_logits(model, pictures, shown))
             assert float((mine[-1] - theirs).abs().max()) < 2e-5
     assert prompts[0].ids == prompts[1].ids
@@ -70,8 +70,8 @@ def test_rows_by_id_give_what_transformers_computes_of_pixels(kind: str, vlm_fol
 def test_a_sampled_placeholder_is_an_ordinary_token(vlm_folder: Folder) -> None:
     model, pictures = _model(vlm_folder("qwen3_vl"))
     ids, placed, _ = render(vlm_folder("qwen3_vl"), "<u>", picture(1), "?<end><a>")
-    shown, _held = pictures.shown([*ids, pictures.token_id, 5], placed)
-    before, _held = pictures.shown(ids, placed)
+    shown, _held = pictures.ids.shown([*ids, pictures.ids.token_id, 5], placed)
+    before, _held = pictures.ids.shown(ids, placed)
     with torch.no_grad():
         assert torch.allclose(_logits(model, pictures, shown)[: len(ids)], _logits(model, pictures, before), atol=1e-6)
 
@@ -79,7 +79,7 @@ def test_a_sampled_placeholder_is_an_ordinary_token(vlm_folder: Folder) -> None:
 def test_a_picture_is_encoded_once_for_a_version_of_the_weights(vlm_folder: Folder) -> None:
     model, pictures = _model(vlm_folder("qwen2_5_vl"))
     ids, placed, _ = render(vlm_folder("qwen2_5_vl"), "<u>", picture(1), " ", picture(1), " ", picture(2), "<a>")
-    shown, held = pictures.shown(ids, placed)
+    shown, held = pictures.ids.shown(ids, placed)
     assert held[0] is held[1]
     with torch.no_grad():
         first = _logits(model, pictures, shown)
@@ -97,7 +97,7 @@ def test_a_picture_is_encoded_once_for_a_version_of_the_weights(vlm_folder: Fold
 def test_rows_have_gradients_by_the_tower_where_they_are_not_kept(vlm_folder: Folder) -> None:
     model, pictures = _model(vlm_folder("qwen3_vl"))
     ids, placed, _ = render(vlm_folder("qwen3_vl"), "<u>", picture(1), "?<a>")
-    shown, _held = pictures.shown(ids, placed)
+    shown, _held = pictures.ids.shown(ids, placed)
     _logits(model, pictures, shown, keep=False)[-1].sin().sum().backward()
     mine = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad()
@@ -109,34 +109,34 @@ def test_rows_have_gradients_by_the_tower_where_they_are_not_kept(vlm_folder: Fo
 
 
 def test_pictures_nobody_holds_are_forgotten(vlm_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl.models.pictures.RECENT_BYTES", 0)
+    monkeypatch.setattr("asyncrl.models.picture_ids.RECENT_BYTES", 0)
     _, pictures = _model(vlm_folder("llava"))
     for seed in range(20):
-        pictures.seen(picture(seed))
+        pictures.ids.seen(picture(seed))
     gc.collect()
-    assert len(pictures._seen) == 1
-    assert pictures._recent_bytes == sum(seen.nbytes for seen in pictures._recent.values())
+    assert len(pictures.ids._seen) == 1
+    assert pictures.ids._recent_bytes == sum(seen.nbytes for seen in pictures.ids._recent.values())
 
 
 def test_ids_are_taken_anew_from_the_beginning_but_never_twice(
     vlm_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, pictures = _model(vlm_folder("qwen2_vl"))
-    held = pictures.seen(picture(0))
-    monkeypatch.setattr("asyncrl.models.pictures.LAST_ID", pictures.first + 3 * held.rows)
-    more = [pictures.seen(picture(seed)) for seed in (1, 2)]
-    assert {each.first for each in (held, *more)} == {pictures.first + held.rows * n for n in range(3)}
+    held = pictures.ids.seen(picture(0))
+    monkeypatch.setattr("asyncrl.models.picture_ids.LAST_ID", pictures.ids.first + 3 * held.rows)
+    more = [pictures.ids.seen(picture(seed)) for seed in (1, 2)]
+    assert {each.first for each in (held, *more)} == {pictures.ids.first + held.rows * n for n in range(3)}
     gone = more.pop(0).first
-    pictures._recent.clear()
+    pictures.ids._recent.clear()
     gc.collect()
-    assert pictures.seen(picture(3)).first == gone
+    assert pictures.ids.seen(picture(3)).first == gone
 
 
 def test_a_span_with_another_number_of_placeholders_is_refused(vlm_folder: Folder) -> None:
     _, pictures = _model(vlm_folder("qwen2_vl"))
     ids, (placed,), _ = render(vlm_folder("qwen2_vl"), "<u>", picture(1), "?<a>")
     with pytest.raises(ValueError, match=r"has 4 rows, and its span from 1 to 4 has 3 placeholders"):
-        pictures.shown(ids, [PlacedPicture(placed.position, placed.length - 1, placed.picture)])
+        pictures.ids.shown(ids, [PlacedPicture(placed.position, placed.length - 1, placed.picture)])
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl"])

@@ -118,7 +118,8 @@ class DecodeBatch:
         length = lengths.longest + self.steps + 1
         self.runner.cache.reserve(slots, length, slots, length - 1)
         full_rows = lengths.uniform and length == self.runner.cache.length
-        logits = self.samples.logits(self._table.inputs(count), self._table.positions(count), full_rows)
+        deltas = self._table.deltas(count) if self.runner.three_positions else None
+        logits = self.samples.logits(self._table.inputs(count), self._table.positions(count), full_rows, deltas)
         finished = self._table.advance(logits, count)
         self.steps += 1
         self.counts.generated += self.samples.live
@@ -183,7 +184,7 @@ class DecodeBatch:
         for sequence in admitted:
             request = sequence.request
             if request.prompt_logprobs_from >= 0 and sequence.prompt_logprobs is None:
-                sequence.prompt_logprobs = self.runner.prompt_logprobs(request.input_ids, request.prompt_logprobs_from)
+                sequence.prompt_logprobs = self.runner.prompt_logprobs(sequence.prompt, request.prompt_logprobs_from)
             if request.sampling.max_new_tokens == 0:
                 self.counts.prompt += len(request.input_ids)
                 self._on_finish(sequence, sequence.output([], [], self.version, Finish(FinishReason.length)))

@@ -18,9 +18,10 @@ from torch import Tensor
 from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.model.sampling import RowSampling, sample, signed_64, uniforms_TR
 
-POSITION, OUTPUT, LAST_OUTPUT, FIRST_STOP, TOKEN, TOP_K = range(6)
+POSITION, OUTPUT, LAST_OUTPUT, FIRST_STOP, TOKEN, TOP_K, DELTA = range(7)
 """Rows of the integer state: position of the token being decoded, flat output index it leads to, flat index of the last
-token allowed, flat index from which stop tokens count, the token itself, top-k."""
+token allowed, flat index from which stop tokens count, the token itself, top-k, what is added to the place of a token
+to give its position (of models with three positions a token)."""
 INVERSE_TEMPERATURE, TOP_P, MIN_P = range(3)
 NO_STOP = -1
 IDLE_STEPS = 4
@@ -32,7 +33,7 @@ class RowTable:
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self._max_rows, self._vocab_size, self._device = max_rows, vocab_size, device
-        self._ints = torch.zeros(6, max_rows, dtype=torch.long, device=device)
+        self._ints = torch.zeros(7, max_rows, dtype=torch.long, device=device)
         self._floats = torch.zeros(3, max_rows, device=device)
         self._stops = torch.full((max_rows, 1), NO_STOP, dtype=torch.long, device=device)
         self._stride = max_rows + 1
@@ -40,7 +41,7 @@ class RowTable:
         self._logprobs = torch.zeros(IDLE_STEPS, self._stride, device=device)
         self._uniforms = torch.zeros(IDLE_STEPS, self._stride, dtype=torch.float64, device=device)
         self._advance = torch.tensor([[1], [self._stride]], device=device)
-        self._idle_state = torch.tensor([[0], [max_rows], [-1], [0], [0], [vocab_size]], device=device)
+        self._idle_state = torch.tensor([[0], [max_rows], [-1], [0], [0], [vocab_size], [0]], device=device)
         self._columns = list(range(max_rows))
         self._sampling: RowSampling | None = None
         self._minimum_lengths = False
@@ -75,6 +76,7 @@ class RowTable:
                     spec.min_new_tokens * n,
                     sequence.last_token,
                     spec.top_k if 0 < spec.top_k < self._vocab_size else self._vocab_size,
+                    sequence.delta,
                 )
             )
             floats.append((1.0 / spec.temperature if spec.temperature > 0.0 else 1.0, spec.top_p, spec.min_p))
@@ -141,6 +143,10 @@ class RowTable:
     def positions(self, rows: int) -> Tensor:
         """Positions `[R]` of the tokens being decoded."""
         return self._ints[POSITION, :rows]
+
+    def deltas(self, rows: int) -> Tensor:
+        """What is added to `positions` to give those of the rotary embedding, `[R]`."""
+        return self._ints[DELTA, :rows]
 
     def inputs(self, rows: int) -> Tensor:
         """Tokens `[R]` being decoded."""

@@ -24,12 +24,14 @@ Shapes: B = rows, U = tokens of the longest, N = slots to fill, L = longest pref
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, count
 from operator import ne
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Prefix = tuple[int, ...]
@@ -103,6 +105,8 @@ class RowTensors:
 
     tokens_BU: Tensor
     depths_BU: Tensor
+    positions: Tensor
+    """`depths_BU`, or three positions of each token, `[3, B, U]`."""
     ends_BU: Tensor | None
     """One past the last token of the subtree that each token is the root of; None where no row branches."""
     slots_N: Tensor
@@ -112,14 +116,23 @@ class RowTensors:
 
     @classmethod
     def of(
-        cls, rows: Sequence[PrefixRow], slots_of: Mapping[Prefix, Sequence[int]], device: torch.device
+        cls,
+        rows: Sequence[PrefixRow],
+        slots_of: Mapping[Prefix, Sequence[int]],
+        device: torch.device,
+        positions_of: Callable[[Prefix], NDArray[np.int64]] | None = None,
     ) -> RowTensors:
-        """Lay `rows` out, each prefix for every slot that `slots_of` has for it."""
+        """Lay `rows` out, each prefix for every slot that `slots_of` has for it.
+
+        Args:
+            positions_of: gives three positions `[3, L]` of the tokens of a prefix; None: they are the depths.
+        """
         width = max(row.size for row in rows)
         length = max(len(prefix) for row in rows for prefix in row.prefixes)
         tokens_BU: list[list[int]] = []
         depths_BU: list[list[int]] = []
         ends_BU: list[list[int]] = []
+        positions_3BU = None if positions_of is None else np.zeros((3, len(rows), width), np.int64)
         slots_N: list[int] = []
         rows_N: list[int] = []
         paths_NL: list[list[int]] = []
@@ -132,6 +145,8 @@ class RowTensors:
                 start = len(tokens)
                 for place in path[shared:]:
                     ends[place] = start
+                if positions_3BU is not None and positions_of is not None:
+                    positions_3BU[:, number, start : start + len(prefix) - shared] = positions_of(prefix)[:, shared:]
                 tokens += prefix[shared:]
                 depths += range(shared, len(prefix))
                 path = [*path[:shared], *range(start, len(tokens))]
@@ -149,7 +164,11 @@ class RowTensors:
 
         branching = any(row.branching for row in rows)
         ends_tensor = there(ends_BU) if branching else None
-        return cls(there(tokens_BU), there(depths_BU), ends_tensor, there(slots_N), there(rows_N), there(paths_NL))
+        depths_there = there(depths_BU)
+        positions = depths_there if positions_3BU is None else torch.from_numpy(positions_3BU).to(device)
+        return cls(
+            there(tokens_BU), depths_there, positions, ends_tensor, there(slots_N), there(rows_N), there(paths_NL)
+        )
 
 
 def _common(a: Prefix, b: Prefix) -> int:

@@ -57,6 +57,16 @@ class Sequence:
         return self.job.inputs[self.index]
 
     @property
+    def prompt(self) -> tuple[int, ...]:
+        """Tokens of the prompt as the model sees them: rows of pictures have ids of their own."""
+        return self.job.shown[self.index].ids if self.job.shown else self.request.input_ids
+
+    @property
+    def delta(self) -> int:
+        """What is added to the place of a generated token to give its position."""
+        return self.job.shown[self.index].delta if self.job.shown else 0
+
+    @property
     def reserved_tokens(self) -> int:
         """Longest the sample can become: prompt plus max_new_tokens."""
         return len(self.request.input_ids) + self.request.sampling.max_new_tokens
@@ -69,7 +79,8 @@ class Sequence:
     def set_prefix(self) -> None:
         """Fix what a prefill has to cover: the prompt and what was generated before a retraction, less the last
         token."""
-        self.prefix = self.request.input_ids[:-1] if not self.tokens else (*self.request.input_ids, *self.tokens[:-1])
+        prompt = self.prompt
+        self.prefix = prompt[:-1] if not self.tokens else (*prompt, *self.tokens[:-1])
         self.prefix_hash = hash(self.prefix)
 
     @property

@@ -69,19 +69,22 @@ class SlotRows:
         sequence.row = -1
         self._changed = True
 
-    def logits(self, tokens: Tensor, positions: Tensor, full_rows: bool) -> Tensor:
+    def logits(self, tokens: Tensor, positions: Tensor, full_rows: bool, deltas: Tensor | None = None) -> Tensor:
         """Logits `[rows, V]` after one decode step of every slot.
 
         Args:
             tokens: the last token of each row, `[rows]`.
             positions: its position, `[rows]`.
             full_rows: all slots are filled up to the cache's last column.
+            deltas: as of `ModelRunner.decode`, `[rows]`.
         """
         self._refresh()
         if self._one_to_one:
-            return self._runner.decode(tokens, positions, full_rows)
+            return self._runner.decode(tokens, positions, full_rows, deltas)
         tokens, positions = tokens.index_select(0, self._first_rows), positions.index_select(0, self._first_rows)
-        return self._runner.decode(tokens, positions, full_rows).index_select(0, self._slot_of_rows)
+        if deltas is not None:
+            deltas = deltas.index_select(0, self._first_rows)
+        return self._runner.decode(tokens, positions, full_rows, deltas).index_select(0, self._slot_of_rows)
 
     def differing(self, tokens: Tensor) -> list[tuple[Sequence, int]]:
         """Samples whose newest token, of `tokens` `[rows]`, is another than that of their slot's first sample."""

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from asyncrl.inference.embedded.decoding.cache import LENGTH_STEP
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 from asyncrl.models.parity import (
-    LENGTHS,
     Difference,
     Tokens,
     UnsupportedModelError,
     forks,
+    picture_probes,
     plain_logprobs,
     probe_for,
     short_tolerance,
@@ -48,7 +48,11 @@ _LATE = 2
 """The others join so many steps after the first, while those go on."""
 _FIRST = 4
 """Sequences that join first."""
-_POSITIONS = (2 * len(LENGTHS) + 2) * (max(LENGTHS) + 2 * LENGTH_STEP)
+
+
+def _positions(sequences: Sequence[Tokens]) -> int:
+    """Positions of a cache for all `sequences`."""
+    return len(sequences) * (max(map(len, sequences)) + 2 * LENGTH_STEP)
 
 
 def refuse_unserved(model: PreTrainedModel, longest: int) -> None:
@@ -120,10 +124,12 @@ class _Subject:
     ) -> None:
         self._runner, self._original, self._lengths = runner, original, lengths or {}
         self._rounding = 0.0
-        model = runner.model
+        model, pictures = runner.model, runner.pictures
         self._sequences: list[list[int]] = _sequences(model) if original is None else original._sequences
         try:
             self.plain = [plain_logprobs(model, tokens) for tokens in self._sequences]
+            self._shown, self._held = ([], []) if pictures is None else picture_probes(pictures, self._sequences)
+            self._plain_shown = [plain_logprobs(model, tokens, pictures) for tokens in self._shown]
             runner.find_states()
         except torch.OutOfMemoryError:
             raise
@@ -137,7 +143,9 @@ class _Subject:
         short = short_model(model, dict(model.named_parameters(remove_duplicate=False)), reach, fitting)
         if short is None:
             return None
-        return _Subject(ModelRunner(short.model, _POSITIONS, lean=True), self, short.lengths)
+        pictures = None if self._runner.pictures is None else self._runner.pictures.around(short.model)
+        runner = ModelRunner(short.model, _positions(self._sequences), lean=True, pictures=pictures)
+        return _Subject(runner, self, short.lengths)
 
     @property
     def shortest(self) -> int:
@@ -164,8 +172,28 @@ class _Subject:
             tails = [its[-len(mine) :] for its, mine in zip(self.plain, decoded, strict=True)]
             difference = Difference.of([*tails, *self.plain], [*decoded, *scored])
             self._rounding = difference.mean
-            fault = difference.beyond(self._allowed())
+            fault = difference.beyond(self._allowed()) or self._fault_with_pictures()
         return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
+
+    def _fault_with_pictures(self) -> str | None:
+        """As `fault`, of sequences with pictures."""
+        if not self._shown:
+            return None
+        runner, one, _, other, *_ = self._runner, *self._plain_shown
+        effect = Difference.of([one[-STEPS:]], [other[-STEPS:]]).mean
+        if effect == 0.0:
+            return "with pictures, it computes the same whatever the picture"
+        try:
+            decoded = _decoded(runner, [*self._shown, *self._sequences[len(self._shown) :]])[: len(self._shown)]
+            scored = [_scored(runner, tokens) for tokens in self._shown]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return f"with pictures, its forward with slots fails: {told(error)}"
+        tails = [its[-len(mine) :] for its, mine in zip(self._plain_shown, decoded, strict=True)]
+        difference = Difference.of([*tails, *self._plain_shown], [*decoded, *scored])
+        fault = difference.beyond(short_tolerance(runner.model.dtype, effect, self._rounding))
+        return fault and f"with pictures, {fault}; model.vision=none serves it for text alone"
 
     def _allowed(self) -> float:
         dtype = self._runner.model.dtype
@@ -195,7 +223,7 @@ def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
     """Log-probabilities of the last tokens of `sequences`, decoded together in a cache of their own, [STEPS] each."""
     steps = min(STEPS, min(len(tokens) for tokens in sequences) - 1)
     prompts = [tuple(tokens[: len(tokens) - 1 - steps]) for tokens in sequences]
-    cache, runner.cache = runner.cache, runner.new_cache(_POSITIONS)
+    cache, runner.cache = runner.cache, runner.new_cache(_positions(sequences))
     try:
         logprobs: list[list[Tensor]] = [[] for _ in sequences]
         _join(runner, prompts, range(_FIRST), {})
@@ -209,7 +237,11 @@ def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
             places = [len(prompts[row]) + fed[row] for row in range(rows)]
             runner.cache.reserve(rows, max(places) + 1, rows, max(places))
             tokens_R = torch.tensor([sequences[row][place] for row, place in enumerate(places)], device=runner.device)
-            logits_RV = runner.decode(tokens_R, torch.tensor(places, device=runner.device), full_rows=False)
+            deltas_R = None
+            if runner.pictures is not None and runner.three_positions:
+                deltas = [runner.pictures.delta(sequences[row]) for row in range(rows)]
+                deltas_R = torch.tensor(deltas, device=runner.device)
+            logits_RV = runner.decode(tokens_R, torch.tensor(places, device=runner.device), False, deltas_R)
             for row, place in enumerate(places):
                 if len(logprobs[row]) < steps:
                     logprobs[row].append(logits_RV[row].float().log_softmax(-1)[sequences[row][place + 1]])

@@ -45,11 +45,12 @@ class PackedLinears(TorchFunctionMode):
         self._hold(packed)
 
     @classmethod
-    def of(cls, model: nn.Module) -> PackedLinears:
-        """Pack the weights of `model` that are large enough."""
+    def of(cls, *parts: nn.Module) -> PackedLinears:
+        """Pack the weights of a model's `parts` that are large enough."""
         if not torch._C._has_mkldnn:
             return cls((), ())
-        found = {id(layer.weight): layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)}
+        layers = [layer for part in parts for layer in part.modules() if isinstance(layer, nn.Linear)]
+        found = {id(layer.weight): layer.weight for layer in layers}
         weights = [
             weight
             for weight in found.values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,12 @@ from asyncrl.inference.embedded.model.linears import PackedLinears
 from asyncrl.inference.embedded.model.program import AttentionMasks, DecodeInputs, DecodeProgram
 from asyncrl.inference.embedded.model.routing import RoutingSlots
 from asyncrl.inference.embedded.model.states import ModuleStates, Place, states_in_modules
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.routers import RoutingShape, routing_shape
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import (
     attention_is_replaceable,
+    decoding_parts,
     layer_memories,
     layer_types,
     set_attention,
@@ -77,15 +79,24 @@ class ModelRunner:
         max_total_tokens: bound of the KV cache, in positions.
         record_routing: whether the experts that it chooses are recorded; steps are then computed eagerly.
         lean: whether weights are not copied in a faster layout and steps not recorded, as in a parity check.
+        pictures: of `model`; None: it is served text alone.
 
     Raises:
         UnsupportedModelError: it has no routers whose choices could be recorded.
     """
 
     def __init__(
-        self, model: PreTrainedModel, max_total_tokens: int, *, record_routing: bool = False, lean: bool = False
+        self,
+        model: PreTrainedModel,
+        max_total_tokens: int,
+        *,
+        record_routing: bool = False,
+        lean: bool = False,
+        pictures: Pictures | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.pictures = model, pictures
+        self.three_positions = pictures is not None and pictures.three_positions
+        """True if decode steps are told deltas of positions."""
         model.train(False)
         model.requires_grad_(False)
         set_attention(model, install_attention())
@@ -110,7 +121,7 @@ class ModelRunner:
         """Index of the model's pattern; the parity check finds it."""
         self._attends = any(memory.keys for memory in self._memories)
         self._draws_masks = self._attends and not attention_is_replaceable(model)
-        self._linears = PackedLinears((), ()) if lean else PackedLinears.of(model)
+        self._linears = PackedLinears((), ()) if lean else PackedLinears.of(*decoding_parts(model))
         self._program = DecodeProgram(model, self._linears.weights, usable=not lean)
         self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
         self.pairs_per_token: int | None = None if self.cache.states else PAIRS_PER_WIDTH * _width(model)
@@ -139,6 +150,8 @@ class ModelRunner:
     def weights_changed(self) -> None:
         """Forget what was computed from the weights before."""
         self._linears.renew()
+        if self.pictures is not None:
+            self.pictures.weights_changed()
 
     def _logits(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """One eager forward of the model."""
@@ -168,19 +181,25 @@ class ModelRunner:
             self.cache.clear(torch.tensor(empty, device=self.device))
         rows = rows_of(filter(None, slots_of), self.pairs_per_token)
         for batch in batches_of(rows, self.prefill_tokens, ragged=not self.cache.states):
-            self._prefill(RowTensors.of(batch, slots_of, self.device))
+            positions_of = self.pictures.positions if self.pictures is not None and self.three_positions else None
+            self._prefill(RowTensors.of(batch, slots_of, self.device, positions_of))
         self.prefilled_tokens += sum(row.size for row in rows)
         return {prefix: shared for row in rows for prefix, shared in zip(row.prefixes, row.shared, strict=True)}
 
     def _prefill(self, rows: RowTensors) -> None:
         width = rows.tokens_BU.shape[1]
         self.cache.begin_prefill(PrefillPlan(rows.slots_N, rows.rows_N, rows.paths_NL, width))
-        self._logits_with_slots(
-            rows.tokens_BU,
-            attention_mask=self._prefill_mask(width) if rows.ends_BU is None else self._tree_mask(rows),
-            position_ids=rows.depths_BU,
-            logits_to_keep=1,
-        )
+        with self._holding(rows.tokens_BU):
+            self._logits_with_slots(
+                rows.tokens_BU,
+                attention_mask=self._prefill_mask(width) if rows.ends_BU is None else self._tree_mask(rows),
+                position_ids=rows.positions,
+                logits_to_keep=1,
+            )
+
+    def _holding(self, ids: Tensor) -> AbstractContextManager[None]:
+        """Within it the model knows the pictures in `ids`."""
+        return nullcontext() if self.pictures is None else self.pictures.holding(ids, keep=True)
 
     def _tree_mask(self, rows: RowTensors) -> Tensor | dict[str, Tensor | None] | None:
         """Return the attention mask of rows whose prefixes branch."""
@@ -192,8 +211,14 @@ class ModelRunner:
         )
         return AttentionMasks(full, windowed, self._pattern.mixed).argument()
 
-    def decode(self, tokens_R: Tensor, positions_R: Tensor, full_rows: bool) -> Tensor:
-        """Logits `[R, V]` after feeding one token a row; `full_rows` says that every row fills its slot to the end."""
+    def decode(self, tokens_R: Tensor, positions_R: Tensor, full_rows: bool, deltas_R: Tensor | None = None) -> Tensor:
+        """Logits `[R, V]` after feeding one token a row.
+
+        Args:
+            positions_R: places in the slots.
+            full_rows: every row fills its slot to the end.
+            deltas_R: what is added to the places to give positions, where `three_positions`.
+        """
         length, window = self.cache.length, self._pattern.window
         self.cache.begin_decode(tokens_R.shape[0], positions_R)
         sees_all = self._attends and (window is None or self._pattern.mixed)
@@ -203,22 +228,25 @@ class ModelRunner:
             windowed=None if window is None else decode_bias(positions_R, length, window, self._like),
             mixed=self._pattern.mixed,
         )
+        position_ids = positions_R[:, None]
+        if deltas_R is not None:
+            position_ids = (position_ids + deltas_R[:, None]).expand(3, -1, 1)
         slots = None if self.cache.states else self.cache.decode_slots()
         if slots is None or self._routers is not None:
-            return self._decode_eagerly(tokens_R, positions_R, masks)
+            return self._decode_eagerly(tokens_R, position_ids, masks)
         step = DecodeInputs(
-            tokens_R, positions_R, self.cache.write_index(slots[0].shape[1]), masks, self._linears.packed, slots
+            tokens_R, position_ids, self.cache.write_index(slots[0].shape[1]), masks, self._linears.packed, slots
         )
         logits = self._program(step)
         if logits is None:
-            logits = self._decode_eagerly(tokens_R, positions_R, masks)
+            logits = self._decode_eagerly(tokens_R, position_ids, masks)
             self._program.check(step, logits)
         return logits
 
-    def _decode_eagerly(self, tokens_R: Tensor, positions_R: Tensor, masks: AttentionMasks) -> Tensor:
-        return self._logits_with_slots(
-            tokens_R[:, None], attention_mask=masks.argument(), position_ids=positions_R[:, None]
-        )[:, 0]
+    def _decode_eagerly(self, tokens_R: Tensor, position_ids: Tensor, masks: AttentionMasks) -> Tensor:
+        return self._logits_with_slots(tokens_R[:, None], attention_mask=masks.argument(), position_ids=position_ids)[
+            :, 0
+        ]
 
     def _prefill_mask(self, length: int) -> Tensor | dict[str, Tensor | None] | None:
         """None lets the attention be plainly causal; sliding layers need their window drawn, and a model with an
@@ -229,10 +257,20 @@ class ModelRunner:
         return AttentionMasks(None, causal_bias(length, window, self._like), self._pattern.mixed).argument()
 
     def prompt_logprobs(self, prompt: tuple[int, ...], start: int) -> list[float | None]:
-        """Temperature-1 log-probabilities of `prompt[start:]`; None for the prompt's first token."""
+        """Temperature-1 log-probabilities of `prompt[start:]`; None for the prompt's first token.
+
+        Rows of pictures count as the placeholder.
+        """
         ids = torch.tensor([prompt], device=self.device)
-        length = len(prompt)
-        logits = self._logits(ids, attention_mask=self._prefill_mask(length), use_cache=False)[0, :-1].float()
+        inputs: dict[str, Any] = {"attention_mask": self._prefill_mask(len(prompt)), "use_cache": False}
+        if self.pictures is not None:
+            if self.three_positions:
+                inputs["position_ids"] = torch.from_numpy(self.pictures.positions(prompt)[:, None]).to(self.device)
+            with self._holding(ids):
+                logits = self._logits(ids, **inputs)[0, :-1].float()
+            ids = torch.tensor([self.pictures.ids.plain(prompt)], device=self.device)
+        else:
+            logits = self._logits(ids, **inputs)[0, :-1].float()
         chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
         return [None, *chosen][start:]
 

@@ -63,7 +63,8 @@ class DecodeInputs:
     """Inputs of a decode step: a token per row, its position, where its key goes, and what the layers read."""
 
     tokens_R: Tensor
-    positions_R: Tensor
+    position_ids: Tensor
+    """`[R, 1]`, or `[3, R, 1]` of models with three positions a token."""
     index: Tensor
     """Flat positions of the slots to write to, see `SlotCache.write_index`."""
     masks: AttentionMasks
@@ -87,7 +88,7 @@ class DecodeInputs:
         masks = [mask for mask in (self.masks.full, self.masks.windowed) if mask is not None]
         return (
             self.tokens_R[:, None],
-            self.positions_R[:, None],
+            self.position_ids,
             self.index,
             *masks,
             *self.packed,
@@ -123,7 +124,7 @@ class _DecodeStep(nn.Module):
         self._mixed = masks.mixed
         self._weights = tuple(weights)
 
-    def forward(self, tokens_R1: Tensor, positions_R1: Tensor, index: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(self, tokens_R1: Tensor, position_ids: Tensor, index: Tensor, *tensors: Tensor) -> Tensor:
         """Logits `[R, 1, V]`; `tensors` are the masks there are, the packed weights, keys and values of every layer."""
         rest = list(tensors)
         full = rest.pop(0) if self._has_full else None
@@ -133,7 +134,7 @@ class _DecodeStep(nn.Module):
             logits: Tensor = self.model(
                 input_ids=tokens_R1,
                 attention_mask=AttentionMasks(full, windowed, self._mixed).argument(),
-                position_ids=positions_R1,
+                position_ids=position_ids,
                 cache=_SlotTensors(index, tuple(rest[count:])),
                 use_cache=True,
             ).logits

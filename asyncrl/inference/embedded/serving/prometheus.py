@@ -40,6 +40,7 @@ class EngineCollector(Collector):
             ("num_requests", "Finished samples", stats.finished_requests),
             ("num_aborted_requests", "Aborted samples", stats.aborted_requests),
             ("num_retracted_reqs", "Samples sent back to the queue", stats.retractions),
+            ("encoded_pictures", "Pictures that the vision tower has computed", stats.encoded_pictures),
             ("busy_seconds", "Seconds spent in engine steps", stats.busy_seconds),
         )
         for family_type, readings in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
