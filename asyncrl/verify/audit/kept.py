@@ -63,7 +63,8 @@ def _read(file: Path, place: str, report: Report) -> _Rows | None:
         if missing := sorted({*_COLUMNS, *_ALIGNED, *_SCORES} - {*table.column_names}):
             report(place, f"has no column {missing[0]}")
             return None
-        rows: _Rows = table.select([*_COLUMNS, *_ALIGNED, *_SCORES]).to_pylist()
+        pictures = {"pictures"} & {*table.column_names}  # files of earlier versions have none
+        rows: _Rows = table.select([*_COLUMNS, *_ALIGNED, *_SCORES, *pictures]).to_pylist()
         return rows
     except (OSError, ValueError, pa.ArrowException) as error:
         report(place, f"is no file of samples: {one_line(error)}")
@@ -117,15 +118,18 @@ def _wrong_with(row: Mapping[str, Any]) -> str | None:
     logprobs = zip(row["behave_logprobs"], row["versions"], strict=True)
     if any(value != 0.0 and version < 0 for value, version in logprobs):
         return "behave_logprobs has values where nothing was generated"
-    if _segments(row["versions"]) != [
+    pictures = [(each["position"], each["position"] + each["length"]) for each in row.get("pictures") or ()]
+    if _segments(row["versions"], pictures) != [
         (each["start"], each["stop"], each["version"] if each["generated"] else -1) for each in row["segments"]
     ]:
         return "segments are not those of its tokens"
     return None
 
 
-def _segments(versions: Sequence[int]) -> list[tuple[int, int, int]]:
-    bounds = [at for at in range(1, len(versions)) if versions[at] != versions[at - 1]]
+def _segments(versions: Sequence[int], pictures: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """First and last position and version of each segment; `pictures` are spans, which are segments of their own."""
+    changes = {at for at in range(1, len(versions)) if versions[at] != versions[at - 1]}
+    bounds = sorted(changes | {at for span in pictures for at in span if 0 < at < len(versions)})
     starts = [0, *bounds]
     return [(start, stop, versions[start]) for start, stop in zip(starts, [*bounds, len(versions)], strict=True)]
 

@@ -27,6 +27,7 @@ from asyncrl.observe.samples import (
     trajectories,
     write_samples,
 )
+from asyncrl.verify.audit import kept as audit_of_kept
 
 GIB = 1 << 30
 
@@ -300,3 +301,12 @@ def test_pictures_are_kept_once_in_a_rollout_named_in_texts_and_read_back(
     assert "".join(piece[0] for piece in shown["pieces"]) == f"a{name}b=c"
     assert page_data._pictures(rows[1], pictures_of(rows)) == {"pictures": [picture.data_url]}
     assert page_data._pictures(rows[4], pictures_of(rows)) == {}
+
+
+def test_the_audit_takes_a_picture_for_a_segment_of_its_own(tmp_path: Path) -> None:
+    picture = Picture.from_array(np.full((20, 30, 3), 7, np.uint8))
+    shown = sample("a###b=c", ".....33", 1.0, pictures=(PlacedPicture(1, 3, picture),))
+    write_samples(tmp_path, 4, "head-0", rows_of(Trajectory("r0", "e0-0", 0, [shown]), 4, decode, {}), GIB)
+    (row,) = read_samples(sample_files(tmp_path))
+    assert audit_of_kept._wrong_with(row) is None
+    assert audit_of_kept._wrong_with({**row, "pictures": []}) == "segments are not those of its tokens"
