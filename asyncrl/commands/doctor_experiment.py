@@ -25,6 +25,7 @@ from asyncrl.commands.before_start.input_checks import (
     check_prompts,
     resolve_length,
 )
+from asyncrl.commands.before_start.reachable import check_reachable
 from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.commands.before_start.space import space_line
 from asyncrl.config.experiment import ExperimentConfig
@@ -32,7 +33,6 @@ from asyncrl.config.load import Config, load_experiment
 from asyncrl.config.setting import ConfigError
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
-from asyncrl.runtime.hosts.ssh_check import check_hosts
 from asyncrl.runtime.plan import with_types
 from asyncrl.trainer.supervised.base_model import existing_base_model
 
@@ -113,7 +113,7 @@ def _check_run(report: _Report, config: ExperimentConfig, folder: Path | None) -
         yield from device_lines(with_types(config))
 
     def hosts() -> Iterator[str]:
-        check_hosts(config)
+        check_reachable(config)
         yield f"{len(config.system.hosts)} hosts answer" if config.system.hosts else "this one"
 
     fits = report.check("devices", place)

@@ -18,6 +18,7 @@ from asyncrl.comm.files.private_files import PRIVATE_UMASK
 from asyncrl.commands.before_start.checks import validate
 from asyncrl.commands.before_start.experiment_args import RL_ONLY, parse, refuse
 from asyncrl.commands.before_start.input_checks import check_prompts, resolve_length
+from asyncrl.commands.before_start.reachable import check_reachable
 from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.commands.before_start.same_data import keep_data_record, keep_inputs
 from asyncrl.commands.train import with_model
@@ -27,7 +28,6 @@ from asyncrl.config.run_dir import SAMPLES_DIR
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe.display import make_display
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
-from asyncrl.runtime.hosts.ssh_check import check_hosts
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.trials.resume import TrialError
 from asyncrl.trainer.supervised.base_model import BaseModelError
@@ -65,7 +65,7 @@ def open_gate(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _run(config: ExperimentConfig, console: Console) -> int:
-    check_hosts(config)
+    check_reachable(config)
     with rehearsed(config) as rehearsal_notes:
         check_prompts(config)
         notes = rehearsal_notes()

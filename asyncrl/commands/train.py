@@ -14,6 +14,7 @@ from asyncrl.comm.files.private_files import PRIVATE_UMASK
 from asyncrl.commands.attach import attach, detach
 from asyncrl.commands.before_start.devices import device_lines
 from asyncrl.commands.before_start.input_checks import base_model_config, chat_notes, check_prompts
+from asyncrl.commands.before_start.reachable import check_reachable
 from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.commands.before_start.same_data import check_same_data, keep_data_record, keep_inputs
 from asyncrl.commands.before_start.space import space_line
@@ -27,7 +28,6 @@ from asyncrl.observe.history import History
 from asyncrl.plugins.datasets.prompt_stats import PromptStats, shown
 from asyncrl.runtime.checks import check_place
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_HELD, EXIT_INTERRUPTED, EXIT_OK
-from asyncrl.runtime.hosts.ssh_check import check_hosts
 from asyncrl.runtime.launcher import Launcher
 from asyncrl.runtime.plan import with_types
 from asyncrl.runtime.settings import Resume
@@ -81,7 +81,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
             "raise total_train_steps to continue, choose another trial_name, or start over with resume=restart"
         )
         return EXIT_OK
-    check_hosts(config)
+    check_reachable(config)
     with rehearsed(config) as rehearsal_notes:
         statistics = check_prompts(config)
         notes = rehearsal_notes()

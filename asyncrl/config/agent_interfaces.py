@@ -56,6 +56,7 @@ def agent_problems(group: str, path: str, args: Mapping[str, Any]) -> Iterator[s
                 positional, required = 0, _OFFERED_TO_AGENTS[:1]
                 if (why := _agent_wrong(_line(found, _AGENT))) is not None:
                     yield f"{group}.path={path!r}: {why}"
+                    return
             case _:
                 positional, required = 0, _OFFERED_TO_AGENTS[:1]
         takes = signatures.names(path, positional)
@@ -76,6 +77,7 @@ def environment_problems(group: str, path: str, args: Mapping[str, Any]) -> Iter
     match found:
         case Definition(node=ast.ClassDef()) if (why := _environment_wrong(_line(found, _ENVIRONMENT))) is not None:
             yield f"{group}.path={path!r}: {why}"
+            return
     yield from signatures.problems(group, path, args, supplied=("reward",))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.config.setting import setting
+from asyncrl.config.setting import MOST_SEED, setting
 from asyncrl.inference.settings import GenerationConfig
 from asyncrl.manager.settings import ManagerConfig
 from asyncrl.master.settings import BufferConfig, OnStale
@@ -38,7 +38,7 @@ class ExperimentConfig:
     experiment_name: str = setting("async_ppo", "folder under fileroot")
     trial_name: str = setting("trial0", "folder under the experiment; a second run of the same trial resumes it")
     fileroot: str = setting("~/.cache/asyncrl", "where models, checkpoints, logs and metrics go")
-    seed: int = setting(1, "seed of data order, sampling and initialisation", minimum=0, fixed=True)
+    seed: int = setting(1, "seed of data order, sampling and initialisation", minimum=0, maximum=MOST_SEED, fixed=True)
     total_train_steps: int = setting(60, "policy versions to train", unit="steps", minimum=1)
     total_epochs: float | None = setting(
         None,

@@ -197,7 +197,8 @@ def _refusal(base: DictConfig, override: str) -> list[str]:
     try:
         _overridden(base, [override], alone=True)
     except ConfigError as error:
-        return [str(error)]
+        setting = override.lstrip("+~").partition("=")[0]
+        return [str(error) if setting in str(error) else f"{setting}: {error}"]  # of a field within a list
     return []
 
 
@@ -239,6 +240,12 @@ def _checked_override(text: str, schema: type[Any]) -> str:
     text, override = _parsed(text)
     key = override.key_or_group
     known = _kinds(schema)  # type: ignore[arg-type]  # types are hashable
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"override {text!r}: several values; give one, or a list as {key}=[1,2] where it takes a list"
+        )
+    if override.is_delete() and key in known and not _is_mapping(known[key]):
+        raise ConfigError(f"override {text!r}: a setting cannot be taken away; give it a value as {key}=VALUE")
     groups = {path.rpartition(".")[0] for path in known}
     if key in known:
         return f"++{text}" if _is_mapping(known[key]) and not text.startswith(("+", "~")) else text
@@ -268,6 +275,8 @@ def _parsed(text: str) -> tuple[str, Override]:
         ConfigError: it is not `setting=value`.
     """
     key, equals, value = text.partition("=")
+    if not key.strip():
+        raise ConfigError(f"override {text!r} names no setting; write setting=value, without spaces around =")
     quoted = "{}='{}'".format(key, value.replace("'", "\\'"))
     first_error: HydraException | None = None
     for candidate in (text, quoted) if equals else (text,):

@@ -16,6 +16,8 @@ from typing import Any
 from asyncrl.config.suggestions import did_you_mean
 
 _KEY = "asyncrl.setting"
+MOST_SEED = 2**31 - 1
+"""Greatest seed: with a number of 32 bits beside it, it fits into the 64 bits of torch's generators."""
 
 
 class ConfigError(ValueError):

@@ -87,6 +87,13 @@ def function_entry(kind: str, path: str) -> RegisteredFunction:
     node = None if found is None else found.node
     if isinstance(node, (ast.ClassDef, ast.AsyncFunctionDef)):
         raise PluginError(f"{path!r} is not a plain function; a {kind} is one, with its parameters after a bare *")
+    if isinstance(node, ast.FunctionDef) and kind in KINDS and node.args.vararg is None:
+        ordinary = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args)]
+        if len(ordinary) != KINDS[kind]:
+            raise PluginError(
+                f"{path!r} takes ({', '.join(ordinary)}) by position, and a {kind} is called with {KINDS[kind]}; write "
+                "its parameters after a bare *"
+            )
     params = _configurable(node, kind) if isinstance(node, ast.FunctionDef) else None
     return RegisteredFunction(kind, path, *split_path(path), params)
 

@@ -42,6 +42,12 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         )
     if generation.backend == GenerationBackend.sglang:
         yield from _sglang(config)
+    elif generation.sglang.urls:
+        yield (
+            f"generation.sglang.urls={list(generation.sglang.urls)}: servers of SGLang, which "
+            f"generation.backend={str(generation.backend)!r} does not use; set generation.backend=sglang, or leave "
+            "them out"
+        )
     if generation.backend == GenerationBackend.embedded or not generation.sglang.urls:
         yield from _gpus(config)
 

@@ -25,7 +25,7 @@ from asyncrl.master.peers.connections import NameBoard, ReplaceableWorker, conne
 from asyncrl.master.train_loop import TrainLoop
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
 from asyncrl.runtime.process.waiting import StopRequested, cancel
-from asyncrl.runtime.process.worker import AsyncWorker
+from asyncrl.runtime.process.worker import AsyncWorker, CannotContinue
 from asyncrl.trainer.messages import IsStepRunning
 from asyncrl.trainer.placement import placement
 
@@ -106,7 +106,7 @@ class MasterWorker(AsyncWorker):
 ASK_AGAIN_S = 1.0
 
 
-class RanksUnresponsive(RuntimeError):
+class RanksUnresponsive(CannotContinue):
     """Ranks do not answer, so that nothing can be finished or saved; the message names them."""
 
 

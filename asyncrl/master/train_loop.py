@@ -33,6 +33,7 @@ from asyncrl.master.metrics.metric_rows import Row, buffered_s
 from asyncrl.master.metrics.profile import profiled
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.connections import GRACE_S
+from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.master.recovery.beginning import Beginning
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
 from asyncrl.observe import observer
@@ -55,6 +56,7 @@ class TrainLoop:
         self.parts = parts
         self._beginning, self._step_end = Beginning(parts, ready), StepEnd(parts)
         self._model_in_step = False
+        self._filtered = FilteredOut(parts.config.train_batch_size, parts.config.system.stall_timeout_s)
 
     async def run(self) -> None:
         """Train up to `total_train_steps`, or until asked to stop; then checkpoint, balance the books and sum up.
@@ -77,8 +79,10 @@ class TrainLoop:
             await self._finish()
         except RestartTrainer:
             raise
-        except Exception:
+        except Exception as error:
             await self._save_what_is_complete()
+            if isinstance(error, Stalled) and self._filtered.found:
+                raise Stalled(f"{error}; {self._filtered.found}") from error
             raise
         finally:
             await self._close()
@@ -132,9 +136,8 @@ class TrainLoop:
     async def _watch_filters(self) -> None:
         """Warn on the terminal if filters drop nearly every group."""
         parts = self.parts
-        filtered = FilteredOut(parts.config.train_batch_size, parts.config.system.stall_timeout_s)
         tell = partial(remark, parts.run_dir)
-        await watch_filters(filtered, parts.peers.manager, lambda: parts.version, lambda: len(parts.buffer), tell)
+        await watch_filters(self._filtered, parts.peers.manager, lambda: parts.version, lambda: len(parts.buffer), tell)
 
     async def _finish(self) -> None:
         parts = self.parts

@@ -705,6 +705,13 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("host_free", ALL, "bytes", "Memory of the host that is still available."),
     Figure("late_s", ALL, "s", "Longest delay of the process's clock thread since the line before."),
     Figure("loop_late_s", ALL, "s", "Longest delay of the process's event loop since the line before."),
+    Figure(
+        "clock_ahead_s",
+        "staging_server",
+        "s",
+        "By how much the clock of its host is ahead of the launcher's host; times from there are corrected by it.",
+    ),
+    Figure("clock_within_s", "staging_server", "s", "By how much at most `clock_ahead_s` is wrong."),
     Figure("gpu_used", "model_worker", "bytes", "Memory of the GPU that is in use, by any process."),
     Figure("gpu_bytes", "model_worker", "bytes", "Memory that the GPU has."),
     Figure("gpu_peak", "model_worker", "bytes", "Most memory of the GPU that the process has reserved so far."),

@@ -134,24 +134,31 @@ class Observer:
         data = json.dumps(line).encode() + b"\n"
         with self._lock:
             try:
-                self._append(data)
+                append_line(self._file, data, self._file_bytes)
                 self._told = False
             except OSError as error:
                 if not self._told:
                     _log.warning("%s takes no lines: %s", self._file, error)
                 self._told = True
 
-    def _append(self, data: bytes) -> None:
-        descriptor = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            full = os.fstat(descriptor).st_size + len(data) > self._file_bytes
-            if not full:
-                os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
-        if full:
-            os.replace(self._file, self._file.with_name(self._file.name + ".1"))
-            self._append(data)
+
+def append_line(file: Path, data: bytes, file_bytes: int = FILE_BYTES) -> None:
+    """Append a line to `file`; where it would be larger than `file_bytes`, a new one begins and this one is kept.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        full = size > 0 and size + len(data) > file_bytes
+        if not full:
+            os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+    if full:
+        os.replace(file, file.with_name(file.name + ".1"))
+        append_line(file, data, file_bytes)
 
 
 _observer: Observer | None = None

@@ -20,6 +20,7 @@ from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.envs import checks as envs
 from asyncrl.plugins.rewards import checks as rewards
 from asyncrl.rollout.settings import EvalConfig
+from asyncrl.runtime.hosts.host_probe import bind_error
 
 
 def warnings(config: ExperimentConfig) -> Iterator[str]:
@@ -71,6 +72,12 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from envs.check(config.env)
     yield from rewards.check(config)
     yield from _code_of_sets(config)
+    endpoint = config.rollout.endpoint.host
+    if not config.system.hosts and (why := bind_error(endpoint)):
+        yield (
+            f"rollout.endpoint.host={endpoint!r}: not an address of this machine ({why}); give one that `ip addr` "
+            "shows, or 127.0.0.1"
+        )
 
 
 def _agent(config: ExperimentConfig) -> Iterator[str]:

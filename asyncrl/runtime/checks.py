@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +26,18 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield from etcd_access(system).faults()
         if importlib.util.find_spec("etcd3") is None:
             yield "system.name_resolve='etcd3': etcd3 is not installed; install the `etcd` extra, or use file"
-    elif given := [name for name, value in vars(system.etcd).items() if value]:
-        yield f"system.etcd.{given[0]}: is for system.name_resolve=etcd3, which is {system.name_resolve}; leave it out"
+    else:
+        if given := [name for name, value in vars(system.etcd).items() if value]:
+            yield (
+                f"system.etcd.{given[0]}: is for system.name_resolve=etcd3, which is {system.name_resolve}; leave it "
+                "out"
+            )
+        root = Path(system.name_resolve_root).expanduser()
+        if system.name_resolve_root and (root.is_file() or not root.is_absolute()):
+            yield (
+                f"system.name_resolve_root={system.name_resolve_root!r}: names are files below a folder, and this is "
+                f"{'a file' if root.is_file() else 'no whole path'}; give a folder, or system.name_resolve=etcd3"
+            )
     if system.launcher == RAY:
         yield from _ray(system)
     if system.launcher == KUBERNETES:
@@ -145,6 +156,18 @@ def check_place(config: ExperimentConfig) -> None:
         )
 
 
+_GPU = re.compile(r"\d+|(GPU|MIG)-[0-9a-fA-F/-]+")
+"""A GPU by number or by its UUID, as CUDA_VISIBLE_DEVICES takes them."""
+
+
+def _gpus(setting_name: str, host: HostConfig) -> Iterator[str]:
+    for gpu in dict.fromkeys(host.gpus):
+        if not _GPU.fullmatch(gpu):
+            yield f"{setting_name}.gpus: {gpu!r} is no GPU; give numbers as in nvidia-smi, for example ['0', '1']"
+        elif (count := host.gpus.count(gpu)) > 1:
+            yield f"{setting_name}.gpus: {gpu!r} is there {count} times; name each GPU once"
+
+
 def _hosts(config: ExperimentConfig) -> Iterator[str]:
     """Yield what is wrong with `system.hosts`."""
     system = config.system
@@ -165,6 +188,7 @@ def _hosts(config: ExperimentConfig) -> Iterator[str]:
         for kind in host.runs:
             if kind not in PLACED:
                 yield not_a_choice(f"{setting_name}.runs", kind, PLACED)
+        yield from _gpus(setting_name, host)
         if not host.runs:
             yield f"{setting_name}.runs=[]: nothing runs on {host.name or 'this host'}; take it out, or name kinds"
     names = [host.name for host in system.hosts]

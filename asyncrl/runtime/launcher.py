@@ -133,6 +133,7 @@ class Launcher:
         self._trial.prepare()
         if self._run_of is Purpose.train:
             self._tail.read()  # of earlier launches, which have shown it
+            self._remarks.read()
 
     def release(self) -> None:
         """Give the trial back; nothing where it is not held."""

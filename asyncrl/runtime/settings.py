@@ -13,7 +13,7 @@ from asyncrl.config.setting import modules_in, setting
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 
 _LAUNCHERS = Path(__file__).parent / "launchers"
-LOCAL, SSH, RAY, KUBERNETES = "local", "ssh", "ray", "kubernetes"
+LOCAL, SSH, SLURM, RAY, KUBERNETES = "local", "ssh", "slurm", "ray", "kubernetes"
 PLACED = (MASTER_WORKER, MODEL_WORKER, GSERVER_MANAGER, GENERATION_SERVER, ROLLOUT_WORKER)
 """Kinds of processes that a host of several may run."""
 

@@ -22,13 +22,13 @@ from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.process.stacks import py_spy
 from asyncrl.trainer.model import lora_checks
+from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Placement
 from asyncrl.trainer.placement import engine_of, placement
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig, VisionMode
 
-_WEIGHT_FILES = ("*.safetensors", "*.bin")
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
 """Advantages that are estimated from a critic's values; a test compares it with what each refuses."""
 
@@ -47,6 +47,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
     yield from _attention(config)
     yield from _layouts(config)
     yield from _proximal(config)
+    yield from _kl(config)
     yield from _other_tokenizer(config)
     yield from _warmup("optimizer", config.optimizer)
     yield from _warmup("algorithm.critic.optimizer", config.algorithm.critic.optimizer)
@@ -77,6 +78,15 @@ def _profile(config: ExperimentConfig) -> Iterator[str]:
         yield "profile.stacks=true: py-spy is not installed; install the `profile` extra, or use profile.stacks=false"
 
 
+def _kl(config: ExperimentConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.kl_target and not algorithm.kl_coef:
+        yield (
+            f"algorithm.kl_target={algorithm.kl_target:g}: algorithm.kl_coef=0 is multiplied to reach it, and stays 0; "
+            "give the coefficient to begin with, for example algorithm.kl_coef=0.01, or leave the target out"
+        )
+
+
 def _warmup(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
     if optimizer.warmup_steps and optimizer.warmup_ratio:
         yield (
@@ -88,6 +98,7 @@ def _warmup(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
 def warnings(config: ExperimentConfig) -> Iterator[str]:
     """Yield a message for each setting that is slow, or weakens a correction: `setting=value: what follows`."""
     yield from _devices(config)
+    yield from _long_warmup(config)
     config = with_types(config)
     algorithm, sampling, generation = config.algorithm, config.rollout.sampling, config.generation
     correction = algorithm.correction.name
@@ -114,6 +125,17 @@ def warnings(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.correction={correction!r}: rollout.sampling.{', '.join(cut)} cuts tokens off that no "
             "importance weight brings back; ratios are those of the whole distributions, 1 on policy, and correct for "
             "stale and differing weights only (docs/algorithms.md, Truncated sampling)"
+        )
+
+
+def _long_warmup(config: ExperimentConfig) -> Iterator[str]:
+    warmup, trainer = config.optimizer.warmup_steps, config.trainer
+    total = config.total_train_steps * trainer.ppo_minibatches * trainer.ppo_epochs
+    if warmup > total:
+        yield (
+            f"optimizer.warmup_steps={warmup}: the run has {total} optimizer steps (total_train_steps x "
+            f"trainer.ppo_minibatches x trainer.ppo_epochs) and never "
+            f"reaches optimizer.lr={config.optimizer.lr:g}"
         )
 
 
@@ -178,39 +200,6 @@ def _proximal(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.prox='behave': the samples of {config.samples.replay!r} need not be of the policy that is "
             f"trained here; {instead}"
         )
-
-
-def hugging_face_folder(name: str, path: str) -> Iterator[str]:
-    """Yield what is wrong with the model folder `path`, the value of the setting `name`."""
-    folder, fix = Path(path).expanduser(), "give the folder of a downloaded model"
-    if not folder.is_dir():
-        yield f"{name}={path!r}: no such folder, so there is no config.json to read; {fix}"
-        return
-    file = folder / "config.json"
-    try:
-        described = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        yield f"{name}={path!r}: no Hugging Face model there (no config.json); {fix}"
-        return
-    except (OSError, ValueError) as error:
-        yield f"{name}={path!r}: its config.json cannot be read ({error}); download the model again, or {fix}"
-        return
-    if not isinstance(described, dict) or not described.get("model_type"):
-        yield f"{name}={path!r}: its config.json names no model_type, so it is not of a transformers model; {fix}"
-    elif "auto_map" in described and not _known_architecture(described["model_type"]):
-        yield (
-            f"{name}={path!r}: its architecture {described['model_type']!r} is code in that folder, which is not "
-            "executed (docs/security.md); use a model whose architecture transformers has"
-        )
-    if not any(True for pattern in _WEIGHT_FILES for _ in folder.glob(pattern)):
-        yield f"{name}={path!r}: it holds no weights ({', '.join(_WEIGHT_FILES)}); download them too, or {fix}"
-
-
-def _known_architecture(model_type: str) -> bool:
-    """True if transformers itself has it; asked of few models only, as it loads torch."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return model_type in CONFIG_MAPPING
 
 
 def _layouts(config: ExperimentConfig) -> Iterator[str]:

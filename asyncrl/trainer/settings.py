@@ -65,6 +65,8 @@ class ReferenceMode(StrEnum):
     """It follows the actor as an exponential moving average."""
 
 
+MOST_BETA = 0.999999
+"""A beta of 1 never forgets: AdamW divides by 1 - beta."""
 ALL_LINEAR = "all-linear"
 """In `model.lora.targets`: every linear layer but the output embedding, as in peft."""
 
@@ -144,9 +146,9 @@ class OptimizerConfig:
     """AdamW and its schedule."""
 
     lr: float = setting(1e-4, "peak learning rate", minimum=0.0)
-    beta1: float = setting(0.9, "AdamW beta 1", minimum=0.0, maximum=1.0)
-    beta2: float = setting(0.99, "AdamW beta 2", minimum=0.0, maximum=1.0)
-    eps: float = setting(1e-8, "AdamW epsilon", minimum=0.0)
+    beta1: float = setting(0.9, "AdamW beta 1", minimum=0.0, maximum=MOST_BETA)
+    beta2: float = setting(0.99, "AdamW beta 2", minimum=0.0, maximum=MOST_BETA)
+    eps: float = setting(1e-8, "AdamW epsilon", minimum=1e-20)
     weight_decay: float = setting(0.0, "decoupled weight decay of matrices; norms and biases have none", minimum=0.0)
     decay_embeddings: bool = setting(True, "whether weight decay acts on embeddings")
     max_grad_norm: float = setting(1.0, "gradient clipping by global norm; 0: none", minimum=0.0)

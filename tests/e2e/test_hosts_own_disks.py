@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from asyncrl.commands.audit import audit
+from asyncrl.observe.history.processes import ProcessHistory
 from asyncrl.runtime.keeper import PLACE_VARIABLE
 
 from ..conftest import LIMIT_S
@@ -116,6 +117,15 @@ def test_hosts_without_a_shared_folder_get_all_that_they_read_over_http(
         return [int(v) for v in re.findall(rf"generation server {server} serves v(\d+) ", log.read_text())]
 
     await_that(lambda: min(len(served(0)), len(served(1))) >= 2, f"two versions on both: {log}")
+    seen = ProcessHistory(run.run_dir / "observed")
+
+    def came_home() -> bool:
+        seen.refresh()
+        lasts = {name: process.last for name, process in seen.processes.items()}
+        workers = {"generation_server/0", "generation_server/1", "rollout_worker/0", "rollout_worker/1"}
+        return workers <= lasts.keys() and "clock_ahead_s" in lasts.get("staging_server/1", {})
+
+    await_that(came_home, "lines of the other hosts' processes")
     for server in range(2):  # the model of the launcher's is called otherwise
         assert "serving model on https://" in (log.parent / f"generation_server-{server}.log").read_text()
     came = re.findall(r" (v\d+|model|inputs) came to host (\d) from (host \d|its own disk)", log.read_text())

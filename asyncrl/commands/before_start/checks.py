@@ -5,8 +5,9 @@ A message reads `setting=value: what is wrong; what to do`.
 
 from __future__ import annotations
 
-import os
+import math
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -67,10 +68,13 @@ def _fields(config: Config) -> Iterator[str]:
         value, unit = attrgetter(path)(config), f" {info.unit}" if info.unit else ""
         if info.choices and value not in info.choices:
             yield not_a_choice(path, value, info.choices)
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{path}={value}: not a finite number; give one{f' ({info.unit})' if info.unit else ''}"
+            continue
         if isinstance(value, (int, float)) and info.minimum is not None and value < info.minimum:
-            yield f"{path}={value}: below the least allowed value; use {info.minimum:g}{unit} or more"
+            yield f"{path}={value}: below the least allowed value; use {info.minimum:.10g}{unit} or more"
         if isinstance(value, (int, float)) and info.maximum is not None and value > info.maximum:
-            yield f"{path}={value}: above the greatest allowed value; use {info.maximum:g}{unit} or less"
+            yield f"{path}={value}: above the greatest allowed value; use {info.maximum:.10g}{unit} or less"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -83,7 +87,16 @@ def _names(config: Config) -> Iterator[str]:
                 f"{name}={value!r}: becomes a folder's name; use letters, digits, '.', '_' and '-', beginning "
                 "with a letter or digit"
             )
-    root = Path(config.fileroot).expanduser()
-    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        yield f"fileroot={config.fileroot!r}: {existing} is not a folder one can write to; choose another fileroot"
+    if not config.fileroot.strip():
+        yield f"fileroot={config.fileroot!r}: names no folder; give one, for example ~/runs"
+        return
+    folder = Path(config.fileroot).expanduser() / config.experiment_name
+    if isinstance(config, ExperimentConfig):
+        folder /= config.trial_name
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):  # asked of the file system: root may write where nobody can
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        yield f"fileroot={config.fileroot!r}: {existing} is not a folder one can write to ({reason}); choose another"

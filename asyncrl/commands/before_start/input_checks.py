@@ -201,6 +201,12 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
             except ConfigError as error:
                 yield str(error)
         yield from _no_verdict(config)
+        kept = config.samples.replay
+        if kept and not any(Path(kept).expanduser().glob("*.parquet")):
+            yield (
+                f"samples.replay={kept!r}: no folder of kept samples (*.parquet); give samples/ of a run, as `replay "
+                "EXPERIMENT samples=RUN` does"
+            )
         yield from _not_found_elsewhere(config)
         if config.model.path is not None:
             return

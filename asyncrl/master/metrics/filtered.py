@@ -39,6 +39,8 @@ class FilteredOut:
         self._version: int | None = None
         self._before: dict[str, int] = {}
         self._warned = False
+        self.found = ""
+        """What filters dropped since the last step, as of the last look; empty where that is not nearly everything."""
 
     def take(self, version: int, kept: int, dropped: Mapping[str, int]) -> str | None:
         """Take the state of the run; returns a warning, once between two steps.
@@ -49,19 +51,21 @@ class FilteredOut:
             dropped: groups of the run by reason, from all processes.
         """
         by_filter = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
+        self.found = ""
         if version != self._version:
             self._version, self._before, self._warned = version, by_filter, False
         counts = {reason: count - self._before.get(reason, 0) for reason, count in by_filter.items()}
         total = sum(counts.values())
-        if self._warned or total < LEAST_GROUPS or kept >= LEAST_KEPT * (kept + total):
+        if total < LEAST_GROUPS or kept >= LEAST_KEPT * (kept + total):
             return None
-        self._warned = True
+        warned, self._warned = self._warned, True
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()) if count)
-        return (
-            f"WARNING: since step {version} filters dropped {total} groups ({reasons}) and kept {kept} of the "
-            f"{self._batch_size} that a step needs; without a step for {self._stall_s:g} s "
-            f"(system.stall_timeout_s) the run ends; {ADVICE}, or change rollout.filters"
+        self.found = (
+            f"since step {version} filters dropped {total} groups ({reasons}) and kept {kept} of the "
+            f"{self._batch_size} that a step needs; {ADVICE}, or change rollout.filters"
         )
+        limit = f"without a step for {self._stall_s:g} s (system.stall_timeout_s) the run ends"
+        return None if warned else f"WARNING: {self.found}; {limit}"
 
 
 async def watch_filters(

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.runtime.process.starting import LONGEST_STARTS
+from asyncrl.runtime.process.worker import CannotContinue
 from asyncrl.trainer.messages import LoadCheckpoint, LoadedCheckpoint, LoadMemoryCheckpoint
 
 
-class Stalled(RuntimeError):
+class Stalled(CannotContinue):
     """No train step for too long; the message says which stage waits for what, and on which counter."""
 
 

@@ -23,6 +23,8 @@ FEW_EFFECTIVE = 0.1
 FEWEST_LINES = 30
 """Lines of a process, about a minute, before its memory is judged."""
 SOON_S = 6 * 3600.0
+CLOCK_S = 0.1
+"""Seconds by which a clock may be off before it is told."""
 
 
 def problems(history: History, measured: Measured | None) -> Iterator[Finding]:
@@ -33,6 +35,7 @@ def problems(history: History, measured: Measured | None) -> Iterator[Finding]:
     yield from _limits(history, rows, measured)
     for process in history.processes.values():
         yield from _memory(process)
+        yield from _clock(process)
 
 
 def _drops(history: History) -> Iterator[Finding]:
@@ -131,6 +134,21 @@ def _limits(history: History, rows: Sequence[Row], m: Measured | None) -> Iterat
             f"no token was older than {m.greatest_age:.0f} versions, and {m.eta} are allowed.",
             "It does no harm; more places (rollout.max_concurrent) or servers would use it.",
         )
+
+
+def _clock(process: Process) -> Iterator[Finding]:
+    """A host whose clock is off, as the staging server there measures it."""
+    ahead_s, within_s = process.last.get("clock_ahead_s", 0.0), process.last.get("clock_within_s", 0.0)
+    if abs(ahead_s) - within_s <= CLOCK_S:
+        return
+    yield Finding(
+        "clocks-differ",
+        Level.remark,
+        "A host's clock is off",
+        f"the clock of the host of {process.name} is {abs(ahead_s):.2f} s {'ahead of' if ahead_s > 0 else 'behind'} "
+        f"that of the launcher's host (to within {within_s:.3f} s).",
+        "Times in observed/ are corrected; rollout/transport_s of its rollouts is not. Keep clocks by NTP.",
+    )
 
 
 def _memory(process: Process) -> Iterator[Finding]:

@@ -57,9 +57,12 @@ def _paths(data: DatasetConfig) -> Iterator[str]:
         yield from field_problems("dataset", data.path, data.fields)
         return
     default = DatasetConfig()
-    for name in ("args", "fields"):
-        if getattr(data, name) != getattr(default, name):
-            yield f"dataset.{name}: set together with dataset.sources, each of which has its own; write it there"
+    for name in ("path", "args", "fields"):
+        if (value := getattr(data, name)) != getattr(default, name):
+            yield (
+                f"dataset.{name}={value!r}: set together with dataset.sources, each of which has its own; write it "
+                "there"
+            )
     names: set[str] = set()
     for number, source in enumerate(data.sources):
         group, name = f"dataset.sources[{number}]", source.name or source.path

@@ -273,6 +273,10 @@ def load_tokenizer(path: str | Path) -> ChatTokenizer:
 
     With a `tokenizer.json` that has all tokens its config names, the `tokenizers` library reads it; else transformers
     does, which takes seconds and imports torch.
+
+    Raises:
+        ValueError: its files are not there, or it has no end-of-sequence token.
+        Exception: its files cannot be read.
     """
     folder = Path(path)
     config = folder / CONFIG_FILE
@@ -284,7 +288,10 @@ def load_tokenizer(path: str | Path) -> ChatTokenizer:
         return FastTokenizer(folder, eos_token)
     from transformers import AutoTokenizer
 
-    return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(str(path)))
+    tokenizer = AutoTokenizer.from_pretrained(str(path))
+    if not tokenizer.encode("a", add_special_tokens=False):  # what transformers makes of a folder without its files
+        raise ValueError(f"tokenizer of {str(path)!r} has no vocabulary: its files are not there")
+    return HuggingFaceTokenizer(tokenizer)
 
 
 def _is_whole(file: Path, described: Mapping[str, Any]) -> bool:

@@ -98,11 +98,19 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
     """Build the prompt format from the tokenizer in `model.path` and the settings of `dataset`; without tools.
 
     Raises:
-        ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
+        ConfigError: the tokenizer or the chat template cannot be read, or a setting of it is given where there is none.
     """
     folder, data = Path(str(config.model.path)).expanduser(), config.dataset
+    try:
+        tokenizer = load_tokenizer(folder)
+    except Exception as error:  # tokenizers raises no class of its own
+        reason = (str(error).strip() or "no reason").splitlines()[0]
+        raise ConfigError(
+            f"model.path={config.model.path!r}: its tokenizer cannot be used ({type(error).__name__}: {reason}); "
+            "download tokenizer.json and tokenizer_config.json of this model too"
+        ) from error
     return PromptFormat(
-        load_tokenizer(folder),
+        tokenizer,
         load_chat_template(folder, data),
         data.max_prompt_tokens,
         data.overlong,

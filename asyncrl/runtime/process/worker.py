@@ -66,6 +66,10 @@ class RestartTrainer(Exception):  # it asks for something; nothing went wrong he
     """This process cannot go on with the others as they stand; all of its side can, from the last step."""
 
 
+class CannotContinue(RuntimeError):
+    """The message says what stands still and why; where in the code that was found says nothing more."""
+
+
 class _Stopped(BaseException):
     """Asked to stop: ends what the main thread is at."""
 
@@ -187,7 +191,9 @@ class Worker(ABC):
             if away := outage_in(error):
                 self.log.error("%s failed: %s", self.name, outage_told(away, self.config))
                 return EXIT_FAILED
-            told = isinstance(error, ConfigError)  # which says what to do; where it was found does not help
+            told = isinstance(
+                error, ConfigError | CannotContinue
+            )  # its message is for people, where it was found is not
             self.log.error("%s failed: %s", self.name, error, exc_info=not told)
             self._tell_end("failed", f"{type(error).__name__}: {error}")
             return EXIT_FAILED

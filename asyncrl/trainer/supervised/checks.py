@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.plugins.datasets.checks import source_problems
 from asyncrl.plugins.datasets.readers import is_data_path
-from asyncrl.trainer.checks import hugging_face_folder
+from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.model.lora_checks import lora_problems
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.placement import layout_of

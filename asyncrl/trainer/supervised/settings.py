@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Optional
 
-from asyncrl.config.setting import Device, setting
+from asyncrl.config.setting import MOST_SEED, Device, setting
 from asyncrl.plugins.datasets.settings import AUTO, TrainOn
 from asyncrl.trainer.settings import LoraConfig
 
@@ -131,7 +131,7 @@ class SFTConfig:
 
     experiment_name: str = setting("sft", "name of the model's folder under <fileroot>/models")
     fileroot: str = setting(DEFAULT_FILEROOT, "where models, checkpoints, logs and metrics go")
-    seed: int = setting(1, "seed of data order and initialisation", minimum=0)
+    seed: int = setting(1, "seed of data order and initialisation", minimum=0, maximum=MOST_SEED)
     device: Device = setting(Device.cpu, "cpu, cuda, or auto: cuda where there is one")
     threads: int = setting(1, "CPU threads; two are faster on an idle machine only", minimum=1)
     batch_size: int = setting(64, "demonstrations per step", unit="demonstrations", minimum=1)

@@ -8,12 +8,20 @@ from http import HTTPStatus
 import msgspec
 
 from asyncrl.comm.http.calls import HttpRefused, JsonHttp
-from asyncrl.weights.staging.messages import SameCodeReply, SameCodeRequest, StageReply, StageRequest
+from asyncrl.weights.staging.messages import (
+    ObservedReply,
+    ObservedRequest,
+    SameCodeReply,
+    SameCodeRequest,
+    StageReply,
+    StageRequest,
+)
 
 HOLD_S = 10.0
 """Longest time in seconds that a server holds a request for a folder that is on its way."""
 _MARGIN_S = 10.0
 _COMPARING_S = 60.0
+OBSERVED_LIMIT_S = 10.0
 SOURCE_FAILED = HTTPStatus.BAD_GATEWAY
 """The status of an answer that it was not this host's fault."""
 
@@ -36,6 +44,16 @@ class StagingClient:
             )
             if reply.done:
                 return reply
+
+    async def observed(self, request: ObservedRequest) -> ObservedReply:
+        """Have lines of `observed/` appended on that host, the launcher's.
+
+        Raises:
+            HttpError: they were not.
+        """
+        return await self._http.call(
+            "POST", f"{self._url}/observed", request, timeout_s=OBSERVED_LIMIT_S, reply=ObservedReply
+        )
 
     async def code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
         """Return the modules whose source on that host differs from these checksums, with the reason for each.

@@ -65,6 +65,27 @@ class SameCodeReply(Struct, frozen=True):
     differences: dict[str, str]
 
 
+class ObservedRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /observed`: new lines of the caller's processes about themselves, to the launcher's host.
+
+    Attributes:
+        sender, first, lines: see `asyncrl.observe.forwarding.Batch`.
+        ahead_s: by how much the caller's clock is ahead of that of the server.
+    """
+
+    sender: str = ""
+    first: dict[str, int] = {}
+    lines: dict[str, list[str]] = {}
+    ahead_s: float = 0.0
+
+
+class ObservedReply(Struct, frozen=True):
+    """The lines are written; `at` is the server's time, in seconds since 1970, and `home` the id of its folder."""
+
+    at: float
+    home: str = ""
+
+
 class StageReply(Struct, frozen=True):
     """Path of the folder on this host and checksum of its manifest; `done` is False while the folder is on its way."""
 

@@ -8,6 +8,9 @@ fetched once for all processes of its host, and given to other hosts. The Gserve
     GET  /manifest    ?folder=v7                           of a folder that is here
     GET  /file        ?folder=v7&name=model.safetensors    one of its files
     POST /same_code   compare the code of another host with that of this one
+    POST /observed    append lines of another host's `observed/`; on the launcher's host
+
+Those on other hosts send there, every two seconds, what processes wrote about themselves.
 
 It is a process of its own, so that what it sends delays neither training nor generation.
 """
@@ -15,7 +18,9 @@ It is a process of its own, so that what it sends delays neither training nor ge
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final, TypeVar
@@ -24,15 +29,27 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.comm import names
-from asyncrl.comm.http.calls import PIECE_BYTES, JsonHttp
+from asyncrl.comm.http.calls import PIECE_BYTES, HttpError, JsonHttp
 from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
+from asyncrl.comm.name_resolve import NameResolveError
 from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.run_dir import STAGED_DIR
 from asyncrl.config.same_code import KnownSources
+from asyncrl.observe import observer
+from asyncrl.observe.forwarding import Batch, HostClock, ObservedHome, ObservedLines
 from asyncrl.runtime.process.worker import AsyncWorker
-from asyncrl.weights.staging.client import HOLD_S, SOURCE_FAILED
+from asyncrl.weights.staging.client import HOLD_S, OBSERVED_LIMIT_S, SOURCE_FAILED, StagingClient
 from asyncrl.weights.staging.fetch import SourceFailed
-from asyncrl.weights.staging.messages import SameCodeReply, SameCodeRequest, StageReply, StageRequest, is_folder
+from asyncrl.weights.staging.messages import (
+    LAUNCHER_HOST,
+    ObservedReply,
+    ObservedRequest,
+    SameCodeReply,
+    SameCodeRequest,
+    StageReply,
+    StageRequest,
+    is_folder,
+)
 from asyncrl.weights.staging.store import Copy, Store
 from asyncrl.weights.versions.manifest import ManifestError
 
@@ -40,6 +57,10 @@ T = TypeVar("T")
 
 _MAX_SUMS_BYTES: Final = 4 << 20
 """Checksums of some fifty thousand modules."""
+_MAX_OBSERVED_BYTES: Final = 4 << 20
+OBSERVED_EVERY_S: Final = 2.0
+_LAST_SEND_S: Final = 1.0
+"""Limit of the last attempt to send lines, after a stop was requested."""
 
 
 class StagingServer(AsyncWorker):
@@ -51,15 +72,38 @@ class StagingServer(AsyncWorker):
         """Serve until a stop is requested."""
         # its own by number: "hosts" of one machine, or with one disk in spite of all, do not remove each other's
         folder = self.run_dir / STAGED_DIR / str(self.index)
-        service = StagingService(folder, self.http_security, self._has)
+        is_home = self.index == LAUNCHER_HOST
+        home = ObservedHome(self.run_dir) if is_home else None
+        service = StagingService(folder, self.http_security, self._has, home)
         lease_s = self.config.system.lease_s
         try:
             url = await service.http.start(self.config.system.host)
             self.resolver.add(names.staging_server_key(self.index), url, lease_s=lease_s, replace=True)
             self.ready()
-            await self.stop.wait()
+            if is_home:
+                await self.stop.wait()
+            else:
+                await self._send_observed()
         finally:
             await service.close()
+
+    async def _send_observed(self) -> None:
+        """Send what processes of this host write about themselves, until a stop is requested, and then once more."""
+        http, clock, lines = JsonHttp(self.http_security), HostClock(), ObservedLines(self.run_dir)
+        observer.gauges(clock.figures)
+        try:
+            while not self.stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.stop.wait(), OBSERVED_EVERY_S)
+                limit_s = _LAST_SEND_S if self.stop.is_set() else OBSERVED_LIMIT_S
+                try:
+                    async with asyncio.timeout(limit_s):
+                        url = await asyncio.to_thread(self.resolver.get, names.staging_server_key(LAUNCHER_HOST))
+                        await send_observed(StagingClient(http, url), clock, lines)
+                except (HttpError, NameResolveError, OSError, TimeoutError) as error:
+                    self.log.debug("lines of observed/ wait: %s: %s", type(error).__name__, error)
+        finally:
+            await http.close()
 
     def _has(self, name: str, path: Path) -> None:
         """Let those of this host begin that wait for a folder of the launch."""
@@ -68,19 +112,42 @@ class StagingServer(AsyncWorker):
         self.log.info("%s is at %s", name, path)
 
 
+async def send_observed(home: StagingClient, clock: HostClock, lines: ObservedLines) -> None:
+    """Send a piece of what is new; before the clock is known, nothing but a question for the time.
+
+    Raises:
+        HttpError: it did not arrive; it is sent again.
+    """
+    ahead_s = clock.ahead_s
+    sends = ahead_s is not None and not lines.are_home
+    batch = await asyncio.to_thread(lines.take, _MAX_OBSERVED_BYTES // 4) if sends else None
+    asked_at = time.time()
+    reply = await home.observed(ObservedRequest(*batch, ahead_s or 0.0) if batch else ObservedRequest())
+    clock.exchanged(asked_at, reply.at, time.time())
+    lines.home = reply.home
+    if batch is not None:
+        lines.arrived(batch)
+
+
 class StagingService:
     """A store behind HTTP, for one running loop.
 
     Args:
         root, on_launch_folder: see `Store`.
         security: the run's token and certificate; None where it has no secret.
+        home: takes the lines of other hosts' processes about themselves; None on these.
     """
 
     def __init__(
-        self, root: Path, security: HttpSecurity | None, on_launch_folder: Callable[[str, Path], None]
+        self,
+        root: Path,
+        security: HttpSecurity | None,
+        on_launch_folder: Callable[[str, Path], None],
+        home: ObservedHome | None = None,
     ) -> None:
         token, tls = (None, None) if security is None else (security.token, security.server_context())
         self._peers = JsonHttp(security)
+        self._home = home
         self._sources = KnownSources()
         self.store = Store(root, self._peers, on_launch_folder)
         routes = {
@@ -88,6 +155,7 @@ class StagingService:
             "/manifest": HttpRoute(_of_copy(self._manifest, self.store), "GET"),
             "/file": HttpRoute(_of_copy(self._file, self.store), "GET"),
             "/same_code": HttpRoute(self._same_code, "POST", _MAX_SUMS_BYTES),
+            "/observed": HttpRoute(self._observed, "POST", _MAX_OBSERVED_BYTES),
         }
         self.http = HttpServer(routes, token=token, tls=tls)
 
@@ -135,6 +203,20 @@ class StagingService:
     async def _same_code(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         asked = _decoded(body, SameCodeRequest)
         return json_response(SameCodeReply(await asyncio.to_thread(self._sources.differences, asked.sums)))
+
+    async def _observed(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        sent = _decoded(body, ObservedRequest)
+        at = time.time()
+        if self._home is None:
+            raise Refused(404, {"error": "the run's folder is on another host"}, "not_home")
+        try:
+            batch = Batch(sent.sender, sent.first, sent.lines)
+            await asyncio.to_thread(self._home.append, batch, sent.ahead_s)
+        except ValueError as error:
+            raise Refused(400, {"error": str(error)}, "malformed") from error
+        except OSError as error:
+            raise Refused(507, {"error": f"observed/: {error.strerror or error}"}, "not_written") from error
+        return json_response(ObservedReply(at, self._home.id))
 
 
 def _decoded(body: bytes, kind: type[T]) -> T:

@@ -85,6 +85,14 @@ async def test_a_stall_names_a_worker_that_is_silent(tmp_path: Path) -> None:
             await task
 
 
+async def test_a_stall_repeats_what_filters_dropped(tmp_path: Path) -> None:
+    run = Run(tmp_path, make_config())
+    run.loop.parts.stall.limit_s = 0.05
+    run.loop._filtered.found = "since step 0 filters dropped 900 groups"
+    with pytest.raises(Stalled, match=r"system\.stall_timeout_s.*; since step 0 filters dropped 900 groups$"):
+        await run.loop.run()
+
+
 async def test_a_failed_call_is_named_and_leaves_the_last_checkpoint_alone(tmp_path: Path) -> None:
     run = Run(tmp_path, make_config())
     run.workers.fail[RunCall] = RuntimeError("out of memory")

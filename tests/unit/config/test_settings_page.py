@@ -46,8 +46,8 @@ def page() -> str:
                 meaning += f"; one of {', '.join(map(str, info.choices))}"
             if info.unit:
                 meaning += f" ({info.unit})"
-            bounds = [f"at least {info.minimum:g}"] if info.minimum is not None else []
-            bounds += [f"at most {info.maximum:g}"] if info.maximum is not None else []
+            bounds = [f"at least {info.minimum:.10g}"] if info.minimum is not None else []
+            bounds += [f"at most {info.maximum:.10g}"] if info.maximum is not None else []
             lines.append(f"| `{path}` | {shown(attrgetter(path)(schema))} | {'; '.join([meaning, *bounds])} |\n")
         lines.append("\n")
     return "".join(lines).rstrip("\n") + "\n"

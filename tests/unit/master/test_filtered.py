@@ -15,6 +15,9 @@ def test_groups_that_are_dropped_without_a_step_are_a_warning_once_between_two_s
     assert "system.stall_timeout_s" in warning
     assert "rollout.filters" in warning
     assert filtered.take(7, 1, {"zero_variance": 1000}) is None, "once"
+    assert filtered.found.startswith("since step 7 filters dropped 900 groups (900 zero_variance)"), "of the last look"
+    assert filtered.take(7, 900, {"zero_variance": 1000}) is None
+    assert filtered.found == ""
     assert filtered.take(8, 0, {"zero_variance": 1000}) is None
     assert filtered.take(8, 0, {"zero_variance": 2000}) is not None
 

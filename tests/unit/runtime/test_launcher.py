@@ -154,6 +154,8 @@ def test_a_launch_shows_the_rows_of_its_own_steps_alone(tmp_path: Path, monkeypa
     file.parent.mkdir(parents=True)
     write_rows(file, [(1, 0), (2, 0), (3, 0)])
 
+    remark(run_dir_of(config), "WARNING: of the earlier launch")
+
     def train(leader: Played) -> None:
         write_rows(file, [(1, 0), (2, 0), (3, 1)])
         leader.end(0)
@@ -166,6 +168,7 @@ def test_a_launch_shows_the_rows_of_its_own_steps_alone(tmp_path: Path, monkeypa
     launcher.prepare()
     assert launcher.run() == EXIT_OK
     assert shown == [(3, 1)]
+    assert not any("of the earlier launch" in note for note in display.notes)
 
 
 def test_a_remark_of_a_process_is_shown_once(play: Play, tmp_path: Path) -> None:

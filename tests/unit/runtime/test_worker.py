@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from asyncrl.comm.name_resolve import FileResolver
 from asyncrl.comm.names import WorkerStatus, incarnation_key, status_key
 from asyncrl.config.experiment import ExperimentConfig
@@ -48,6 +50,7 @@ REFUSES = """
 import sys
 from pathlib import Path
 from asyncrl.config.setting import ConfigError
+from asyncrl.master.peers.rank_clients import Stalled
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 class Refuses(Worker):
@@ -55,20 +58,21 @@ class Refuses(Worker):
         print(state, reason)
 
     def run(self):
-        raise ConfigError("agent.path='x:y': no such file")
+        raise {error}("agent.path='x:y': no such file")
 
 sys.exit(Refuses(WorkerSpec("refuses", 0, Path(sys.argv[1]))).start())
 """
 
 
-def test_a_setting_that_a_worker_finds_wrong_is_told_by_its_message_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", ["ConfigError", "Stalled"])
+def test_what_a_worker_finds_wrong_with_the_run_is_told_by_its_message_alone(tmp_path: Path, error: str) -> None:
     config = ExperimentConfig()
     config.system.encrypt = False
     write_run_config(config, tmp_path)
-    command = [sys.executable, "-c", REFUSES, str(tmp_path)]
+    command = [sys.executable, "-c", REFUSES.format(error=error), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
-    assert ended.stdout.splitlines()[-1] == "failed ConfigError: agent.path='x:y': no such file"
+    assert ended.stdout.splitlines()[-1] == f"failed {error}: agent.path='x:y': no such file"
     assert ended.stderr.splitlines() == ["refuses/0 failed: agent.path='x:y': no such file"]
 
 

@@ -31,6 +31,9 @@ from asyncrl.trainer.settings import (
 SetGpus = Callable[[int], None]
 SetInstalled = Callable[[bool], None]
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""A safetensors file of no tensors: the length of its header, and that."""
+
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SetGpus:
@@ -185,7 +188,7 @@ def test_an_architecture_that_is_not_shown_to_be_right_when_it_is_cut(
     if model_type == "gemma3":  # of the whole, whose text part alone is shown
         described = {"text_config": described | {"model_type": "gemma3_text"}}
     (tmp_path / "config.json").write_text(json.dumps(described | {"model_type": model_type}))
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_bytes(NO_TENSORS)
     config.model.path, config.trainer.parallel = str(tmp_path), layout
     assert any(told in message for message in check(config)), list(check(config))
     config.trainer.parallel = "d2"
@@ -213,7 +216,7 @@ def test_routing_is_replayed_of_known_mixtures_of_experts_and_engines_that_tell(
     for model_type, experts in (("deepseek_v3", "n_routed_experts"), ("qwen3_next", "num_experts")):
         folder = tmp_path / model_type
         folder.mkdir()
-        (folder / "model.safetensors").touch()
+        (folder / "model.safetensors").write_bytes(NO_TENSORS)
         (folder / "config.json").write_text(
             json.dumps({"model_type": model_type, experts: 8, "num_experts_per_tok": 2})
         )
@@ -294,7 +297,7 @@ def fail_to_be_a_model(folder: Path, fault: str) -> Path:
     if fault != "no config.json":
         (folder / "config.json").write_text(described)
     if fault != "no weights":
-        (folder / "model.safetensors").write_bytes(b"")
+        (folder / "model.safetensors").write_bytes(NO_TENSORS)
     return folder
 
 

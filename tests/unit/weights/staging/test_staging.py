@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -16,11 +17,12 @@ from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.http.server import HttpRoute, HttpServer
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.same_code import loaded_sources
+from asyncrl.observe.forwarding import HostClock, ObservedHome, ObservedLines
 from asyncrl.weights.staging import client as client_module
 from asyncrl.weights.staging import fetch
 from asyncrl.weights.staging.client import StagingClient, source_failed
 from asyncrl.weights.staging.messages import INPUTS, MODEL, StageReply, StageRequest
-from asyncrl.weights.staging.process import StagingService
+from asyncrl.weights.staging.process import StagingService, send_observed
 from asyncrl.weights.versions.manifest import Manifest, file_entry, read_manifest, verify, write_manifest
 
 LARGE = bytes(range(256)) * (3 << 12)  # three pieces
@@ -38,10 +40,10 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 class Host:
     """A staging server with a disk of its own."""
 
-    def __init__(self, disk: Path, security: HttpSecurity) -> None:
+    def __init__(self, disk: Path, security: HttpSecurity, home: ObservedHome | None = None) -> None:
         self.for_the_launch: list[tuple[str, Path]] = []
         self.disk = disk
-        self.service = StagingService(disk / "staged", security, lambda *had: self.for_the_launch.append(had))
+        self.service = StagingService(disk / "staged", security, lambda *had: self.for_the_launch.append(had), home)
         self.url = ""
 
     async def stage(self, folder: str, source: str = "", path: str = "", **how: Any) -> StageReply:
@@ -55,11 +57,11 @@ class Host:
 
 
 @pytest.fixture
-async def start_host(tmp_path: Path, http_security: HttpSecurity) -> AsyncIterator[Callable[[str], Awaitable[Host]]]:
+async def start_host(tmp_path: Path, http_security: HttpSecurity) -> AsyncIterator[Callable[..., Awaitable[Host]]]:
     hosts: list[Host] = []
 
-    async def start(name: str) -> Host:
-        host = Host(tmp_path / name, http_security)
+    async def start(name: str, home: ObservedHome | None = None) -> Host:
+        host = Host(tmp_path / name, http_security, home)
         host.security = http_security
         host.url = await host.service.http.start("127.0.0.1")
         hosts.append(host)
@@ -358,3 +360,41 @@ async def test_strangers_get_nothing_and_no_path_leads_out_of_a_folder(
     assert outside.value.status == 400
     await stranger.close()
     await friend.close()
+
+
+async def test_lines_about_processes_come_to_the_launchers_host_and_wait_while_it_does_not_answer(
+    start_host: Callable[..., Awaitable[Host]],
+    tmp_path: Path,
+    http_security: HttpSecurity,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for folder in ("launcher", "other"):
+        (tmp_path / folder / "observed").mkdir(parents=True)
+    there = tmp_path / "other" / "observed" / "generation_server-1.jsonl"
+    there.write_text('{"at": 1e9, "since": 1e9, "stage": "decodes"}\n')
+    launcher = await start_host("launcher", ObservedHome(tmp_path / "launcher"))
+    other = await start_host("other")
+    clock, lines = HostClock(), ObservedLines(tmp_path / "other")
+    http = JsonHttp(http_security)
+    try:
+        with pytest.raises(HttpRefused, match="on another host"):
+            await send_observed(StagingClient(http, other.url), clock, lines)
+        home = StagingClient(http, launcher.url)
+        await send_observed(home, clock, lines)
+        arrived = tmp_path / "launcher" / "observed" / there.name
+        assert not arrived.exists(), "the clock was not known"
+        assert clock.ahead_s is not None
+        assert abs(clock.ahead_s) <= clock.figures()["clock_within_s"] + 1e-4, "one clock, on one machine"
+        with monkeypatch.context() as broken:
+            broken.setattr(ObservedHome, "append", _disk_full)
+            with pytest.raises(HttpRefused, match="No space left on device"):
+                await send_observed(home, clock, lines)
+        await send_observed(home, clock, lines)
+        await send_observed(home, clock, lines)
+        assert len(arrived.read_text().splitlines()) == 1
+    finally:
+        await http.close()
+
+
+def _disk_full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
