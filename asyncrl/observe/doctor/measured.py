@@ -85,8 +85,8 @@ class Measured:
         waited_s: from finished to the end of the step that trained it.
         places, busy_places: rollouts that may run at a time, and that did on average.
         idle_s: time in which the full gate let no rollout run.
-        worker_no_core: seconds, per second, in which threads of a RolloutWorker were ready and had no core; of the worker
-            whose event loop is latest.
+        worker_no_core: seconds, per second, in which threads of the RolloutWorker whose event loop is latest were ready
+            and had no core.
         evaluations: share of the versions that are evaluated; `evaluating` is the share of the servers' samples that
             are an evaluation's.
         saturation: 0 where twice the samples give twice the tokens a second, 1 where they give no more; None: the
