@@ -2,7 +2,7 @@
 
 Start commands go through their own parser, and their settings are loaded. Python blocks are compiled and executed, YAML
 blocks are merged into the schema, JSON blocks are read, `pycon` blocks are run as doctests. `EXCEPTIONS` lists blocks
-that cannot be executed here.
+that cannot be executed here. Experiments of the tutorials pass `doctor EXPERIMENT`, which plays their first row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from asyncrl import launch
-from asyncrl.commands import COMMANDS
+from asyncrl.commands import COMMANDS, doctor_experiment
 from asyncrl.commands.init import write_project
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
@@ -31,6 +31,7 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIALS = [page for page in PAGES if page.name.startswith("tutorial_")]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:python -m asyncrl\.launch|make|python benchmarks/)[^`]*)`")
 START = re.compile(r"(?:python -m asyncrl\.launch|(?:^|\s)asyncrl) (.*)")
@@ -93,9 +94,14 @@ def commands_of(page: Path) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project that `init` writes, with the experiment `mine`."""
+    """The project that `init` writes, with the experiment `mine`, and the files of the tutorials."""
     folder = tmp_path_factory.mktemp("docs") / "project"
     write_project(folder)
+    for page in TUTORIALS:
+        for block in blocks_of(page, "python", "yaml"):
+            name = re.match(r"# (\w+\.(?:py|yaml))\n", block)
+            assert name is not None, f"{page.name}: the first line names the file: {block[:40]}"
+            (folder / name[1]).write_text(block)
     return folder
 
 
@@ -139,14 +145,14 @@ def test_commands_are_parsed_and_their_settings_loaded(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_scripts_and_targets_are_there(page: Path) -> None:
+def test_scripts_and_targets_are_there(page: Path, project: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for line in lines_of(page):
         words = line.split()
         if words[:1] == ["make"] and len(words) > 1:
             assert words[1] in targets, line
         if words[:1] == ["python"] and len(words) > 1 and words[1].endswith(".py"):
-            assert (ROOT / words[1]).exists(), line
+            assert (ROOT / words[1]).exists() or (project / words[1]).exists(), line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -156,6 +162,20 @@ def test_python_is_compiled_and_executed(page: Path, project: Path, monkeypatch:
         code = compile(block, f"{page.name}, python block {number}", "exec")
         if not any(text in block for text in EXCEPTIONS):
             exec(code, {"__name__": f"snippet_{number}"})
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
+def test_a_tutorials_experiment_passes_every_check_of_a_start(
+    page: Path, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    for block in blocks_of(page, "python"):
+        exec(block, {"__name__": "script"})
+    experiments = [block.partition("\n")[0] for block in blocks_of(page, "yaml")]
+    assert experiments
+    for name in experiments:
+        assert doctor_experiment.main([name.removeprefix("# ").removesuffix(".yaml"), "--config-dir", "."], "") == 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
