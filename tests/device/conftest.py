@@ -11,4 +11,4 @@ HERE = Path(__file__).parent
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     asked = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
-    return None if all(HERE == path or HERE in path.parents for path in asked) else True
+    return None if all(path == HERE or HERE in path.parents for path in asked) else True
