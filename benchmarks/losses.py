@@ -134,7 +134,15 @@ def cases(data: Data) -> list[tuple[str, bool, Callable[[], None]]]:
     """(name, has a backward pass, call) of every row."""
     p = data.policy
     assert p.prox_logprobs_T is not None
-    correction = CorrectionInputs(p.prox_logprobs_T, p.behave_logprobs_T, p.mask_T, p.seq_ids_T, p.num_seqs)
+    correction = CorrectionInputs(
+        p.prox_logprobs_T,
+        p.behave_logprobs_T,
+        p.mask_T,
+        p.seq_ids_T,
+        p.num_seqs,
+        p.logprobs_T.detach(),
+        p.advantages_T,
+    )
     kl = KLInputs(p.logprobs_T, data.ref_T, p.mask_T)
     value = ValueLossInputs(torch.randn_like(data.ref_T, requires_grad=True), data.ref_T, data.ref_T, p.mask_T)
 

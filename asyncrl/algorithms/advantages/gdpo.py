@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from asyncrl.algorithms.advantages.groups import compared
@@ -26,7 +27,8 @@ def gdpo(
 
     Liu et al. 2026 (arXiv:2601.05242): summed first, a part of large values hides the others. Parts are columns
     (`rollout.columns: [reward/correct, reward/format]`), all of them or those that `parts` names; without any, the
-    whole reward is the only part. Whitened over all tokens of the global batch. Rewards of turns play no part.
+    whole reward is the only part. A group of one episode has 0 before whitening, which is over all tokens of the global
+    batch. Rewards of turns play no part.
 
     Raises:
         ValueError: a part is no column, there are not as many weights as parts, or std_eps is not positive.
@@ -43,7 +45,8 @@ def gdpo(
     for values_U, share in zip(columns, shares, strict=True):
         values_U = values_U.to(total_U.dtype)
         mean_E = groups.mean(groups.episodes(values_U))
-        centred_U = values_U - groups.spread(mean_E)
+        alone_E = groups.size(mean_E) == 1.0
+        centred_U = torch.where(groups.spread(alone_E), 0, values_U - groups.spread(mean_E))
         total_U = total_U + share * centred_U / groups.spread(groups.std(values_U) + std_eps)
     summed = samples.over_tokens(total_U)
     return AdvantageOutput(whiten(summed.advantages_T, inputs.mask_T, inputs.all_reduce))

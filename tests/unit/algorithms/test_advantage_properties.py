@@ -117,12 +117,12 @@ def test_each_advantage_of_grpo_is_bounded_by_the_number_of_samples_and_of_other
     assert (estimate("grpo", inputs).abs() <= bound_T * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"gae", "gae_turn", "remax"}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"gae", "gae_turn", "max_rl", "rae", "remax"}))
 @given(inputs=batches(usual_reward, least_episodes=2), constant=st.integers(-1000, 1000))
 @settings(max_examples=40, deadline=None)
 def test_a_constant_added_to_all_rewards_changes_nothing(name, inputs, constant):
-    """GAE's values and ReMax's greedy rewards would have to be moved as well (`remax` below); a group of one episode
-    has no baseline under `rloo`.
+    """GAE's values, RAE's baselines and ReMax's greedy rewards would have to be moved as well (`remax` below), MaxRL
+    divides by the mean reward, and a group of one episode has no baseline under `rloo`.
     """
     moved = dataclasses.replace(inputs, rewards_S=inputs.rewards_S + constant)
     torch.testing.assert_close(estimate(name, moved), estimate(name, inputs), rtol=1e-6, atol=1e-6)

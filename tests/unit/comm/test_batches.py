@@ -16,7 +16,7 @@ def sizes_of(*sizes: int) -> list[list[int]]:
     """The sizes in each message."""
     batches = [Batch()]
     for seq, nbytes in enumerate(sizes):
-        prepared = Prepared(msgspec.Raw(b""), np.empty(0, np.int32), [], [], [], [], [], None, [], [], nbytes)
+        prepared = Prepared(msgspec.Raw(b""), np.empty(0, np.int32), [], [], [], [], [], None, [], [], [], [], nbytes)
         entry = OutboxEntry(seq, f"rollout-{seq}", prepared)
         if not batches[-1].add(entry):
             batches.append(Batch())
