@@ -34,6 +34,6 @@ def test_the_demo_trains_on_its_pictures_and_survives_a_killed_rollout_worker(st
     rows = run.rows()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert run.summary()["restarts"] == {"rollout_worker/0": 1}
-    assert all(abs(row["ppo/behave_kl"]) < 0.01 for row in rows), "server and trainer see the same pictures"
+    assert 0 < max(row["ppo/engine_gap_max"] for row in rows) < 1e-3, "server and trainer see the same pictures"
     assert run.summary()["eval"]["held_out"]["accuracy"] > 0.25, "blind guesses are right once in six"
     assert audit(run.run_dir).findings == ()
