@@ -7,6 +7,7 @@ OVERRIDES ?=
 TEST_WORKERS ?= 3
 RUN_WORKERS ?= 4
 
+# tests/device register a device with torch for the whole process, so they have processes of their own;
 # tests/gpu have the GPU to themselves; without one they are some tests more
 GPU := $(shell if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; then echo yes; fi)
 
@@ -20,6 +21,7 @@ demo-tools: setup
 
 test: setup
 	$(PYTHON_IN) -m pytest tests/unit tests/integration $(if $(GPU),,tests/gpu) -x -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTHON_IN) -m pytest tests/device -q -n $(TEST_WORKERS)
 	$(if $(GPU),$(PYTHON_IN) -m pytest tests/gpu -q)
 	$(PYTHON_IN) -m pytest tests/faults tests/e2e -q -n $(RUN_WORKERS) --dist loadfile --no-loadscope-reorder
 

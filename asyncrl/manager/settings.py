@@ -15,7 +15,7 @@ from asyncrl.weights.transports import TRANSPORTS
 
 
 class UpdateMode(StrEnum):
-    """Effect of a weight update on running answers; the README says when to choose which."""
+    """Effect of a weight update on running answers; docs/main_settings.md says when to choose which."""
 
     interrupt = auto()
     """They are handed back to their clients, which send them again."""

@@ -153,9 +153,11 @@ def slow_call(m: Measured) -> Finding | None:
 
 
 def blocked_loop(m: Measured) -> Finding | None:
-    """User code keeps a RolloutWorker's event loop from running."""
+    """User code keeps a RolloutWorker's event loop from running; a loop that waits for a core is another cause."""
     late, thread_late = m.worker_loop_late_s, m.worker_late_s or 0.0
     if m.wait < LITTLE_WAITING or late is None or late < LATE_S or late < 3 * thread_late:
+        return None
+    if (m.worker_no_core or 0.0) > STARVED:
         return None
     return _finding(
         m,

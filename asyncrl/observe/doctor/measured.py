@@ -85,6 +85,8 @@ class Measured:
         waited_s: from finished to the end of the step that trained it.
         places, busy_places: rollouts that may run at a time, and that did on average.
         idle_s: time in which the full gate let no rollout run.
+        worker_no_core: seconds, per second, in which threads of the RolloutWorker whose event loop is latest were ready
+            and had no core.
         evaluations: share of the versions that are evaluated; `evaluating` is the share of the servers' samples that
             are an evaluation's.
         saturation: 0 where twice the samples give twice the tokens a second, 1 where they give no more; None: the
@@ -106,6 +108,7 @@ class Measured:
     servers: tuple[ServerLoad, ...]
     worker_loop_late_s: float | None
     worker_late_s: float | None
+    worker_no_core: float | None
     evaluations: float
     evaluating: float
     saturation: float | None
@@ -220,6 +223,7 @@ def measure(history: History) -> Measured | None:
         servers=servers,
         worker_loop_late_s=_worst_mean(workers, "loop_late_s", begin, end),
         worker_late_s=_worst_mean(workers, "late_s", begin, end),
+        worker_no_core=_latest_loop(workers, begin, end).rate("no_core_s", begin, end) if workers else None,
         evaluations=_mean(any(name.startswith("eval/") for name in row) for row in rows),
         evaluating=_evaluating(history, servers, begin, end),
         saturation=_saturation(history, begin, end),
@@ -347,6 +351,10 @@ def _saturation(history: History, begin: float, end: float) -> float | None:
 def _worst_mean(processes: list[Process], gauge: str, begin: float, end: float) -> float | None:
     means = [mean for each in processes if (mean := each.mean(gauge, begin, end)) is not None]
     return max(means, default=None)
+
+
+def _latest_loop(workers: list[Process], begin: float, end: float) -> Process:
+    return max(workers, key=lambda worker: worker.mean("loop_late_s", begin, end) or 0.0)
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -215,12 +215,22 @@ def test_a_server_that_is_held_up_is_told_from_one_without_processors(
     assert kind in [each.kind for each in examine(History(run)).findings]
 
 
-def test_a_loop_that_user_code_blocks_is_named(run: Path) -> None:
-    VirtualRun(replace(Knobs(), reward_s=2.0), run.parent / "slow").play()
-    server = (run.parent / "slow" / "observed" / "generation_server-0.jsonl").read_text().splitlines()
-    lines = [json.loads(line) | {"stage": "plays", "loop_late_s": 0.8, "late_s": 0.02} for line in server]
-    write(run.parent / "slow" / "observed" / "rollout_worker-0.jsonl", *lines)
-    assert "blocked-event-loop" in [each.kind for each in examine(History(run.parent / "slow")).findings]
+@pytest.mark.parametrize(("no_core", "named"), [(0.05, True), (0.8, False)])
+def test_a_loop_that_user_code_blocks_is_told_from_one_without_a_core(
+    tmp_path: Path, no_core: float, named: bool
+) -> None:
+    run = tmp_path / "slow"
+    VirtualRun(replace(Knobs(), reward_s=2.0), run).play()
+    server = [json.loads(line) for line in (run / "observed" / "generation_server-0.jsonl").read_text().splitlines()]
+    late = {"stage": "plays", "loop_late_s": 0.8, "late_s": 0.02}
+    began = server[0]["at"]
+    lines = [line | late | {"no_core_s": no_core * (line["at"] - began)} for line in server]
+    write(run / "observed" / "rollout_worker-0.jsonl", *lines)
+    on_time = [line | {"stage": "plays", "loop_late_s": 0.0, "no_core_s": 0.0} for line in server]
+    write(run / "observed" / "rollout_worker-1.jsonl", *on_time)
+    kinds = [each.kind for each in examine(History(run)).findings]
+    assert ("blocked-event-loop" in kinds) is named
+    assert "slow-reward" in kinds
 
 
 def test_json_is_for_scripts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

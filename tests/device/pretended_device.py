@@ -5,7 +5,8 @@ operator runs on those. An operator that gets tensors of both devices is refused
 the host wait for a GPU is counted by the line of asyncrl that asked for it (`Watch`). What only CUDA has (streams,
 pinned memory, graphs, NCCL) is not pretended.
 
-Importing this module registers the device for the whole process.
+Importing this module registers the device for the whole process, which changes what FSDP2 does there: `make test` runs
+these tests in processes of their own.
 """
 
 from __future__ import annotations

@@ -122,10 +122,8 @@ def step(config: ExperimentConfig, rank: TrainingRank, version: int, device: tor
 EAGER = AttentionImplementation.eager
 CASES: dict[str, dict[str, Any]] = {
     "tree": {},
-    "packed": {"trainer__share_prefixes": False},
     "padded": {"model__attn_implementation": EAGER, "trainer__share_prefixes": False},
     "checkpointing": {"trainer__gradient_checkpointing": True},
-    "reference": {"algorithm__kl_coef": 0.1},
     "whole distributions": {"algorithm__kl_coef": 0.1, "algorithm__kl": ChoiceConfig(name="full")},
     "critic": {"algorithm__graph": "ppo", "algorithm__advantage": ChoiceConfig(name="gae")},
     "adapters": {"model__lora__rank": 4},
