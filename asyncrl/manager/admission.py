@@ -26,11 +26,14 @@ from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 
 @dataclass(slots=True, eq=False)
 class WaitingCall:
-    """An allocation that waits: the `ids` that are free and what it got. `changed`: there is something to tell it."""
+    """An allocation that waits: the `ids` that are free, what it got, and those that are `gone`. `changed`: there is
+    something to tell it.
+    """
 
     worker: str
     ids: list[str]
     granted: list[m.GrantedRollout] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
     changed: Signal = field(default_factory=Signal)
 
 
@@ -102,8 +105,12 @@ class Admission:
         return self._idle_s + (0.0 if self._idle_since is None else self._clock() - self._idle_since)
 
     def begin(self, rollouts: RolloutBooks, curriculum: Curriculum | None) -> None:
-        """Open the gate: these are the rollouts that there are."""
+        """Open the gate: these are the rollouts that there are. Waiting calls may ask for some that are over."""
         self._rollouts, self._begun, self.curriculum = rollouts, True, curriculum
+        for waiting in self.calls:
+            waiting.gone += [rollout_id for rollout_id in waiting.ids if self._is_given_up(rollout_id)]
+            if waiting.gone:
+                waiting.changed.notify()
         if self._pacing is not None:  # when they began is not known; as of now they are young
             for owner in self._gate.owners:
                 for rollout_id in self._gate.running_of(owner):
@@ -115,7 +122,7 @@ class Admission:
         A call that finds the gate closed is held like any other, or workers would ask again without a pause.
         """
         gone = [rollout_id for rollout_id in request.rollouts if self.was_given_up(rollout_id)]
-        waiting = WaitingCall(request.worker, [])
+        waiting = WaitingCall(request.worker, [], gone=gone)
         for rollout_id in request.rollouts:
             if self._gate.running(rollout_id) is not None:
                 self._grant(waiting, rollout_id)  # the reply to this call was lost once
@@ -125,12 +132,12 @@ class Admission:
         closed_before = self._gate.closed
         try:
             self.admit()
-            while not (waiting.granted or gone or self._gate.closed != closed_before):
+            while not (waiting.granted or waiting.gone or self._gate.closed != closed_before):
                 if not await waiting.changed.wait(deadline - self._clock()):
                     break
         finally:
             self.calls.remove(waiting)
-        return m.AllocateReply(waiting.granted, self._gate.version, self._gate.closed, gone)
+        return m.AllocateReply(waiting.granted, self._gate.version, self._gate.closed, waiting.gone)
 
     def was_given_up(self, rollout_id: str) -> bool:
         """True if the rollout was admitted, and dropped before its worker knew of it.
@@ -138,10 +145,14 @@ class Admission:
         Raises:
             BadRequest: it was seen to its end.
         """
-        outcome = self._gate.outcome(rollout_id)
-        if outcome in (None, WORKER_LOST, DropReason.lost_with_manager, ABANDONED):
-            return outcome is not None
+        if self._gate.outcome(rollout_id) is None:
+            return False
+        if self._is_given_up(rollout_id):
+            return True
         raise m.BadRequest(f"rollout_id {rollout_id!r} was used before; give each attempt an id of its own")
+
+    def _is_given_up(self, rollout_id: str) -> bool:
+        return self._gate.outcome(rollout_id) in (WORKER_LOST, DropReason.lost_with_manager, ABANDONED)
 
     def admit(self) -> None:
         """Start rollouts while there is room; then see to the idle time."""

@@ -266,8 +266,8 @@ class GserverManager(AsyncWorker):
         This comes before all else: what was in hand is suspect then. By the time the successor tells the death, the
         name of the dead one may have run out, which need not be a death.
         """
-        known = self._service.rollouts.incarnations
-        new = {worker: number for worker, number in replaced.items() if number > known.get(worker, 0)}
+        newest = self._service.newest_incarnation
+        new = {worker: number for worker, number in replaced.items() if number > newest(worker)}
         if new:
             tree = await asyncio.to_thread(self.resolver.get_subtree, f"{names.KILLED}/{names.ROLLOUT_WORKER}")
             killed = {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in tree.items()}

@@ -103,6 +103,7 @@ class ManagerService:
         self._roll_call_until = clock() + lease_s
         self.admission = Admission(self.rollouts, self._place, first=first, pacing=pacing, clock=clock)
         self._ended_before: list[str | _Succeeded] = []
+        self._noted: dict[str, int] = {}
         self._served = 0
         self._routes = Signal()
         self.progress = Signal()
@@ -135,13 +136,13 @@ class ManagerService:
         Raises:
             BadRequest: another process is the worker by now.
         """
+        self.incarnation_seen(request.worker, request.incarnation)
+        self._check_current(request.worker, request.incarnation)
         self.leases.renew(request.worker, self._clock())
         if not self.begun:
             self.roll_call.hear(request)
             self._begin_if_complete()
             return m.Session(self.number)
-        self.incarnation_seen(request.worker, request.incarnation)
-        self._check_current(request.worker, request.incarnation)
         self.rollouts.hear(request)
         for held in request.held:
             if held.end is not None:
@@ -181,8 +182,9 @@ class ManagerService:
                 curriculum.measured(prompt_id, success)
         self.admission.begin(self.rollouts, curriculum)
         for ended in self._ended_before:
-            self._end(ended)
-        self._ended_before = []
+            if ended not in self.leases.workers:  # else it was silent for a while, and has called since
+                self._end(ended)
+        self._ended_before, self._noted = [], {}
         self._changed()
 
     async def _until_begun(self) -> None:
@@ -322,10 +324,14 @@ class ManagerService:
         """There is this incarnation of the worker; whether it is a new one, with which those before it are over. The
         launcher says whether the one before was `killed` from outside.
         """
-        if incarnation <= self.rollouts.incarnations.get(worker, 0):
+        if incarnation <= self.newest_incarnation(worker):
             return False
         self._end(_Succeeded(worker, incarnation, killed))
         return True
+
+    def newest_incarnation(self, worker: str) -> int:
+        """The newest process of the worker that was seen."""
+        return max(self._noted.get(worker, 0), self.rollouts.incarnations.get(worker, 0))
 
     def worker_died(self, worker: str) -> None:
         """The worker's process is gone: its running rollouts are dropped, their prompts wait for any worker."""
@@ -334,18 +340,20 @@ class ManagerService:
     def _end(self, ended: str | _Succeeded) -> None:
         """A worker's process is over; while the state is not rebuilt, that is noted for later."""
         worker = ended if isinstance(ended, str) else ended.worker
+        if isinstance(ended, _Succeeded) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
+            return  # it has spoken before the state was rebuilt
         self.leases.end(worker)
         self.router.release_worker(worker)
         if not self.begun:
             self._ended_before.append(ended)
+            if isinstance(ended, _Succeeded):
+                self._noted[worker] = ended.incarnation
             return
         self.admission.gone(worker)
         if isinstance(ended, str):
             given_up = self.rollouts.died(worker)
-        elif ended.incarnation > self.rollouts.incarnations.get(worker, 0):
-            given_up = self.rollouts.succeeded(worker, ended.incarnation, killed=ended.killed)
         else:
-            return
+            given_up = self.rollouts.succeeded(worker, ended.incarnation, killed=ended.killed)
         for rollout_id in given_up:
             self.router.release_rollout(rollout_id)
             self.admission.rollout_ended(rollout_id, kept=False)
@@ -403,12 +411,12 @@ class ManagerService:
         Raises:
             BadRequest: one has.
         """
-        if incarnation < (newest := self.rollouts.incarnations.get(worker, 0)):
+        if incarnation < (newest := self.newest_incarnation(worker)):
             raise m.BadRequest(f"$.incarnation: {incarnation} of {worker} is over, {newest} is there")
 
     def _is_over(self, request: m.WorkerRequest) -> bool:
         """True if another process has replaced the worker that sent the request."""
-        return request.incarnation < self.rollouts.incarnations.get(request.worker, 0)
+        return request.incarnation < self.newest_incarnation(request.worker)
 
     def _finish(self, finished: m.FinishedRollout) -> None:
         """A rollout ended: the trainer has it, or it is dropped."""

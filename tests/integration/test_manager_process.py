@@ -171,7 +171,8 @@ async def test_a_registered_server_serves_and_is_brought_to_each_published_versi
     assert run.manager._service.gate.version == 1
     run.publish(4)
     await run.until(serving(4, 0))
-    reply = await run.manager._service.report_consumed(ConsumedReport(1, [], []))
+    session = await run.manager._service.report_run(RunReport())
+    reply = await run.manager._service.report_consumed(ConsumedReport(1, [], [], manager=session.manager))
     assert reply.versions_in_use == [4]
 
 

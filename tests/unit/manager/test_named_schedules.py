@@ -14,6 +14,7 @@ from asyncrl.comm.ledger_lines import Dropped
 from asyncrl.manager import messages as m
 from asyncrl.manager.rebuild import RollCall
 from asyncrl.manager.service import ManagerService
+from asyncrl.manager.staleness_gate import StalenessGate
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -22,9 +23,9 @@ from asyncrl.verify.audit.history import read_ledger
 from tests.unit.manager.test_any_schedule import Schedule, Worker
 
 
-def begun(eta: int = 2) -> Schedule:
+def begun(eta: int = 2, on_stale: OnStale = OnStale.drop) -> Schedule:
     schedule = Schedule()
-    schedule.begin(batch=1, eta=eta, on_stale=OnStale.drop, stops_early=False)
+    schedule.begin(batch=1, eta=eta, on_stale=on_stale, stops_early=False)
     schedule.all_speak()
     return schedule
 
@@ -49,12 +50,12 @@ def drop_for_good(schedule: Schedule, prompt: str) -> None:
     schedule.report(schedule.workers.index(worker), "answered")
 
 
-def deliver(schedule: Schedule, prompt: str) -> None:
-    """The trainer has the prompt's rollout; its worker was not told so."""
+def deliver(schedule: Schedule, prompt: str, *, acknowledged: bool = False) -> None:
+    """The trainer has the prompt's rollout; its worker was not told so, unless that is `acknowledged`."""
     found = running(schedule, prompt)
     schedule.pick_of = lambda pick, names: found  # type: ignore[method-assign]
     schedule.push(0)
-    schedule.arrive(0, 0, False)
+    schedule.arrive(0, 0, acknowledged)
     del schedule.pick_of
 
 
@@ -296,3 +297,40 @@ def test_a_prompt_that_is_trained_unheard_is_not_played_for_ever() -> None:
     buffer.add([record("r2", 0)])
     manager.report(buffer, 1)
     assert manager.play("r3") == ["e1-0"]
+
+
+def one_runs_on(schedule: Schedule, *, dies: bool) -> None:
+    """A rollout of version 0 runs on, and the second step would make it expire; the manager may die meanwhile."""
+    schedule.allocate(1, 1, "answered")
+    assert schedule.workers[1].running
+    for _ in range(2):
+        schedule.allocate(0, 1, "answered")
+        (prompt,) = schedule.workers[0].in_hand
+        deliver(schedule, prompt, acknowledged=True)
+        schedule.report(0, "answered")
+        schedule.collect()
+        if dies:
+            schedule.the_manager_dies()
+            schedule.all_speak()
+        schedule.train(dies=False)
+        schedule.report_step()
+        schedule.the_server_updates(2)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["one manager", "three managers"])
+def test_a_step_that_would_make_a_running_rollout_expire_waits_whichever_manager_began_it(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = begun(eta=1, on_stale=OnStale.wait)
+    one_runs_on(schedule, dies=dies)
+    assert schedule.trainer.version == 1
+    (prompt,) = schedule.workers[1].in_hand
+    deliver(schedule, prompt, acknowledged=True)
+    schedule.report(1, "answered")
+    schedule.collect()
+    schedule.train(dies=False)
+    assert [prompt] in schedule.trainer.trained
+    schedule.teardown()
+    monkeypatch.setattr(StalenessGate, "_blocking_versions", lambda self, step: [])
+    with pytest.raises(AssertionError, match="the step did not wait for what will expire"):
+        one_runs_on(begun(eta=1, on_stale=OnStale.wait), dies=dies)

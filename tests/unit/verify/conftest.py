@@ -46,8 +46,9 @@ class Launch:
         self.gate.resume(self.version, state["dropped"] if state else None)
         self.gate.advance(self.version)
         self.order = DataOrder(ROWS, SEED)
-        self.queue = PromptQueue(ROWS, map(self.order.order_of, self.used))
         self.ledger.begin(self.version, state["ledger"] if state else None, self.gate.books())
+        retries = {order: (attempt, failures) for order, attempt, failures in self.ledger.recorded.retries.values()}
+        self.queue = PromptQueue(ROWS, map(self.order.order_of, self.used), retries)
         self.seen = self.events.last_seq
         self.number = 0
         self.finished: list[tuple[Ticket, int]] = []
@@ -78,7 +79,7 @@ class Launch:
 
     def drop(self, ticket: Ticket, reason: str, goes: PromptGoes, *, again: int = 0) -> None:
         assert self.gate.drop(ticket.rollout_id, reason)
-        self.events.dropped(ticket.rollout_id, reason, goes)
+        self.events.dropped(ticket.rollout_id, reason, goes, ticket.attempt + again)
         if goes is PromptGoes.given_up:
             self.queue.use(ticket.order)
             self.used.append(ticket.prompt_id)

@@ -326,6 +326,27 @@ def test_a_prompt_that_was_passed_over_is_found_whoever_played_the_others(tmp_pa
     assert any(finding in str(found) for found in audit(run).findings)
 
 
+@pytest.mark.parametrize("steps", [1, 2], ids=["not played yet", "played again"])
+def test_a_prompt_that_an_earlier_launch_put_off_is_not_passed_over_and_keeps_its_attempts(
+    tmp_path: Path, steps: int
+) -> None:
+    """A filter returned the prompt at place 7, to be tried after its epoch, which only the next launch comes to."""
+    run = begin_run(tmp_path / "run")
+    first = Launch(run)
+    first.step()
+    state = first.save()
+    first.ledger.close()
+    second = Launch(run, state)
+    for _ in range(steps):
+        second.step()
+    second.end()
+    _, lines = ledger_of(run)
+    again = [line["attempt"] for line in lines if line["kind"] == "admitted" and line["order"] == 7]
+    newest = max(line["order"] for line in lines if line["kind"] == "admitted")
+    assert (again, newest > 7) == ([0, 1][:steps], True)
+    assert audit(run).findings == ()
+
+
 def set_back(lines: Lines, number: int, seconds: float) -> Lines:
     """`lines` of a host whose clock was set back before the line `number`."""
     return [

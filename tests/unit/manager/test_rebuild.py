@@ -1,0 +1,159 @@
+"""A manager that is rebuilt has the state of the one before it, and sees to who speaks while its gate is shut."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from asyncrl.comm.ledger_lines import Admitted
+from asyncrl.manager import messages as m
+from asyncrl.manager.rebuild import rebuild
+from asyncrl.manager.rollout_books import RolloutBooks
+from asyncrl.manager.service import ManagerService
+from asyncrl.master.books.reports import run_report
+from asyncrl.plugins.datasets.queue.curriculum import Curriculum
+from asyncrl.plugins.datasets.queue.order import DataOrder
+from tests.unit.manager.test_any_schedule import BEGINNINGS, MOVES, ORDER, Schedule
+
+WORKER = "rollout_worker/0"
+
+
+def settle(schedule: Schedule) -> None:
+    """All have been heard: what the manager knows now, others know too."""
+    schedule.all_speak()
+    for index in schedule.incarnations.keys() - {worker.index for worker in schedule.workers}:
+        schedule.service.worker_died(f"rollout_worker/{index}")
+    for pick, worker in enumerate(schedule.workers):
+        schedule.report(pick, "answered")
+        if worker.ids:
+            schedule.allocate(pick, 0, "answered")
+    schedule.collect()
+    schedule.report_step()
+    schedule.report_step()
+
+
+def rebuilt(schedule: Schedule) -> RolloutBooks:
+    trainer = schedule.trainer
+    run = run_report(schedule.ledger.recorded, trainer.buffer, Curriculum(0.0, 1.0, 1), trainer.due, trainer.version)
+    reports = [m.HeldReport(each.name, each.incarnation, each.held.all()) for each in schedule.workers]
+    books = rebuild(schedule.batch, schedule.eta, ORDER, run, reports)
+    books.gate.advance(schedule.service.gate.version)
+    return books
+
+
+def what_matters(books: RolloutBooks, orders: int) -> dict[str, Any]:
+    gate, queue = books.gate, books.queue
+    live = {key: (gate.ticket(key), gate.admitted_at(key), gate.has_ended(key)) for key in gate.live_ids}
+    used = [queue.is_used(order) for order in range(orders)]
+    blocked = [(gate.is_blocked(step), sorted(gate.blocking(step))) for step in range(gate.trained_version, orders)]
+    state = structs.asdict(gate.books()) | {"live": live, "used": used, "blocked": blocked, "room": gate.capacity}
+    return state | {"next": [queue.next() for _ in range(12)]}  # takes them: last
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_rebuilt_equals_the_state_of_the_manager_that_died(seed: int) -> None:
+    random = Random(seed)
+    schedule = Schedule()
+    schedule.begin(**{name: random.choice(values) for name, values in BEGINNINGS.items()} | {"stops_early": True})
+    often = {each.name: random.choice((0.1, 1, 5)) for each in MOVES} | {"allocate": 10.0}
+    lives = 0
+    for _ in range(30):
+        for _ in range(5):
+            possible = [each for each in MOVES if each.when(schedule)]
+            (chosen,) = random.choices(possible, [often[each.name] for each in possible])
+            getattr(schedule, chosen.name)(**{name: random.choice(values) for name, values in chosen.choices.items()})
+        settle(schedule)
+        books, lives = rebuilt(schedule), lives + len(schedule.service.gate.live_ids)
+        assert not books.events.unrecorded, "the ledger has it all"
+        orders, dead = schedule.highest + 3, schedule.service.rollouts
+        schedule.the_manager_dies()
+        assert what_matters(books, orders) == what_matters(dead, orders)
+    assert lives
+    schedule.teardown()
+
+
+def call(service: ManagerService, path: str, **fields: Any) -> Any:
+    kind, handler = service.verbs()[path]
+    return asyncio.run(handler(kind(**fields)))  # type: ignore[arg-type]
+
+
+class Shut:
+    """A manager whose gate is shut, of a run in which `open` rollouts have begun; one worker is awaited."""
+
+    def __init__(self, *admitted: Admitted, incarnation: int = 0) -> None:
+        self.now = 0.0
+        self.service = ManagerService(
+            batch_size=2,
+            max_staleness=0,
+            routing="least_requests",
+            lease_s=30.0,
+            clock=lambda: self.now,
+            order=DataOrder(4, 0),
+            number=2,
+        )
+        self.incarnation = incarnation
+        self.service.await_workers({WORKER: incarnation})
+        call(self.service, "/report_run", open=list(admitted))
+
+    def open_session(self, incarnation: int, *held: m.HeldRollout) -> None:
+        call(self.service, "/open_session", worker=WORKER, incarnation=incarnation, held=list(held))
+
+
+def granted(rollout: str) -> Admitted:
+    return Admitted(rollout, "e0-0", 0, 0, WORKER, 0, 0.0)
+
+
+def test_a_process_that_follows_a_dead_one_is_noted_once_while_the_gate_is_shut() -> None:
+    """The manager sees it again at every look at name resolution."""
+    shut = Shut(incarnation=1)
+    assert shut.service.incarnation_seen(WORKER, 1)
+    assert not shut.service.incarnation_seen(WORKER, 1)
+    with pytest.raises(m.BadRequest, match="0 of rollout_worker/0 is over, 1 is there"):
+        shut.open_session(0)
+    assert not shut.service.begun
+
+
+@pytest.mark.parametrize("seen_first", [True, False], ids=["seen first", "heard first"])
+def test_a_process_that_follows_a_dead_one_has_a_lease_as_soon_as_it_has_spoken(seen_first: bool) -> None:
+    shut = Shut(incarnation=1)
+    if seen_first:
+        shut.service.incarnation_seen(WORKER, 1)
+    shut.open_session(1)
+    shut.service.incarnation_seen(WORKER, 1)
+    assert shut.service.begun
+    assert shut.service.leases.workers == [WORKER]
+    shut.open_session(2)
+    assert shut.service.leases.workers == [WORKER]
+    shut.now = 31.0
+    assert shut.service.expire_workers() == [WORKER]
+
+
+def test_a_worker_that_was_silent_for_a_while_and_speaks_before_the_gate_opens_is_not_given_up() -> None:
+    shut = Shut(granted("r1"))
+    shut.service.worker_died(WORKER)
+    shut.open_session(0, m.HeldRollout(m.GrantedRollout("r1", "e0-0", 0, 0, 0, 0, 0)))
+    assert shut.service.begun
+    assert shut.service.gate.books().running == 1
+
+
+def test_a_call_that_waits_for_a_rollout_that_died_with_the_manager_is_told_as_the_gate_opens() -> None:
+    """Its grant was never read, so the worker asks for it again, and does not hold it."""
+
+    service = Shut(granted("r1")).service
+    service.await_workers({WORKER: 0, "rollout_worker/1": 0})
+
+    async def ask() -> m.AllocateReply:
+        await service.open_session(m.HeldReport(WORKER))
+        request = m.AllocateRequest(worker=WORKER, manager=2, rollouts=["r1"], timeout_s=60.0)
+        asking = asyncio.ensure_future(service.allocate_rollout(request))
+        await asyncio.sleep(0)
+        await service.open_session(m.HeldReport("rollout_worker/1"))
+        assert service.begun
+        return await asyncio.wait_for(asking, 5.0)
+
+    reply = asyncio.run(ask())
+    assert (reply.granted, reply.gone) == ([], ["r1"])
