@@ -143,7 +143,7 @@ def cases(data: Data) -> list[tuple[str, bool, Callable[[], None]]]:
         p.logprobs_T.detach(),
         p.advantages_T,
     )
-    kl = KLInputs(p.logprobs_T, data.ref_T, p.mask_T)
+    kl = KLInputs(p.logprobs_T, data.ref_T, p.mask_T, behave_logprobs_T=p.behave_logprobs_T)
     value = ValueLossInputs(torch.randn_like(data.ref_T, requires_grad=True), data.ref_T, data.ref_T, p.mask_T)
 
     def train(call: Callable[[], torch.Tensor], leaf: torch.Tensor) -> Callable[[], None]:

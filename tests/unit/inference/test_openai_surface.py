@@ -61,7 +61,7 @@ def parts(kind: str) -> Any:
         (chat, {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=False"),
         (chat, {"tools": [{"type": "custom"}]}, "tools[0].type='custom'"),
         (chat, {"response_format": {"type": "grammar"}}, "response_format"),
-        (chat, {"messages": parts("image_url")}, "messages[0].content[0].type='image_url'"),
+        (chat, {"messages": parts("image_url")}, "messages[0].content[0]: part 0 of a message: a picture without"),
         (chat, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role='function'"),
         (
             chat,
@@ -81,12 +81,12 @@ def parts(kind: str) -> Any:
         (respond, {"include": ["file_search_call.results"]}, "file_search_call.results"),
         (respond, {"truncation": "auto"}, "truncation='auto'"),
         (respond, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type='item_reference'"),
-        (respond, {"input": parts("input_image")}, "input[0].content[0].type='input_image'"),
+        (respond, {"input": parts("input_image")}, "input[0].content[0]: part 0 of a message: a picture without"),
         (message, {"max_tokens": None}, "max_tokens: missing"),
         (message, {"container": "c"}, "container"),
         (message, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type='bash_20250124'"),
         (message, {"tool_choice": {"type": "any"}}, "tool_choice"),
-        (message, {"messages": parts("image")}, "messages[0].content[0].type='image'"),
+        (message, {"messages": parts("image")}, "part 0 of a message: a picture without content"),
         (message, {"output_config": {"effort": "low"}}, "output_config"),
     ],
 )
