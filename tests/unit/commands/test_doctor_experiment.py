@@ -19,9 +19,8 @@ def told(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 def test_what_can_start_is_told_check_by_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "asyncrl.trainer.supervised.base_model.SHIPPED", tmp_path / "nothing"
-    )  # no base model is made yet
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # where no base model was made yet
+    monkeypatch.setattr("asyncrl.trainer.supervised.base_model.SHIPPED_DIR", "nothing")  # nor does the package have one
     assert main(["doctor", "async_ppo", f"fileroot={tmp_path}"]) == 0
     lines = told(capsys)
     assert list(lines) == ["settings", "data", "devices", "hosts", "model"]
