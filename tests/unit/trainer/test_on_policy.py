@@ -84,7 +84,7 @@ def test_ratios_are_one_and_neither_mask_nor_clip_acts(sampling: dict[str, float
 
     seq_ids_T = torch.repeat_interleave(torch.arange(batch.num_seqs), torch.tensor(batch.lengths_S))
     masked = resolve("correction", "geometric_mask")(
-        CorrectionInputs(logprobs_T, behave_T, mask_T, seq_ids_T, batch.num_seqs)
+        CorrectionInputs(logprobs_T, behave_T, mask_T, seq_ids_T, batch.num_seqs, logprobs_T, torch.ones_like(behave_T))
     )
     assert torch.equal(masked.keep_T, mask_T)
     for sign in (1.0, -1.0):
