@@ -18,7 +18,6 @@ SMALL: dict[str, Any] = {
     "train_batch_size": 4,
     "group_size": 2,
     "rollout.sampling.max_new_tokens": 16,
-    "experiment_name": "python_api",
     "eval.interval": 0,
     "checkpoint.interval": 0,
     "logging.tensorboard": False,
@@ -37,7 +36,8 @@ def processes_of(folder: Path) -> list[str]:
 
 @pytest.fixture
 def settings(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
-    return SMALL | {"model.path": tiny_model, "fileroot": tmp_path / "runs"}
+    """Of an experiment whose name is this test's: others of this file run at the same time."""
+    return SMALL | {"model.path": tiny_model, "fileroot": tmp_path / "runs", "experiment_name": tmp_path.name}
 
 
 def test_a_run_gives_its_rows_and_can_be_read(settings: dict[str, Any]) -> None:

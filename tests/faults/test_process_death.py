@@ -83,7 +83,7 @@ def test_a_stop_names_the_rank_that_does_not_answer_and_ends_without_it(start_ru
     run.worker("model_worker/1").suspend()
     ctrl_c(run)
     assert run.wait() == 1, run.output + run.logs()
-    assert re.search(r"RanksUnresponsive: no answer from .*model_worker/1 for 3 s", run.output), run.output
+    assert re.search(r"failed: no answer from .*model_worker/1 for 3 s", run.output), run.output
     assert run.survivors() == []
 
 
