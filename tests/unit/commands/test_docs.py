@@ -1,4 +1,4 @@
-"""Blocks of docs/evaluation.md and docs/sft.md, and commands of the README and docs/gpus.md: each does as told."""
+"""Blocks of docs/evaluation.md and docs/sft.md, and commands of the README and docs/gpu.md: each does as told."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_supervised_training_is_set_as_shown_and_reads_the_rows(
     assert [len(row) for row in encoded.rows] == [1, 1, 1]
 
 
-README = (DOCS.parent / "README.md").read_text(encoding="utf-8") + (DOCS / "gpus.md").read_text(encoding="utf-8")
+README = (DOCS.parent / "README.md").read_text(encoding="utf-8") + (DOCS / "gpu.md").read_text(encoding="utf-8")
 OWN_CODE = {
     "my_rewards.py": "def score(data, completion):\n    return float(data['answer'] in completion)\n",
     "my_agent.py": "from asyncrl.plugins.agents.single_turn import SingleTurnAgent as MyAgent\n",
