@@ -20,6 +20,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.plugins.datasets.demonstrations import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.runtime.process import hardware
 from asyncrl.trainer.supervised.loop import demonstration_format, held_out_of, phases_of
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -124,6 +125,11 @@ def test_the_readmes_commands_for_ones_own_model_have_limits_of_a_real_one(
     experiment, *overrides = shlex.split(command.replace("\\\n", ""))
     here = [f"model.path={tiny_chat_model}", f"fileroot={tmp_path}"]
     if any(each.startswith("generation.sglang.python=") for each in overrides):
+        here.append(f"generation.sglang.python={sys.executable}")
+    if experiment.endswith("gpu"):  # it wants GPUs, which are folders here
+        (tmp_path / "gpus" / "0").mkdir(parents=True)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(hardware, "_GPUS", tmp_path / "gpus")
         here.append(f"generation.sglang.python={sys.executable}")
     config = load_experiment(experiment, [*overrides, *here])
     assert isinstance(config, ExperimentConfig)
