@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -52,6 +51,8 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         self.attention = attention
         self.routers, self.pictures = routers, pictures
         self._shown: WeakKeyDictionary[StepBatch, ShownTokens] = WeakKeyDictionary()
+        tower = () if pictures is None or optimizer is None else pictures.tower_parameters()
+        self._trains_vision = any(parameter.requires_grad for parameter in tower)
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
         self._offload: HostOffload | None = None
 
@@ -105,6 +106,21 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def load_state(self, meta: Mapping[str, Any]) -> None:
         if self._optimizer is not None:
             self._optimizer.load_state(meta)
+        self._weights_changed()
+
+    @contextmanager
+    def with_other_weights(self) -> Iterator[None]:
+        """Within it the role computes with other weights, as with its adapters off: rows of pictures are made again."""
+        self._weights_changed()
+        try:
+            yield
+        finally:
+            self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        """Forget the rows of pictures that other weights made."""
+        if self.pictures is not None:
+            self.pictures.weights_changed()
 
     def offload(self) -> None:
         own_storage(self.root)
@@ -182,7 +198,3 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             return nullcontext()
         keep = not (self._trains_vision and torch.is_grad_enabled())
         return self.pictures.holding(micro_batch.model_inputs["input_ids"], keep=keep)
-
-    @cached_property
-    def _trains_vision(self) -> bool:
-        return self.pictures is not None and any(each.requires_grad for each in self.pictures.tower_parameters())

@@ -85,7 +85,10 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             optimizer=None if optimizer is None else self._make_optimizer(*optimizer),
             place=place,
             routers=built.routers,
+            pictures=built.pictures,
         )
+        if self.stage.place.first:
+            self.stage.seeing = self.seeing
         if optimizer is None:
             self.stage.requires_grad_(False)
 
@@ -112,7 +115,9 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         return self._parameters
 
     def step(self) -> StepOutcome:
-        return self.optimizer.step()
+        outcome = self.optimizer.step()
+        self._weights_changed()
+        return outcome
 
     def _make_optimizer(self, config: OptimizerConfig, total_steps: int) -> ShardedAdamW:
         parameters = self.parameters()
@@ -293,7 +298,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        with adapters_off(self.stage.trunk), self.choosing_freely():
+        with adapters_off(self.stage.trunk), self.choosing_freely(), self.with_other_weights():
             yield
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
@@ -302,6 +307,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         mine, theirs = self.parameters(), source.parameters()
         self._reshard()
         ema_update_((local(mine[n].detach()) for n in mine), (local(theirs[n].detach()) for n in mine), decay)
+        self._weights_changed()
 
     def published_specs(self) -> list[TensorSpec]:
         return self._published.published_specs()
