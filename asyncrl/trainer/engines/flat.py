@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.algorithms.kl import ema_update_
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
@@ -200,8 +201,11 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         return logprobs_T
 
     @torch.no_grad()
-    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [[0.0, *logprobs.tolist()] for logprobs in self.together(sequences)]
+    def score_sequences(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
+    ) -> list[list[float]]:
+        ids, _held = self._shown_ids(sequences, pictures)
+        return [[0.0, *logprobs.tolist()] for logprobs in self.together(ids)]
 
     @property
     def network(self) -> PreTrainedModel:

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.models.picture_ids import SeenPicture
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.routing import Routers
 from asyncrl.trainer.batches.micro_batch import MicroBatch, ShownTokens, micro_batches, wanted_lengths
@@ -189,6 +191,21 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             shown = ShownTokens.of(self.pictures, [ids for ids, _ in made], batch.device, held)
             self._shown[batch] = shown
         return shown
+
+    def placeholders(self, picture: Picture) -> list[int]:
+        """See `PolicyEngine`."""
+        if self.pictures is None:
+            return []
+        return [self.pictures.ids.token_id] * self.pictures.ids.seen(picture).rows
+
+    def _shown_ids(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]]
+    ) -> tuple[list[Sequence[int]], list[SeenPicture]]:
+        """`sequences` with the ids of their pictures' rows, and the pictures, which the caller holds meanwhile."""
+        if self.pictures is None or not pictures:
+            return list(sequences), []
+        made = [self.pictures.ids.shown(*each) for each in zip(sequences, pictures, strict=True)]
+        return [ids for ids, _ in made], [seen for _, held in made for seen in held]
 
     def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Within it the model knows the pictures of `micro_batch`: with gradients by the vision tower where it is

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats
 from asyncrl.algorithms.kl import ema_update_
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import (
@@ -282,8 +283,11 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         return self._collect(batch, own, lambda micro_batch: micro_batch.targets_N, **outputs)
 
     @torch.no_grad()
-    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        together = one_micro_batch(sequences, self.attention, self._plan.device, wanted=True)
+    def score_sequences(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
+    ) -> list[list[float]]:
+        ids, _held = self._shown_ids(sequences, pictures)
+        together = one_micro_batch(ids, self.attention, self._plan.device, wanted=True, pictures=self.pictures)
         lengths = [len(tokens) for tokens in sequences]
         found_T = torch.zeros(sum(lengths), device=self._plan.device)
 
