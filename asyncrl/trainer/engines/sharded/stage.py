@@ -89,10 +89,10 @@ def cut_stage(model: PreTrainedModel, place: StagePlace) -> None:
         if index not in mine:
             layers[index] = Absent()
     if not place.first:
-        for name in [name for name, child in model.named_children() if trunk not in child.modules()]:
-            setattr(model, name, None)
         if model is not trunk:
-            for name, _ in list(model.named_parameters(recurse=False)):  # LLaVA-OneVision's, between rows of a picture
+            others = [name for name, child in model.named_children() if trunk not in child.modules()]
+            own = [name for name, _ in model.named_parameters(recurse=False)]  # between the rows of a picture
+            for name in (*others, *own):
                 setattr(model, name, None)
             model._is_hf_initialized = True  # transformers would look for them
         setattr(trunk, EMBEDDING, None)
