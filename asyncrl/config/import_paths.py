@@ -15,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -162,14 +161,10 @@ def _load_file(path: str) -> ModuleType:
 
 def _parsed(source: Path) -> ast.Module:
     try:
-        return _tree(source.read_bytes(), str(source))
+        return ast.parse(source.read_bytes(), filename=str(source))
     except (OSError, SyntaxError, ValueError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
         raise PluginError(f"'{source}{line}' cannot be read as Python: {error}") from error
-
-
-_tree = lru_cache(ast.parse)
-"""A start looks for names in the same files again and again."""
 
 
 def _names(body: Iterable[ast.stmt]) -> dict[str, ast.stmt]:
