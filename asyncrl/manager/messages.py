@@ -191,11 +191,15 @@ class HeldRollout(Message, frozen=True, omit_defaults=True):
 
 
 class HeldReport(Message, frozen=True):
-    """All rollouts that the process of `worker` holds; with this it opens a session with the manager."""
+    """All rollouts that the process of `worker` holds; with this it opens a session with the manager.
+
+    `launch`: that the process belongs to, as in name resolution; "" where the process was started by hand.
+    """
 
     worker: Name
     incarnation: Count = 0
     held: list[HeldRollout] = []
+    launch: str = ""
 
 
 class Session(Message, frozen=True):
@@ -392,3 +396,5 @@ class StatusReply(Message, frozen=True):
     servers: list[ServerStatus]
     newest_version: int | None
     workers: list[str]
+    rebuilt: bool = True
+    """False while the manager waits for the master and the workers to report; the counters are zeros until then."""

@@ -84,6 +84,7 @@ class GserverManager(AsyncWorker):
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
             versions_in_use=self._decisions.versions_in_use,
+            launch=self.launch,
             curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
         )
         tolerance = logprob_check_tolerance(config)
@@ -180,7 +181,8 @@ class GserverManager(AsyncWorker):
         """Gate, servers, newest published version and the workers that live."""
         service, target = self._service, self._decisions.target
         newest = None if target is None else target.version
-        return StatusReply(service.gate_state(), self._fleet_runner.status(), newest, service.leases.workers)
+        servers, workers = self._fleet_runner.status(), service.leases.workers
+        return StatusReply(service.gate_state(), servers, newest, workers, service.begun)
 
     async def _answer_status(self, request: Empty) -> StatusReply:
         return self.status()

@@ -74,6 +74,7 @@ class ManagerService:
         pacing: says how much of the gate's room is to be used now; None: all.
         clock: monotonic time in seconds.
         versions_in_use: those that servers serve or load, for who may delete weights.
+        launch: that this process belongs to; "" accepts workers of any.
         curriculum: makes the curriculum from its state; None: there is none.
     """
 
@@ -90,9 +91,10 @@ class ManagerService:
         pacing: DeadlinePacing | None = None,
         clock: Callable[[], float] = time.monotonic,
         versions_in_use: Callable[[], Collection[int]] = tuple,
+        launch: str = "",
         curriculum: Callable[[object], Curriculum] | None = None,
     ) -> None:
-        self.number = number
+        self.number, self.launch = number, launch
         self.begun = False
         """The state is rebuilt, and the gate open."""
         self.roll_call = RollCall()
@@ -131,11 +133,14 @@ class ManagerService:
         }
 
     async def open_session(self, request: m.HeldReport) -> m.Session:
-        """A worker's process says all that it holds; its calls count from now on.
+        """Take in all that a worker's process holds; its calls count from now on.
 
         Raises:
-            BadRequest: another process is the worker by now.
+            BadRequest: another process is the worker by now, or the process belongs to an earlier launch of the run,
+                whose rollouts are not counted any more.
         """
+        if self.launch and request.launch not in ("", self.launch):
+            raise m.BadRequest(f"$.launch: {request.worker} belongs to launch {request.launch}, {self.launch} is there")
         self.incarnation_seen(request.worker, request.incarnation)
         self._check_current(request.worker, request.incarnation)
         self.leases.renew(request.worker, self._clock())

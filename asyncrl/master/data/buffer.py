@@ -6,6 +6,7 @@ Life of a record
 
     add ──▶ live ──take──▶ taken ──trained──▶ trained          (its prompt is used from here on)
       │       └──expired at take──▶ dropped: stale             (its prompt waits again)
+      ├──▶ dropped: stale                                      (expired before it came)
       ├──▶ dropped: duplicate_prompt                           (the first attempt was faster, or the prompt is used)
       └──▶ a second copy of a known rollout id: freed where it lies, counted nowhere else
 
@@ -99,6 +100,7 @@ class SampleBuffer:
             ids_remembered(batch_size, eta) if remembered is None else remembered
         )
         self._drops: list[Drop] = []
+        self._version = 0  # of the policy, as far as is known
 
     def __len__(self) -> int:
         """Live records."""
@@ -116,6 +118,8 @@ class SampleBuffer:
             self.received += 1
             if record.prompt_id in self._prompts or record.prompt_id in self.used:
                 self._drop(record, DropReason.duplicate_prompt)
+            elif self._expired(record, self._version):  # a next attempt, which comes with it, must not be its duplicate
+                self._drop(record, DropReason.stale)
             else:
                 self._live[record.rollout_id] = record
                 self._prompts[record.prompt_id] = record.rollout_id
@@ -128,6 +132,7 @@ class SampleBuffer:
 
         Looks at those alone: what a call costs grows with what it drops, and not with what it leaves.
         """
+        self._version = max(self._version, version)
         while self._live_by_age and version - (oldest := min(self._live_by_age)) > self.eta:
             for record in self._live_by_age.pop(oldest).values():
                 del self._live[record.rollout_id]

@@ -142,8 +142,10 @@ class Worker(ABC):
         self.log = logging.getLogger(f"asyncrl.{self.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
         self.resolver.fences = {names.incarnation_key(self.kind, self.index): str(spec.incarnation)}
-        if launch := os.environ.get(LAUNCH_VARIABLE):
-            self.resolver.fences[names.LAUNCH_KEY] = launch
+        self.launch = os.environ.get(LAUNCH_VARIABLE, "")
+        """The launch that the process belongs to; "" if it was started by hand."""
+        if self.launch:
+            self.resolver.fences[names.LAUNCH_KEY] = self.launch
         self.resolver.on_lost, self.resolver.on_fenced = self._name_lost, self._fenced
         secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
         self.http_security = None if secret is None else secret.http(self.config.generation.sglang.urls)

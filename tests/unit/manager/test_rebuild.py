@@ -157,3 +157,23 @@ def test_a_call_that_waits_for_a_rollout_that_died_with_the_manager_is_told_as_t
 
     reply = asyncio.run(ask())
     assert (reply.granted, reply.gone) == ([], ["r1"])
+
+
+async def test_a_worker_of_an_earlier_launch_opens_no_session() -> None:
+    """A joined worker may outlive its launch; the rollouts that it holds were played again since."""
+    service = ManagerService(
+        batch_size=2,
+        max_staleness=0,
+        routing="least_requests",
+        lease_s=30.0,
+        order=DataOrder(4, 0),
+        number=2,
+        launch="second",
+    )
+    service.begin(m.RunReport())
+    held = [m.HeldRollout(m.GrantedRollout("r1", "e0-0", 0, 0, 0, 0, 0))]
+    with pytest.raises(m.BadRequest, match="rollout_worker/0 belongs to launch first, second is there"):
+        await service.open_session(m.HeldReport(WORKER, 0, held, "first"))
+    assert service.gate.books().running == 0
+    await service.open_session(m.HeldReport(WORKER, 0, held, "second"))
+    assert service.gate.books().running == 1
