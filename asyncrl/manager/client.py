@@ -272,9 +272,7 @@ class ManagerClient:
         gate = reply.gate
         shown = ", ".join(f"{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in reply.servers)
         if not reply.rebuilt:
-            return (
-                f"the gate is shut until the MasterWorker and all RolloutWorkers report; servers: {shown or 'none'}"
-            )
+            return f"the gate is shut until the MasterWorker and all RolloutWorkers report; servers: {shown or 'none'}"
         return (
             f"gate: trained {gate.trained} + finished {gate.finished_untrained} + running {gate.running} of "
             f"{gate.limit} allowed at served version {gate.version}; servers: {shown or 'none'}"

@@ -49,8 +49,8 @@ from msgspec import structs
 
 from asyncrl.comm.ledger_lines import Admitted
 from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, RunReport
-from asyncrl.manager.rollout_books import RolloutBooks
-from asyncrl.manager.staleness_gate import Ticket
+from asyncrl.manager.rollout_state import RolloutState
+from asyncrl.manager.staleness_gate import RolloutTicket
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
@@ -62,7 +62,7 @@ def rebuild(
     run: RunReport,
     workers: Iterable[HeldReport],
     now: Callable[[], float] = time.time,
-) -> RolloutBooks:
+) -> RolloutState:
     """Make the manager's state from what the master says of the `run` and the `workers` of what they hold.
 
     1. The ledger's facts: counters, used prompts, next attempts, ended rollouts.
@@ -72,7 +72,7 @@ def rebuild(
     """
     used = () if run.used is None else order.orders_of(UsedPrompts.from_json(run.used)).tolist()
     retries = {place: (attempt, failures) for place, attempt, failures in run.retries}
-    books = RolloutBooks(batch_size, max_staleness, order, used, retries, now)
+    books = RolloutState(batch_size, max_staleness, order, used, retries, now)
     books.gate.resume(run.version, run.dropped, run.abandoned)
     lost = {admitted.rollout: _ticket(admitted) for admitted in run.lost}
     for outcome, rollouts in run.ended:
@@ -83,7 +83,7 @@ def rebuild(
     for admitted in run.open:
         books.enter(*_ticket(admitted), recorded=True)
     for report in reports:
-        books.hear(report)
+        books.adopt(report)
 
     held = {each.granted.rollout_id: each for report in reports for each in report.held}
     for rollout in run.finished:
@@ -102,7 +102,7 @@ def rebuild(
         books.died(worker)
     for rollout in [rollout for worker in sorted(spoke) for rollout in books.gate.running_of(worker)]:
         if rollout not in held:
-            books.lose(rollout)
+            books.end_unclaimed(rollout)
     books.await_ends_of(held)
     if run.closed:
         books.gate.close()
@@ -111,9 +111,9 @@ def rebuild(
     return books
 
 
-def _ticket(admitted: Admitted) -> tuple[Ticket, int]:
+def _ticket(admitted: Admitted) -> tuple[RolloutTicket, int]:
     tries = admitted.order, admitted.attempt, admitted.failures
-    return Ticket(admitted.rollout, admitted.worker, admitted.prompt, *tries), admitted.version
+    return RolloutTicket(admitted.rollout, admitted.worker, admitted.prompt, *tries), admitted.version
 
 
 class RollCall:
@@ -145,7 +145,7 @@ class RollCall:
             return False
         return all(self._has_spoken(worker, incarnation) for worker, incarnation in self.awaited.items())
 
-    def hear(self, report: HeldReport) -> None:
+    def take(self, report: HeldReport) -> None:
         """A worker's process says what it holds. The first report of the newest process counts."""
         before = self._reports.get(report.worker)
         if before is None or before.incarnation < report.incarnation:

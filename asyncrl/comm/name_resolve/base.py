@@ -94,7 +94,7 @@ class NameResolver(ABC):
     def __init__(self, root: str, patience_s: float = PATIENCE_S) -> None:
         self.root = root
         self._patience = Patience(root, patience_s)
-        self._keeper = LeaseRenewer(self._keep, self._patience, self._lost)
+        self._renewer = LeaseRenewer(self._keep, self._patience, self._lost)
         self._leased: dict[str, tuple[str, float]] = {}  # what was added with a lease: value and seconds
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called once, in a thread of the resolver, with an entry with a lease that is no longer this owner's."""
@@ -127,10 +127,10 @@ class NameResolver(ABC):
             self.on_fenced()
             raise
         if lease_s is None:
-            self._keeper.forget(name)
+            self._renewer.forget(name)
         else:
             self._leased[name] = value, lease_s
-            self._keeper.keep(name, lease_s)
+            self._renewer.keep(name, lease_s)
 
     def get(self, name: str) -> str:
         """The value under `name`.
@@ -208,13 +208,13 @@ class NameResolver(ABC):
         Raises:
             NameEntryNotFound: there is none.
         """
-        self._keeper.forget(check_name(name))
+        self._renewer.forget(check_name(name))
         if not self._patiently("delete", self._remove, name):
             raise NameEntryNotFound(name, self.root)
 
     def withdraw(self, name: str) -> bool:
         """Remove the entry if it is this resolver's own; whether it was, and lived."""
-        self._keeper.forget(check_name(name))
+        self._renewer.forget(check_name(name))
         return self._patiently("delete", self._remove, name, only_own=True)
 
     def delete_value(self, name: str, value: str) -> bool:
@@ -225,9 +225,9 @@ class NameResolver(ABC):
         """Remove every entry at or below `root` ("" is everything) but those named `keep`, whoever owns them."""
         if root:
             check_name(root)
-        for name in self._keeper.names():
+        for name in self._renewer.names():
             if is_below(name, root) and name not in keep:
-                self._keeper.forget(name)
+                self._renewer.forget(name)
         self._patiently("delete", self._remove_subtree, root, keep)
 
     def hurry(self) -> None:
@@ -247,8 +247,8 @@ class NameResolver(ABC):
         if self._closing.is_set():
             return
         self._closing.set()
-        owned = self._keeper.names()
-        self._keeper.stop(self._renewal_limit_s)
+        owned = self._renewer.names()
+        self._renewer.stop(self._renewal_limit_s)
         try:
             self._give_up(owned)
         except NameResolveUnavailable as error:
@@ -337,7 +337,7 @@ class NameResolver(ABC):
         except OwnerFenced:
             self.on_fenced()
             raise
-        if name not in self._keeper.names():  # deleted by its owner meanwhile
+        if name not in self._renewer.names():  # deleted by its owner meanwhile
             self._remove_value(name, value)
         else:
             _log.warning("name %r was gone; it is put back", name)

@@ -51,7 +51,7 @@ class LeaseRenewer:
             self._leases[name] = (time.monotonic() + interval_s, interval_s)
             self._missed.discard(name)
             if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="lease-renewer", daemon=True)
                 self._thread.start()
             self._changed.notify()
 

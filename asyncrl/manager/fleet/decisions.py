@@ -197,7 +197,7 @@ class FleetDecisions:
         self._timeout_s = update_timeout_s
         self._servers: dict[int, ServerLife] = {}
         self._attempts = 0
-        self._given_up: list[CancelUpdate] = []
+        self._cancelled: list[CancelUpdate] = []
         self._there: dict[str, Target] | None = {} if staged else None
         self.target: Target | None = None
 
@@ -259,15 +259,15 @@ class FleetDecisions:
         if life is None:
             return False
         if life.state is ServerState.UPDATING:
-            self._given_up.append(CancelUpdate(index, life.attempt))
+            self._cancelled.append(CancelUpdate(index, life.attempt))
         return True
 
     def poll(self, now: float, running: Mapping[int, int]) -> list[Order]:
         """Return the orders that are due now. `running` counts the requests on each server; a server that is missing
         there has none.
         """
-        orders: list[Order] = [*self._given_up]
-        self._given_up.clear()
+        orders: list[Order] = [*self._cancelled]
+        self._cancelled.clear()
         leaving = self._leaving()
         for life in self.servers:
             match life.state:

@@ -20,9 +20,9 @@ from asyncrl.inference.client import DamagedVersion, GenerationServerClient, Pau
 from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.update import UpdateCheck, update_server
 from asyncrl.manager.messages import ServerStatus
+from asyncrl.manager.notifier import Notifier
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig
-from asyncrl.manager.wakeup import Signal
 from asyncrl.observe import observer
 from asyncrl.weights.transports.base import ManagerEnd
 
@@ -70,7 +70,7 @@ class FleetRunner:
         self._checks = checks
         self._log = log
         self._clock = clock
-        self._changed = Signal()
+        self._changed = Notifier()
         self._updates: dict[int, asyncio.Task[None]] = {}
         self._late_checks: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
 from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
-from asyncrl.manager.wakeup import Signal
+from asyncrl.manager.notifier import Notifier
 from asyncrl.weights.staging.client import StagingClient, reason_of, source_failed
 from asyncrl.weights.staging.messages import StageRequest, version_folder
 
@@ -69,7 +69,7 @@ class Staging:
         self._urls: dict[int, str] = {}
         self._tell = tell
         self._refusing = set[int]()
-        self._changed = Signal()
+        self._changed = Notifier()
         self._tasks: dict[asyncio.Task[None], Fetch] = {}
 
     def registered(self, urls: Mapping[int, str]) -> None:

@@ -285,7 +285,7 @@ def decide(buffer: SampleBuffer, recorded: Recorded, lines: Sequence[RolloutLine
     for line in lines:
         if isinstance(line, Dropped) and line.prompt is PromptGoes.given_up:
             prompt = (recorded.open.get(line.rollout) or admitted[line.rollout]).prompt
-            decided.append(line if buffer.give_up(prompt) else structs.replace(line, prompt=PromptGoes.used))
+            decided.append(line if buffer.drop_for_good(prompt) else structs.replace(line, prompt=PromptGoes.used))
         else:
             decided.append(line)
     return decided

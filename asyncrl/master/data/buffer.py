@@ -11,8 +11,9 @@ Life of a record
       └──▶ a second copy of a known rollout id: freed where it lies, counted nowhere else
 
 A prompt is used once it is trained or dropped for good, whichever comes first; this buffer decides it. It drops none
-for good by itself. RolloutWorkers and the manager propose to (failed too often, filtered, ...), and `give_up` decides:
-a prompt that is trained stays trained, and any other is used from then on, so that a live record of it is dropped.
+for good by itself. RolloutWorkers and the manager propose to (failed too often, filtered, ...), and `drop_for_good`
+decides: a prompt that is trained stays trained, and any other is used from then on, so that a live record of it is
+dropped.
 
 The rule at consumption. The step that takes the policy from version v to v + 1 may train tokens of versions v - η to
 v. Admission alone cannot guarantee it (a long rollout is overtaken by others), so `take(v)` checks the oldest token
@@ -139,7 +140,7 @@ class SampleBuffer:
                 del self._prompts[record.prompt_id]
                 self._drop(record, DropReason.stale)
 
-    def give_up(self, prompt_id: str) -> bool:
+    def drop_for_good(self, prompt_id: str) -> bool:
         """Drop a prompt for good, with a live record of it; False if it is used already, or taken for a step."""
         received = self._prompts.get(prompt_id)
         if prompt_id in self.used or received in self._taken:

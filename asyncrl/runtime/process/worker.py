@@ -9,14 +9,14 @@ Life cycle of a worker process
    While it starts the status counts the process's progress, for whoever waits for it
    (`asyncrl.runtime.process.starting`).
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
-   (`keeper.STOP_SIGNAL`). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
+   (`supervisor.STOP_SIGNAL`). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
    Whoever finds that another process has this entry, or that it may add none, was given up while it was cut off or
    stopped. All that it would still do is its successor's to do, so it ends at once, and puts nothing back before
    (`NameResolver.fences`).
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
 
-A worker never outlives the launcher that started it, nor does what it started outlive it: a keeper between the two sees
-to that (`asyncrl.runtime.keeper`).
+A worker never outlives the launcher that started it, and what a worker started never outlives the worker. The
+supervisor between the two ensures both (`asyncrl.runtime.supervisor`).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from asyncrl.config.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe import observer
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_RESTART_TRAINER
-from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE
 from asyncrl.runtime.process.starting import Effort, StartLimit, StartWait
 from asyncrl.runtime.process.stopping import LEAVE_LIMIT_S, explain_delay
 from asyncrl.runtime.process.waiting import await_name
 from asyncrl.runtime.settings import etcd_access
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 
 _LOOKS_PER_LEASE = 3
 """Checks for progress per lease while a process starts: as often as the lease is renewed."""

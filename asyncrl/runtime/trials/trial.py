@@ -98,7 +98,7 @@ class Trial:
             meeting.unlink(missing_ok=True)
 
     def _end_leftovers(self, claim: TrialClaim) -> None:
-        """End what a launch that was killed with all its processes' keepers left running: it holds ports and memory."""
+        """End the processes that a launch left when it was killed with all supervisors: they hold ports and memory."""
         if claim.former is not None and is_here(claim.former) and (pids := end_launch(claim.former.launch)):
             self._note(f"ended what an earlier launch left running: {', '.join(f'pid {pid}' for pid in pids)}")
 

@@ -12,7 +12,7 @@ from msgspec import structs
 from asyncrl.comm.ledger_lines import Admitted
 from asyncrl.manager import messages as m
 from asyncrl.manager.rebuild import rebuild
-from asyncrl.manager.rollout_books import RolloutBooks
+from asyncrl.manager.rollout_state import RolloutState
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.reports import run_report
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
@@ -36,7 +36,7 @@ def settle(schedule: Schedule) -> None:
     schedule.report_step()
 
 
-def rebuilt(schedule: Schedule) -> RolloutBooks:
+def rebuilt(schedule: Schedule) -> RolloutState:
     trainer = schedule.trainer
     run = run_report(schedule.ledger.recorded, trainer.buffer, Curriculum(0.0, 1.0, 1), trainer.due, trainer.version)
     reports = [m.HeldReport(each.name, each.incarnation, each.held.all()) for each in schedule.workers]
@@ -45,7 +45,7 @@ def rebuilt(schedule: Schedule) -> RolloutBooks:
     return books
 
 
-def what_matters(books: RolloutBooks, orders: int) -> dict[str, Any]:
+def what_matters(books: RolloutState, orders: int) -> dict[str, Any]:
     gate, queue = books.gate, books.queue
     live = {key: (gate.ticket(key), gate.admitted_at(key), gate.has_ended(key)) for key in gate.live_ids}
     used = [queue.is_used(order) for order in range(orders)]
