@@ -3,16 +3,15 @@
 Life cycle of a worker process
 
 1. The launcher's back end runs `python -m asyncrl.runtime.main <kind> <index> --run-dir DIR`, which finds the class in
-   the registry of kinds; output goes to a log file of its own.
+   the registry of kinds. Each process has its own log file.
 2. `Worker.start` reads `<run_dir>/config.yaml`, opens name resolution and publishes `status/<kind>/<index>` with a
    lease. The lease is the heartbeat: the resolver's keep-alive thread renews it, and it lapses when the process dies.
-   While it starts the status counts the process's progress, for whoever waits for it
+   While the process starts, the status counts its progress, for the processes that wait for it
    (`asyncrl.runtime.process.starting`).
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
    (`supervisor.STOP_SIGNAL`). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
-   Whoever finds that another process has this entry, or that it may add none, was given up while it was cut off or
-   stopped. All that it would still do is its successor's to do, so it ends at once, and puts nothing back before
-   (`NameResolver.fences`).
+   A process that finds its entry taken, or may add none, was replaced while it was cut off or stopped. It ends at
+   once and puts nothing back (`NameResolver.fences`): its work belongs to its successor.
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
 
 A worker never outlives the launcher that started it, and what a worker started never outlives the worker. The
@@ -63,15 +62,15 @@ _LOOKS_PER_LEASE = 3
 
 
 class RestartTrainer(Exception):  # it asks for something; nothing went wrong here
-    """This process cannot go on with the others as they stand; all of its side can, from the last step."""
+    """This process cannot continue with the others as they are; the whole trainer can, from the last step."""
 
 
 class CannotContinue(RuntimeError):
-    """The message says what stands still and why; where in the code that was found says nothing more."""
+    """The run cannot continue. The message says why; a traceback would add nothing."""
 
 
 class _Stopped(BaseException):
-    """Asked to stop: ends what the main thread is at."""
+    """Ends the main thread's work after a stop request."""
 
 
 @dataclass(frozen=True, slots=True)
