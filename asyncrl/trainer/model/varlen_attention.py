@@ -59,9 +59,19 @@ def varlen_attention(
         NotImplementedError: the kernel does not know what the model asks for, or the model hands nothing down.
     """
     if cu_seq_lens_q is None:
-        told = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
-        blocks = {"attention_blocks": attention_blocks, "s_aux": s_aux}
-        return packed_attention(module, query, key, value, attention_mask, **told, **blocks)
+        return packed_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            attention_blocks=attention_blocks,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            s_aux=s_aux,
+        )
     if softcap is not None or s_aux is not None or dropout or value.shape[-1] != query.shape[-1]:
         raise NotImplementedError("torch's kernel knows no capped logits, sinks, dropout or values of another size")
     compute: Callable[..., Tensor] = all_pairs if query.device.type == "cpu" else varlen_attn  # type: ignore[assignment]
