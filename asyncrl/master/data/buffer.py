@@ -69,7 +69,7 @@ class TrainBatch:
 
 
 class SampleBuffer:
-    """See the module's docstring.
+    """Metadata of received rollouts: which are trained next, and which never.
 
     Args:
         batch_size: B, rollouts per train step.
