@@ -24,6 +24,7 @@ from asyncrl.config.load import experiments_dir
 NAME, EVERY = "embodied_srpo", 10
 PROGRESS = f"{experiments_dir() / 'embodied_srpo.py'}:true_progress"
 ARMS = {"srpo": [], "success": ["rewards=[]"], "progress": [f"rewards=[{{name: srpo, path: '{PROGRESS}'}}]"]}
+EVALUATED = "eval/held_out/reward_mean"
 CORRELATION = "reward/srpo.progress_correlation"
 
 
@@ -34,14 +35,15 @@ def played(arm: str, seed: int, steps: int, fileroot: Path) -> dict[str, Any]:
         given = [f"fileroot={fileroot}", f"trial_name={trial}", f"seed={seed}", f"total_train_steps={steps}"]
         subprocess.run([sys.executable, "-m", "asyncrl.launch", NAME, *given, *ARMS[arm]], check=True)
     run = asyncrl.load_run(folder)
-    correlations = [row[CORRELATION] for row in run.metrics if row.get(CORRELATION) is not None]
+    trained = [row for row in run.metrics if "agent/success" in row]
+    correlations = [row[CORRELATION] for row in trained if row.get(CORRELATION) is not None]
     return {
         "arm": arm,
         "seed": seed,
-        "success": {int(row["version"]): row["reward_mean"] for row in run.evaluations},
-        "training_success": [row["agent/success"] for row in run.metrics],
+        "success": {int(row["step"]): row[EVALUATED] for row in run.evaluations if EVALUATED in row},
+        "training_success": [row["agent/success"] for row in trained],
         "correlation": float(np.mean(correlations)) if correlations else None,
-        "engine_gap_max": max(row["ppo/engine_gap_max"] for row in run.metrics),
+        "engine_gap_max": max(row["ppo/engine_gap_max"] for row in trained),
     }
 
 

@@ -148,7 +148,7 @@ class VLAAgent(Agent):
         *before, last = messages_of(prompt)
         sampling = replace(prompt.sampling, max_new_tokens=self._actions.tokens)
         for _ in range(self._max_turns):
-            shown = {**last, "content": joined(episode.observation, last["content"])}
+            shown = {**last, "content": _before(episode.observation, last["content"])}
             reply = await client.chat([*before, shown], sampling=sampling)
             await episode.do(self._meant(reply.completion.token_ids, prompt.sampling.allowed_token_ids))
             if episode.ended or len(reply.completion.token_ids) < self._actions.tokens:  # the context is full
@@ -166,6 +166,12 @@ class VLAAgent(Agent):
             numbers: list[Any] = self._actions.numbers(token_ids, allowed).tolist()
             return numbers
         return [self._tokenizer.decode([token]).strip() for token in token_ids]
+
+
+def _before(observation: Content, text: Content) -> Content:
+    """The observation, and on a line of its own what follows text."""
+    ends_in_text = isinstance(observation, str) or observation[-1]["type"] == "text"
+    return joined(observation, "\n" if ends_in_text else "", text)
 
 
 class _Episode:

@@ -14,6 +14,7 @@ from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationR
 from asyncrl.api.picture import Picture
 from asyncrl.config.import_paths import load_plugin
 from asyncrl.config.load import experiments_dir, load_experiment
+from asyncrl.plugins.agents import vla
 from asyncrl.plugins.agents.vla import OPENVLA_OFT, ActionTokens, VLAAgent
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
@@ -67,6 +68,12 @@ def test_bad_arguments_are_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             VLAAgent(**{"tokenizer": tokenizer, "chat": True, **wrong})
+
+
+def test_an_observation_in_text_is_on_a_line_of_its_own() -> None:
+    picture = {"type": "image", "image": Picture.from_array(np.zeros((2, 2, 3), np.uint8))}
+    assert vla._before("at 3", "go") == "at 3\ngo"
+    assert vla._before([picture], "go") == [picture, {"type": "text", "text": "go"}]
 
 
 class Policy:

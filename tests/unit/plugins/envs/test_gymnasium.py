@@ -342,29 +342,45 @@ async def test_what_a_vector_cannot_do_is_refused_by_name(words: str) -> None:
             await member.close()
 
 
+class Drawn(gymnasium.Env[Any, Any]):
+    """Draws black, and is worth the sum of its action."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
+    observation_space, action_space = spaces.Discrete(2), spaces.Box(-1, 1, (2,))
+
+    def __init__(self, render_mode: str) -> None:
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        return 0, float(action.sum()), True, False, {"success": True}
+
+    def render(self) -> Any:
+        return FRAME
+
+
+FRAME = np.zeros((4, 6, 3), np.uint8)
+SHOWN = [{"type": "image", "image": Picture.from_array(FRAME)}]
+gymnasium.register("Drawn-v0", entry_point=Drawn)
+
+
+async def test_the_frames_of_a_vector_are_its_games_own() -> None:
+    async def call(function: Any, *args: Any) -> Any:
+        return function(*args)
+
+    games = VectorGames(call, 2, id="Drawn-v0", kwargs={"render_mode": "rgb_array"})
+    members = [games.member(), games.member()]
+    assert [shown for shown, _ in await asyncio.gather(*(member.reset() for member in members))] == [SHOWN, SHOWN]
+    ends = await asyncio.gather(*(member.step([0.5, number / 4]) for number, member in enumerate(members)))
+    assert [end[1] for end in ends] == [0.5, 0.75]
+
+
 def test_a_game_that_draws_frames_is_seen_and_takes_numbers() -> None:
-    frame = np.zeros((4, 6, 3), np.uint8)
-
-    class Drawn(gymnasium.Env[Any, Any]):
-        metadata: ClassVar = {"render_modes": ["rgb_array"]}
-        observation_space, action_space = spaces.Sequence(spaces.Discrete(2)), spaces.Box(-1, 1, (2,))
-
-        def __init__(self, render_mode: str) -> None:
-            self.render_mode = render_mode
-
-        def reset(self, **_: Any) -> Any:
-            return (), {}
-
-        def step(self, action: Any) -> Any:
-            return (), float(action.sum()), True, False, {"success": True}
-
-        def render(self) -> Any:
-            return frame
-
-    gymnasium.register("Drawn-v0", entry_point=Drawn)
     env = GymnasiumEnv(id="Drawn-v0", kwargs={"render_mode": "rgb_array"})
     shown, _ = env.reset(seed=1)
-    assert shown == [{"type": "image", "image": Picture.from_array(frame)}]
+    assert shown == SHOWN
     observation, reward, terminated, _, info = env.step([0.25, -0.125])
     assert (observation, reward, terminated, info) == (shown, 0.125, True, {"success": True})
     env.reset()
