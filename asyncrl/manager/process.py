@@ -54,7 +54,7 @@ DISCOVERY_INTERVAL_S = 0.25
 """Interval in seconds of the search for servers and workers. A death is noticed within this time plus the lease."""
 WATCH_S = 0.5
 """Longest time in seconds that a thread waits for a new version at a time, and that it outlives a stop."""
-_GIVEN_UP = "%s is gone or silent: its rollouts are dropped, their prompts wait for any worker"
+_WORKER_GONE = "%s is gone or silent: its rollouts are dropped, and their prompts wait for any worker"
 
 
 class GserverManager(AsyncWorker):
@@ -84,6 +84,7 @@ class GserverManager(AsyncWorker):
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
             versions_in_use=self._decisions.versions_in_use,
+            launch=self.launch,
             curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
         )
         tolerance = logprob_check_tolerance(config)
@@ -180,7 +181,8 @@ class GserverManager(AsyncWorker):
         """Gate, servers, newest published version and the workers that live."""
         service, target = self._service, self._decisions.target
         newest = None if target is None else target.version
-        return StatusReply(service.gate_state(), self._fleet_runner.status(), newest, service.leases.workers)
+        servers, workers = self._fleet_runner.status(), service.leases.workers
+        return StatusReply(service.gate_state(), servers, newest, workers, service.begun)
 
     async def _answer_status(self, request: Empty) -> StatusReply:
         return self.status()
@@ -245,8 +247,8 @@ class GserverManager(AsyncWorker):
             self._fleet_runner.registered(servers)
             if not self._service.begun:
                 self._call_roll(_ready(statuses), _replaced(replaced))
-            await self._give_up_replaced(_replaced(replaced))
-            self._give_up_workers(workers)
+            await self._drop_rollouts_of_replaced(_replaced(replaced))
+            self._drop_rollouts_of_silent(workers)
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     def _call_roll(self, ready: dict[str, int], replaced: dict[str, int]) -> None:
@@ -260,7 +262,7 @@ class GserverManager(AsyncWorker):
             await self._service.progress.wait(DISCOVERY_INTERVAL_S)
         self.log.info("the gate is open; the books, as others know them: %s", self._service.gate.books())
 
-    async def _give_up_replaced(self, replaced: dict[str, int]) -> None:
+    async def _drop_rollouts_of_replaced(self, replaced: dict[str, int]) -> None:
         """Give up the rollouts of workers whose death the launcher tells, and how they died.
 
         This comes before all else: what was in hand is suspect then. By the time the successor tells the death, the
@@ -273,9 +275,9 @@ class GserverManager(AsyncWorker):
             killed = {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in tree.items()}
             for worker, number in new.items():
                 if self._service.incarnation_seen(worker, number, killed=killed.get(worker) == number):
-                    self.log.warning(_GIVEN_UP, worker)
+                    self.log.warning(_WORKER_GONE, worker)
 
-    def _give_up_workers(self, workers: dict[str, int]) -> None:
+    def _drop_rollouts_of_silent(self, workers: dict[str, int]) -> None:
         """Give up the rollouts of workers that are silent, gone, or another incarnation than before."""
         new = [worker for worker, number in workers.items() if self._service.incarnation_seen(worker, number)]
         gone = self._workers - workers.keys()
@@ -283,7 +285,7 @@ class GserverManager(AsyncWorker):
         for worker in gone:
             self._service.worker_died(worker)
         for worker in [*gone, *new, *self._service.expire_workers()]:
-            self.log.warning(_GIVEN_UP, worker)
+            self.log.warning(_WORKER_GONE, worker)
 
 
 def _first_request(config: ExperimentConfig) -> RequestSize:

@@ -10,6 +10,7 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.model.lora import adapter_config
@@ -98,7 +99,8 @@ class Versions:
         if not tokens or self._config.manager.logprob_check_tolerance == 0:
             return None
         picture = probe_picture()
-        placeholders = policy.placeholders(picture)
+        served = self._config.generation.backend == GenerationBackend.embedded
+        placeholders = policy.placeholders(picture) if served else []  # SGLang servers get no pictures
         shown = with_picture(vocabulary, context, placeholders, picture) if placeholders else None
         if shown is None:
             return LogprobProbe.of(tokens, policy.score_sequences(tokens))

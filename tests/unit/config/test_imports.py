@@ -27,11 +27,13 @@ LIGHT_MODULES = (
     "asyncrl.plugins.rewards.length",
     "asyncrl.plugins.rewards.math_answer",
     "asyncrl.plugins.rewards.remote",
+    "asyncrl.plugins.rewards.srpo",
     "asyncrl.plugins.rewards.text",
     "asyncrl.rollout.user_code_pool.child.main",
     "asyncrl.plugins.sandbox",
     "asyncrl.plugins.agents.single_turn",
     "asyncrl.plugins.agents.retry",
+    "asyncrl.plugins.agents.vla",
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +13,17 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.logprob_check import FLOAT32_TOLERANCE
 from asyncrl.models.pictures import Pictures
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.messages import Publish
 from asyncrl.trainer.model.loading import attention_kind, load_causal_lm
-from asyncrl.trainer.parallel.rank_position import RankPosition
+from asyncrl.trainer.parallel.rank_position import RankPosition, World
 from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.trainer.versions import Versions
 from asyncrl.weights.versions import publishing as weights
 from asyncrl.weights.versions.logprob_probe import (
     PROBE_FILE,
@@ -173,3 +177,16 @@ def test_a_picture_outside_of_its_sequence_is_refused(tmp_path: Path) -> None:
     (tmp_path / PROBE_FILE).write_bytes(encode_probe(LogprobProbe((sequence,))))
     with pytest.raises(ManifestError, match="a picture outside of its sequence"):
         read_probe(tmp_path)
+
+
+@pytest.mark.parametrize(("backend", "shown"), [("embedded", True), ("sglang", False)])
+def test_servers_that_take_no_pictures_are_probed_with_text(
+    backend: str, shown: bool, vlm_folder: Callable[[str], Path], make_rank: Any, tmp_path: Path
+) -> None:
+    config = ExperimentConfig()
+    config.model.path, config.generation.context_length = str(vlm_folder("llava")), 256
+    config.model.dtype, config.generation.backend = Dtype.float32, GenerationBackend(backend)
+    versions = Versions(config, tmp_path, World(), make_rank(config), None, torch.device("cpu"))
+    read = read_probe(versions.publish(Publish("actor", 0, to_disk=True)))
+    assert read is not None
+    assert [each.picture is not None for each in read.sequences] == [False] * 3 + [True] * shown

@@ -27,7 +27,7 @@ from tests.vlm_batches import adapter_gradients, vlm_batch, vlm_expected, vlm_ex
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = [  # every family: `tests/unit/models/test_every_picture_model.py`
+LAYOUTS = [  # every family and layout: `tests/unit/models/test_every_picture_model.py`
     ("qwen2_vl", "d2t2"),
     ("llava_onevision+lora", "d2p2"),
     ("qwen2_5_vl+freeze", "t2"),
