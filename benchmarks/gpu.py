@@ -33,10 +33,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask for a GPU must not begin CUDA before the forks
+
 import torch
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - like the engines below
 from gpu_rows import attention, generation, machine, runs, training, weights
 from gpu_rows.bench import Bench, Figure, LeftOut, said
 from transformers.utils.logging import disable_progress_bar
+
+import asyncrl.trainer.engines.flat
+import asyncrl.trainer.engines.sharded.loader  # noqa: F401 - imported once, before the rows' processes are forked
 
 
 class Row(NamedTuple):

@@ -36,6 +36,7 @@ def table(tmp_path: Path, rows: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_row_works_on_a_cpu_and_measures_what_the_targets_are_of(tmp_path: Path) -> None:
     asked = [row.name for row in gpu.ROWS if row.name not in WHOLE_RUNS]
     found = table(tmp_path, asked)
