@@ -256,14 +256,15 @@ class ManagerClient:
     async def status(self) -> GateStatus:
         """The manager's state; a report of what was consumed brings it, too."""
         reply = await self._call("/status", None, m.StatusReply)
-        in_use = {version for server in reply.servers for version in (server.version, server.goal)}
+        in_use = {version for server in (*reply.servers, *reply.opponents) for version in (server.version, server.goal)}
         return GateStatus(reply.gate.idle_s, frozenset(v for v in in_use if v is not None), reply.gate.dropped)
 
     async def describe(self) -> str:
         """The manager's state in a line for people."""
         reply = await self._call("/status", None, m.StatusReply)
         gate = reply.gate
-        shown = ", ".join(f"{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in reply.servers)
+        servers = (*reply.servers, *reply.opponents)
+        shown = ", ".join(f"{s.policy}{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in servers)
         return (
             f"gate: trained {gate.trained} + finished {gate.finished_untrained} + running {gate.running} of "
             f"{gate.limit} allowed at served version {gate.version}; servers: {shown or 'none'}"

@@ -86,13 +86,15 @@ class RouteRequest(RequestSize, frozen=True, kw_only=True):
     """A request that wants a server. The same `request_id` again moves it.
 
     `rollout_id` is None for evaluation; `affinity` names the conversation whose cache it can use; None as `min_version`
-    leaves the version to the rollout's admission.
+    leaves the version to the rollout's admission. `policy` is one of `policies`, whose versions do not count; empty:
+    the trained one.
     """
 
     request_id: Name
     rollout_id: str | None
     affinity: str = ""
     min_version: int | None = None
+    policy: str = ""
 
 
 class Route(Message, frozen=True, omit_defaults=True):
@@ -372,7 +374,10 @@ class GateState(Books, frozen=True, kw_only=True):
 
 
 class ServerStatus(Message, frozen=True):
-    """A generation server: its state (`ServerState`), versions served and aimed at, and what is placed on it."""
+    """A generation server: its state (`ServerState`), versions served and aimed at, and what is placed on it.
+
+    `policy`: the one of `policies` that it serves, empty for the trained one.
+    """
 
     index: int
     url: str
@@ -383,6 +388,7 @@ class ServerStatus(Message, frozen=True):
     failures: int
     sequences: int
     tokens: int
+    policy: str = ""
 
 
 class StatusReply(Message, frozen=True):
@@ -392,3 +398,4 @@ class StatusReply(Message, frozen=True):
     servers: list[ServerStatus]
     newest_version: int | None
     workers: list[str]
+    opponents: list[ServerStatus] = []

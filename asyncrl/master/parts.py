@@ -195,5 +195,5 @@ def assemble(
         checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, metrics_log, check=collector.check),
         steps=steps,
         reports=reports,
-        publishing=Publishing(ranks, actors, announcer),
+        publishing=Publishing(ranks, actors, announcer, config.version_pools),
     )

@@ -35,7 +35,7 @@ from typing import NoReturn
 
 from asyncrl.algorithms.group_view import FilterDecision
 from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
-from asyncrl.api.trajectory import FINISHED_AT
+from asyncrl.api.trajectory import FINISHED_AT, OPPONENTS
 from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, exhausted, failed_in
 from asyncrl.config.catalog import resolve
 from asyncrl.manager.client import ManagerClient
@@ -76,15 +76,33 @@ class _RolloutPolicy:
     failures: list[Exception] = field(default_factory=list)
     failed_in: str | None = None
     """The code of the user's in which the rollout failed, where that is known."""
+    met: dict[str, Counter[int]] = field(default_factory=dict)
+    """Tokens of the opponents' answers, by their policy and its version."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        route, self.route = self.route, None
+        route = None
+        if not request.policy:
+            route, self.route = self.route, None
         try:
             with timed(Activity.generate):
-                return await self.client.generate(request, self.rollout_id, route=route)
+                result = await self.client.generate(request, self.rollout_id, route=route)
         except Exception as error:
             self.failures.append(error)
             raise
+        if request.policy:
+            versions = self.met.setdefault(request.policy, Counter())
+            versions.update(version for completion in result.completions for version in completion.versions)
+        return result
+
+    def opponents(self) -> dict[str, float]:
+        """Metrics of the policies that were met: oldest, newest and mean version, by tokens."""
+        found: dict[str, float] = {}
+        for policy, versions in self.met.items():
+            if tokens := versions.total():
+                mean = sum(version * count for version, count in versions.items()) / tokens
+                numbers = {"oldest_version": min(versions), "newest_version": max(versions), "version": mean}
+                found |= {f"{OPPONENTS}{policy}/{name}": float(number) for name, number in numbers.items()}
+        return found
 
 
 class RolloutLoop:
@@ -197,7 +215,7 @@ class RolloutLoop:
             policy.failed_in = group_failed_in(error, type(components.agent).__name__, policy.failures)
             raise
         self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
-        return samples, metrics_of(samples) | counted | meter.metrics()
+        return samples, metrics_of(samples) | counted | policy.opponents() | meter.metrics()
 
     async def _hand_over(self, trajectory: Trajectory) -> None:
         """Push the trajectory until a training rank has it, with the counts of episodes lost since the last push."""

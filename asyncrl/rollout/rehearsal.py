@@ -93,7 +93,7 @@ class MadeUpPolicy:
         known = [token for token in request.input_ids if token not in self._left_out]
         tokens = [*(self._random.choices(known, k=self._random.randint(0, most)) if known else ()), self._end][:most]
         reason = FinishReason.stop if tokens[-1] == self._end else FinishReason.length
-        return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), reason)
+        return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), reason, policy=request.policy)
 
 
 async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:

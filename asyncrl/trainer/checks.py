@@ -18,6 +18,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape
+from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.process.stacks import py_spy
@@ -349,25 +350,8 @@ def _other_tokenizer(config: ExperimentConfig) -> Iterator[str]:
     policy, reference = config.model.path, config.algorithm.reference.path
     if not config.algorithm.kl_coef or policy is None or reference is None:
         return
-    own, other = _vocabulary(policy), _vocabulary(reference)
-    if own is None or other is None or own == other:
-        return
-    differ = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
-    yield (
-        f"algorithm.reference.path={reference!r}: its tokenizer is not the one of model.path={policy!r}: {len(differ)} "
-        f"tokens differ, for example {differ[0]!r}; use a model with the policy's tokenizer"
-    )
-
-
-def _vocabulary(folder: str) -> dict[str, int] | None:
-    """The ids of a tokenizer's tokens; None if its file does not say."""
-    try:
-        told = json.loads((Path(folder).expanduser() / "tokenizer.json").read_text(encoding="utf-8"))
-        vocabulary = told["model"]["vocab"]
-        ids = dict(vocabulary) if isinstance(vocabulary, dict) else {str(t[0]): n for n, t in enumerate(vocabulary)}
-        return ids | {token["content"]: token["id"] for token in told.get("added_tokens", ())}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    if difference := vocabulary_difference(policy, reference):
+        yield f"algorithm.reference.path={reference!r}: {difference}"
 
 
 def _algorithms(config: ExperimentConfig) -> Iterator[str]:

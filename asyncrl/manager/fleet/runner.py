@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
@@ -33,6 +33,9 @@ UNKNOWN_VERSION = -1
 """Version of a server whose weights are unknown; it gets no requests."""
 
 
+Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
+
+
 class WeightsChanged(HttpError):
     """The server has other weights than the last update gave it."""
 
@@ -42,11 +45,12 @@ class FleetRunner:
 
     Args:
         decisions: what each server should do next.
-        service: whose router and gate are kept up to date.
+        service: its router and gate are kept up to date.
         http: connections to the servers.
         transport: how they get weights.
         config: time between two health checks of a server, limit of an update.
         checks: what a server has to pass after each update.
+        policy: of `policies`, whose servers these are: the gate does not depend on them. Empty: the trained policy.
         clock: seconds in which this process ran; limits of updates are measured with it.
     """
 
@@ -59,11 +63,13 @@ class FleetRunner:
         *,
         config: ManagerConfig,
         checks: Sequence[UpdateCheck] = (),
-        log: logging.Logger,
+        policy: str = "",
+        log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._decisions = decisions
         self._service = service
+        self._policy, self._router = policy, service.router_of(policy)
         self._http = http
         self._transport = transport
         self._config = config
@@ -97,6 +103,11 @@ class FleetRunner:
         self._decisions.publish(target)
         self._changed.notify()
 
+    def assign(self, server: int, target: Target) -> None:
+        """Bring this server to `target`, which was checked."""
+        self._decisions.assign(server, target)
+        self._changed.notify()
+
     def arrived(self, host: str, target: Target) -> None:
         """The weights are on the host at this address."""
         self._decisions.arrived(host, target)
@@ -115,7 +126,7 @@ class FleetRunner:
 
     def status(self) -> list[ServerStatus]:
         """Return the state of each server for `/status`."""
-        views = {view.index: view for view in self._service.router.servers}
+        views = {view.index: view for view in self._router.servers}
         return [
             ServerStatus(
                 index=life.index,
@@ -127,13 +138,14 @@ class FleetRunner:
                 failures=life.failures,
                 sequences=views[life.index].sequences if life.index in views else 0,
                 tokens=views[life.index].tokens if life.index in views else 0,
+                policy=self._policy,
             )
             for life in self._decisions.servers
         ]
 
     async def _follow_orders(self) -> None:
         while True:
-            running = {view.index: view.sequences for view in self._service.router.servers}
+            running = {view.index: view.sequences for view in self._router.servers}
             for order in self._decisions.poll(self._clock(), running):
                 match order:
                     case BeginUpdate():
@@ -249,13 +261,13 @@ class FleetRunner:
     def _show(self) -> None:
         """Tell the router and the gate which servers get requests, and clients which ones they lost."""
         lives = {life.index: life for life in self._decisions.servers}
-        self._service.router.returning = sum(
+        self._router.returning = sum(
             life.state is ServerState.UPDATING and not life.failures for life in lives.values()
         )
         for index, (url, in_use) in list(self._shown.items()):
             life = lives.get(index)
             if life is None or life.url != url:
-                self._service.router.remove(index)
+                self._router.remove(index)
                 self._service.server_lost(url)
                 del self._shown[index]
             elif in_use and life.state is ServerState.QUARANTINED:
@@ -263,8 +275,8 @@ class FleetRunner:
         for index, life in lives.items():
             self._shown[index] = (life.url, life.state is not ServerState.QUARANTINED)
             version = UNKNOWN_VERSION if life.version is None else life.version
-            self._service.router.update(index, life.url, version, life.state is ServerState.SERVING)
-        self._service.routes_changed(self._decisions.served_version)
+            self._router.update(index, life.url, version, life.state is ServerState.SERVING)
+        self._service.routes_changed(None if self._policy else self._decisions.served_version)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
