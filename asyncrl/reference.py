@@ -132,6 +132,8 @@ class ReferenceTrainer:
         reward: RewardFunction,
         agent: Agent | None = None,
     ) -> None:
+        if config.sampling.allowed_token_ids:
+            raise ValueError("sampling.allowed_token_ids: this loop draws from all tokens; leave it empty")
         self.config, self.model, self.tokenizer, self.dataset, self.reward = config, model, tokenizer, dataset, reward
         self.agent = agent or SingleTurnAgent(tokenizer=tokenizer)
         self.version = 0

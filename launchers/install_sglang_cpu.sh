@@ -5,7 +5,7 @@
 #
 # PYTHON names the interpreter to build it with (3.11; default python3.11). Prints the new interpreter's path, which is
 # what `generation.sglang.python` and the tests' ASYNCRL_SGLANG_PYTHON take. A second call with the same versions does
-# nothing. Needs 3.2 GB and about 3 minutes.
+# nothing. Needs 3.2 GB and about 3 minutes, with uv on the PATH a quarter of a minute.
 set -euo pipefail
 
 venv=${1:-.venv-sglang}
@@ -33,6 +33,7 @@ fi
   "$python" -m venv "$venv"
   rm -f "$stamp"
   pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+  ! command -v uv >/dev/null || pip=(uv pip install --quiet --python "$venv/bin/python")
   "${pip[@]}" "$torch"
   "${pip[@]}" --no-deps "$torch" "${bare[@]}"
   "${pip[@]}" "$torch" "${needed[@]}"

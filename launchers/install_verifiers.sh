@@ -22,7 +22,9 @@ fi
 {
   "$python" -m venv "$venv"
   rm -f "$stamp"
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$wanted"
+  pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+  ! command -v uv >/dev/null || pip=(uv pip install --quiet --python "$venv/bin/python")
+  "${pip[@]}" "$wanted"
   printf '%s' "$wanted" >"$stamp"
 } >&2
 echo "$venv/bin/python"

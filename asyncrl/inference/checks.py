@@ -112,6 +112,11 @@ def _urls(urls: list[str], system: SystemConfig) -> Iterator[str]:
 
 def _sglang(config: ExperimentConfig) -> Iterator[str]:
     generation = config.generation
+    if config.rollout.sampling.allowed_token_ids:
+        yield (
+            f"rollout.sampling.allowed_token_ids={config.rollout.sampling.allowed_token_ids!r}: SGLang has no such "
+            "parameter; use generation.backend=embedded"
+        )
     try:
         check_args(generation.sglang.args)
     except ValueError as error:

@@ -274,6 +274,8 @@ class GenerationServerClient:
             common["top_k"] = sampling.top_k
         if sampling.min_p > 0.0:
             common["min_p"] = sampling.min_p
+        if sampling.allowed_token_ids:
+            common["custom_params"] = {"allowed_token_ids": list(sampling.allowed_token_ids)}
         if sampling.stop_token_ids:
             common["stop_token_ids"] = list(sampling.stop_token_ids)
         if sampling.stop:
@@ -475,5 +477,5 @@ def _item_params(common: dict[str, Any], item: GenerateItem) -> dict[str, Any]:
     if item.seed is not None:
         params["sampling_seed"] = item.seed
     if item.seed_offset:
-        params["custom_params"] = {"seed_offset": item.seed_offset}
+        params["custom_params"] = {**params.get("custom_params", {}), "seed_offset": item.seed_offset}
     return params

@@ -42,6 +42,8 @@ _SIDE = 32
 """Pixels of a side of the pictures."""
 LENGTHS = (19, 12, 11, 7)
 """Tokens of the sequences: ragged, and so few that the parity check costs some forwards of a sentence or two."""
+TEXT_BEHIND = 5
+"""Tokens at the end of a sequence with a picture that are text for certain."""
 _SEED = 77
 
 
@@ -209,6 +211,36 @@ def picture_probes(pictures: Pictures, sequences: Sequence[Tokens]) -> tuple[lis
         [*begun[:-half], *range(other.first, other.first + other.rows), *even[:9]],
     ]
     return made, [one, other, third]
+
+
+def fault_with_pictures(
+    plain: Sequence[Tensor],
+    compare: Callable[[], Difference],
+    dtype: torch.dtype,
+    rounding: float,
+    leak: Callable[[], str | None] = lambda: None,
+) -> str | None:
+    """Return the fault of an engine on the sequences of `picture_probes`; None if it has none or there are none.
+
+    Args:
+        plain: transformers' results for them.
+        compare: returns the engine's difference from `plain`.
+        rounding: mean difference of the engine on sequences of text.
+        leak: looks for sequences that influence each other, if they do not differ.
+    """
+    if not plain:
+        return None
+    one, _, other, *_ = plain
+    effect = Difference.of([one[-TEXT_BEHIND:]], [other[-TEXT_BEHIND:]]).mean
+    if effect == 0.0:
+        return "with pictures, it computes the same whatever the picture"
+    try:
+        fault = compare().beyond(short_tolerance(dtype, effect, rounding)) or leak()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model's own code raises is the reason of its refusal
+        fault = f"its forward fails: {told(error)}"
+    return fault and f"with pictures, {fault} (model.vision=none uses it for text alone)"
 
 
 def _without(tokens: Tokens, placeholder: int) -> list[int]:

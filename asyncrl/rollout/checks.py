@@ -13,6 +13,7 @@ from asyncrl.config import agent_interfaces
 from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import least_problems
+from asyncrl.config.token_ids import token_ids
 from asyncrl.plugins.chat.stop_strings import check_stop_strings
 from asyncrl.plugins.datasets import checks as datasets
 from asyncrl.plugins.datasets.checks import field_problems, held_out_problems, source_problems
@@ -51,6 +52,10 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         check_stop_strings(sampling.stop)
     except ValueError as error:
         yield f"rollout.sampling.stop={list(sampling.stop)}: {error}"
+    try:
+        token_ids(sampling.allowed_token_ids)
+    except ValueError as error:
+        yield f"rollout.sampling.allowed_token_ids={sampling.allowed_token_ids!r}: {error}"
     for number, name in enumerate(config.rollout.columns):
         if (wrong := check_name(name)) or name in config.rollout.columns[:number]:
             yield f"rollout.columns[{number}]: {wrong or f'{name!r} is there twice'}"

@@ -17,7 +17,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -86,14 +86,23 @@ class MadeUpPolicy:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Answer `request`, as version 0, after others had their turn."""
         await asyncio.sleep(0)
-        return GenerationResult(request.request_id, tuple(self._answer(request) for _ in range(request.n)))
+        return GenerationResult(
+            request.request_id, tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
+        )
 
     def _answer(self, request: GenerationRequest) -> Completion:
         most = min(_MOST_TOKENS, request.sampling.max_new_tokens)
+        if allowed := request.sampling.allowed_token_ids:
+            drawn = self._random.choices(allowed, k=request.sampling.max_new_tokens)
+            return _ended(drawn[: drawn.index(self._end) + 1] if self._end in drawn else drawn, self._end)
         known = [token for token in request.input_ids if token not in self._left_out]
         tokens = [*(self._random.choices(known, k=self._random.randint(0, most)) if known else ()), self._end][:most]
-        reason = FinishReason.stop if tokens[-1] == self._end else FinishReason.length
-        return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), reason, policy=request.policy)
+        return _ended(tokens, self._end)
+
+
+def _ended(tokens: list[int], end: int | None) -> Completion:
+    reason = FinishReason.stop if tokens[-1] == end else FinishReason.length
+    return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), reason)
 
 
 async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:

@@ -22,6 +22,11 @@ class SamplingConfig:
     top_p: float = setting(1.0, "nucleus mass kept", minimum=1e-6, maximum=1.0)
     top_k: int = setting(-1, "most likely tokens kept; -1: all", minimum=-1)
     min_p: float = setting(0.0, "least probability kept, relative to the most likely token", minimum=0.0, maximum=1.0)
+    allowed_token_ids: str = setting(
+        "",
+        "the only tokens that an answer may have, such as action tokens: ids and ranges, `31744-31999,2`; empty: all. "
+        "Log-probabilities of servers and training are then of the distribution over these tokens",
+    )
     stop: list[str] = setting(
         help="texts that end an answer; it keeps its tokens up to and with the one that completes such a text",
         factory=list,

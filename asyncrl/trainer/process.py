@@ -32,6 +32,7 @@ from asyncrl.comm.push_pull import TrajectoryPuller
 from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
+from asyncrl.config.token_ids import token_ids
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape_of
@@ -283,7 +284,8 @@ class ModelWorker(Worker):
         routing = routing_shape_of(folder) if config.moe.replay_routing else None
         pictures = config.model.vision != VisionMode.none and placeholder_id(model) is not None
         vocabulary = model.get("vocab_size")
-        check = TrajectoryCheck(vocabulary, self._announced_version, routing, pictures=pictures).check
+        allowed = token_ids(config.rollout.sampling.allowed_token_ids)
+        check = TrajectoryCheck(vocabulary, self._announced_version, routing, pictures=pictures, allowed=allowed).check
         actor = self._rank.engines.get(ACTOR)
         receiver = TrajectoryReceiver(
             config.trainer,

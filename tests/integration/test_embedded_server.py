@@ -426,6 +426,26 @@ async def test_an_interrupted_sample_continues_the_same_stream(client: Client) -
     assert continued["output_ids"] == whole[12:]
 
 
+async def test_only_allowed_tokens_are_drawn_also_beside_others_and_where_a_sample_continues(client: Client) -> None:
+    allowed = [4, 9, 30]
+
+    def params(tokens: int, offset: int = 0) -> dict[str, Any]:
+        custom = {"allowed_token_ids": allowed, "seed_offset": offset}
+        return {"max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": 77, "custom_params": custom}
+
+    free = {"max_new_tokens": 30, "ignore_eos": True, "sampling_seed": 77}
+    both = await client.generate(input_ids=[[3, 4, 5], [3, 4, 5]], sampling_params=[params(30), free])
+    whole, other = (reply["output_ids"] for reply in both)
+    assert set(whole) == set(allowed)
+    assert set(other) - set(allowed)
+    rest = await client.generate(input_ids=[3, 4, 5, *whole[:12]], sampling_params=params(18, offset=12))
+    assert rest["output_ids"] == whole[12:]
+    status, reply = await client.post(
+        "/generate", {"input_ids": [3], "sampling_params": {"custom_params": {"allowed_token_ids": [VOCAB]}}}
+    )
+    assert (status, "outside the vocabulary" in str(reply)) == (400, True)
+
+
 async def test_state_endpoints_have_the_fields_that_clients_read(client: Client) -> None:
     info = (await client.get("/server_info"))[1]
     assert (info["status"], info["max_running_requests"], info["context_length"]) == ("ready", 8, CONTEXT)

@@ -29,6 +29,11 @@ class RequestLimits:
             raise RequestError("input_ids is empty; a prompt has at least one token")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise RequestError(f"input_ids holds a token outside the vocabulary of {self.vocab_size}")
+        if (
+            spec.allowed_token_ids
+            and not 0 <= min(spec.allowed_token_ids) <= max(spec.allowed_token_ids) < self.vocab_size
+        ):
+            raise RequestError(f"allowed_token_ids holds a token outside the vocabulary of {self.vocab_size}")
         wanted = len(prompt) + spec.max_new_tokens
         if wanted > self.max_model_len:
             raise RequestError(

@@ -37,6 +37,8 @@ class SamplingSpec:
     """Stream of the sample; None draws a fresh one."""
     seed_offset: int = 0
     """Tokens of this stream already used, where the prompt ends with tokens of an interrupted sample."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; none: all."""
 
     def __post_init__(self) -> None:
         """Raise RequestError where a value is out of range."""

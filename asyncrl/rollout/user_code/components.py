@@ -10,6 +10,7 @@ from asyncrl.api.columns import with_columns
 from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.config.token_ids import token_ids
 from asyncrl.rollout.episode import RetryLimits
 from asyncrl.rollout.greedy_baseline import Played, with_greedy_baseline
 from asyncrl.rollout.tools import RunTools, check_format
@@ -50,6 +51,12 @@ class UserComponents:
         model_config = json.loads((Path(config.model.path) / "config.json").read_text())
         self.tokenizer = form.tokenizer
         self.vocab_size: int | None = model_config.get("vocab_size")
+        allowed = config.rollout.sampling.allowed_token_ids
+        if self.vocab_size is not None and max(token_ids(allowed), default=0) >= self.vocab_size:
+            raise ConfigError(
+                f"rollout.sampling.allowed_token_ids={allowed!r}: the vocabulary of {config.model.path} has "
+                f"{self.vocab_size} tokens; name ids below that"
+            )
         self.conversations = Conversations(config, form, model_config)
         self.runner = UserCodeRunner(
             config.rollout.user_code,

@@ -12,6 +12,7 @@ from asyncrl.config.evaluation_sets import EvaluationSet, evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError
 from asyncrl.config.setting import ConfigError
+from asyncrl.config.token_ids import token_ids
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.models.picture_rules import PictureRules, picture_rules
 from asyncrl.plugins.datasets import Dataset, load_dataset
@@ -46,7 +47,8 @@ class Prompts:
         self._config, self._form, self._offered = config, form, offered
         self._formats: dict[str, PromptFormat] = {}
         sampling = config.rollout.sampling
-        self._sampling = SamplingParams(**asdict(sampling) | {"stop": tuple(sampling.stop)})
+        own = {"stop": tuple(sampling.stop), "allowed_token_ids": token_ids(sampling.allowed_token_ids)}
+        self._sampling = SamplingParams(**asdict(sampling) | own)
         self._train_set = load_train_set(config) if training else None
         self.eval_sets = {
             each.name: (each, load_eval_set(config, each)) for each in evaluation_sets(config) if each.interval

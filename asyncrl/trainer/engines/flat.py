@@ -20,6 +20,7 @@ from asyncrl.algorithms.kl import ema_update_
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
+from asyncrl.config.token_ids import token_ids
 from asyncrl.models.parity import Tokens, UnsupportedModelError, in_rms, plain_hidden, plain_logprobs
 from asyncrl.models.picture_processor import PictureModelError
 from asyncrl.models.pictures import Pictures, tower_parameters
@@ -52,7 +53,7 @@ from asyncrl.trainer.model.lora import (
     plain_name,
 )
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.model.scoring import EntropyMode, logits_function, token_logprobs
+from asyncrl.trainer.model.scoring import EntropyMode, logits_function, restricted, token_logprobs
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig, VisionMode
 from asyncrl.weights.versions.published import Published, TensorSpec, WholeModel
@@ -144,6 +145,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         model: PreTrainedModel,
         *,
         temperature: float,
+        allowed: Sequence[int] = (),
         lora: LoraConfig | None = None,
         merge: bool = False,
         **engine: Any,
@@ -157,7 +159,10 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
             base = WholeBase(model, self._place.worker)
             self._whole = Merged(base, self._whole, lora, base.folder, model.config)
         self._temperature = temperature
-        self._logits_of = logits_function(model)
+        self._logits_of = self._sampled_logits_of = logits_function(model)
+        if allowed:
+            allowed_A = torch.tensor(allowed, device=model.device)
+            self._sampled_logits_of = lambda hidden_NH: restricted(self._logits_of(hidden_NH), allowed_A)
 
     @property
     def model_config(self) -> PretrainedConfig:
@@ -173,7 +178,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
             return PolicyOutputs(all_NV.gather(-1, micro_batch.tokens_N[:, None]).squeeze(-1), None, all_NV)
         hidden_NH = self._hidden(micro_batch).index_select(0, micro_batch.predictors_N)
         logprobs_N, entropy_N = token_logprobs(
-            hidden_NH, micro_batch.tokens_N, self._logits_of, temperature=self._temperature, entropy=entropy
+            hidden_NH, micro_batch.tokens_N, self._sampled_logits_of, temperature=self._temperature, entropy=entropy
         )
         return PolicyOutputs(logprobs_N, entropy_N)
 
@@ -247,7 +252,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
 
     def _distributions(self, micro_batch: MicroBatch) -> Tensor:
         hidden_NH = self._hidden(micro_batch).index_select(0, micro_batch.predictors_N)
-        return torch.log_softmax(self._logits_of(hidden_NH).float() / self._temperature, dim=-1)
+        return torch.log_softmax(self._sampled_logits_of(hidden_NH).float() / self._temperature, dim=-1)
 
 
 class FlatValueEngine(FlatEngine, ValueEngine):
@@ -339,6 +344,7 @@ class FlatLoader(EngineLoader):
             return FlatPolicyEngine(
                 model,
                 temperature=temperature,
+                allowed=token_ids(self._config.rollout.sampling.allowed_token_ids),
                 optimizer=made,
                 lora=lora,
                 merge=not publishes_adapters(self._config),

@@ -32,6 +32,7 @@ from asyncrl.models.parity import (
     Difference,
     Tokens,
     UnsupportedModelError,
+    fault_with_pictures,
     find_leak,
     forks,
     picture_probes,
@@ -82,10 +83,6 @@ class ParityTestable(Protocol):
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
         """The same as the engine computes it in training, of all `sequences` in one micro-batch. Differentiable."""
-
-
-_TEXT_BEHIND = 5
-"""Tokens at the end of a sequence with a picture that are text for certain."""
 
 
 class SequenceLayout(NamedTuple):
@@ -272,17 +269,19 @@ class _Subject:
 
     def _fault_with_pictures(self) -> str | None:
         """As `fault`, of sequences with pictures."""
-        if not self._shown:
-            return None
-        one, _, other, *_ = self._plain_shown
-        effect = Difference.of([one[-_TEXT_BEHIND:]], [other[-_TEXT_BEHIND:]]).mean
-        if effect == 0.0:
-            return "with pictures, it computes the same whatever the picture"
-        with torch.no_grad():
-            difference = Difference.of(self._plain_shown, self._engine.together(self._shown))
-        allowed = short_tolerance(self._engine.network.dtype, effect, self._rounding)
-        fault = difference.beyond(allowed) or find_leak(self._engine.network, self._shown, self._engine.together)
-        return fault and f"with pictures, {fault} (model.vision=none uses it for text alone)"
+        network, together = self._engine.network, self._engine.together
+
+        @torch.no_grad()
+        def compare() -> Difference:
+            return Difference.of(self._plain_shown, together(self._shown))
+
+        return fault_with_pictures(
+            self._plain_shown,
+            compare,
+            network.dtype,
+            self._rounding,
+            lambda: find_leak(network, self._shown, together),
+        )
 
     def _allowed(self) -> float:
         dtype = self._engine.network.dtype

@@ -57,6 +57,19 @@ def logits_function(model: PreTrainedModel) -> LogitsOf:
     return logits_of_head(model.config, head)
 
 
+def restricted(logits_NV: Tensor, allowed_A: Tensor, offset: int = 0) -> Tensor:
+    """The logits, and a number whose probability is exactly 0 at all tokens but `allowed_A`.
+
+    Args:
+        logits_NV: of the tokens from `offset` on, any float type.
+
+    The number is finite, as log 0 times probability 0 would make the entropy NaN.
+    """
+    ids_V = torch.arange(offset, offset + logits_NV.shape[-1], device=logits_NV.device)
+    lowest = max(torch.finfo(logits_NV.dtype).min / 4, -1e30)
+    return logits_NV.masked_fill(~torch.isin(ids_V, allowed_A), lowest)
+
+
 def token_logprobs(
     hidden_NH: Tensor,
     targets_N: Tensor,

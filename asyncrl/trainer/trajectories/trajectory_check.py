@@ -7,7 +7,7 @@ trajectory the freshest of all for ever. Each is refused by name where it arrive
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class TrajectoryCheck:
             is newer than what it said before.
         routing: what the model's routers choose, where that is replayed: each trajectory then has to tell it.
         pictures: the model takes pictures.
+        allowed: the only tokens that the policy may draw; none: all.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class TrajectoryCheck:
         routing: RoutingShape | None = None,
         *,
         pictures: bool = False,
+        allowed: Sequence[int] = (),
     ) -> None:
         self._vocab_size = np.iinfo(np.int32).max if vocab_size is None else vocab_size
         self._announced_version = announced_version
         self._newest = 0
         self._routing, self._takes_pictures = routing, pictures
+        self._allowed = np.array(allowed, np.int32)
 
     def check(self, trajectory: Trajectory) -> None:
         """Return if `trajectory` can be trained.
@@ -62,6 +65,11 @@ class TrajectoryCheck:
             raise InvalidTrajectory(f"{name} holds a generated token without a version")
         if (high := np.maximum.reduce(columns.behave_logprobs, where=generated, initial=0.0)) > MAX_LOGPROB:
             raise InvalidTrajectory(f"{name} holds the log-probability {high:g}, above 0")
+        if self._allowed.size and not (drawn := np.isin(columns.tokens, self._allowed) | ~generated).all():
+            raise InvalidTrajectory(
+                f"{name} holds the generated token {columns.tokens[drawn.argmin()]}, which is not among "
+                "rollout.sampling.allowed_token_ids: an agent asked with sampling of its own"
+            )
         version = int(np.maximum.reduce(columns.versions, initial=-1))
         if version > self._newest:
             self._newest = max(self._newest, self._announced_version())

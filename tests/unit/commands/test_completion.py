@@ -1,4 +1,4 @@
-"""Completion in a real bash: what a tab offers, and that a tab starts no Python."""
+"""Completion in a real bash and a real zsh: what a tab offers, and that a tab starts no Python."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from asyncrl.commands import COMMANDS
 from asyncrl.commands.completion import script
 
 BASH = shutil.which("bash")
+ZSH = shutil.which("zsh")
 pytestmark = pytest.mark.skipif(BASH is None, reason="no bash")
 LAUNCH = "python -m asyncrl.launch"
 LIMIT_S = 60.0
@@ -83,32 +84,61 @@ def test_other_python_commands_are_left_alone(file: Path, tmp_path: Path) -> Non
     assert offered(file, "python -m pytest te", tmp_path) == []
 
 
-def test_a_tab_in_an_interactive_bash_completes(file: Path, tmp_path: Path) -> None:
-    assert BASH is not None
+def typed(shell: list[str], file: Path, line: str, folder: Path) -> str:
+    """Type `line` into an interactive `shell`; return the arguments of the command that Enter then starts."""
     master, slave = pty.openpty()
-    shell = subprocess.Popen(
-        [BASH, "--norc", "--noprofile", "-i"],
+    process = subprocess.Popen(
+        [*shell, "-i"],
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        cwd=tmp_path,
-        env={"PS1": "> ", "TERM": "dumb", "PATH": "/nonexistent"},
+        cwd=folder,
+        env={"PS1": "> ", "TERM": "dumb", "HOME": str(folder), "PATH": "/nonexistent"},
     )
     os.close(slave)
-    os.write(master, f"source {file}\n{LAUNCH} async_g\trollout.pac\td\t\n".encode())
+    told = folder / "told"
+    functions = "".join(
+        f'{name}() {{ [ "$1" = --version ] || echo "$*" >{told}; }}\n' for name in ("python", "asyncrl")
+    )
+    os.write(master, f"source {file}\n{functions}{line}\n".encode())
     seen, deadline = "", time.monotonic() + LIMIT_S
-    wanted = "async_grpo rollout.pacing=deadline"
     try:
-        while wanted not in seen and time.monotonic() < deadline:
-            if select.select([master], [], [], 1.0)[0]:
+        while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
+            if select.select([master], [], [], 0.1)[0]:
                 seen += os.read(master, 65536).decode(errors="replace")
     finally:
-        shell.kill()
-        shell.wait()
+        process.kill()
+        process.wait()
         os.close(master)
-    assert wanted in seen
+    assert told.exists(), seen
+    return told.read_text().strip()
 
 
-def test_the_script_for_zsh_is_the_same_behind_its_own_beginning() -> None:
-    assert script("zsh").endswith(script("bash"))
-    assert "bashcompinit" in script("zsh")
+def test_a_tab_in_an_interactive_bash_completes(file: Path, tmp_path: Path) -> None:
+    assert BASH is not None
+    line = f"{LAUNCH} async_g\trollout.pac\td\t"
+    assert typed([BASH, "--norc", "--noprofile"], file, line, tmp_path).endswith(
+        "-m asyncrl.launch async_grpo rollout.pacing=deadline"
+    )
+
+
+@pytest.mark.skipif(ZSH is None, reason="no zsh")
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (f"{LAUNCH} async_g\trollout.pac\td\t", "-m asyncrl.launch async_grpo rollout.pacing=deadline"),
+        ("asyncrl doctor --pl\t4", "doctor --plan 4"),
+        (f"{LAUNCH} doctor async_ppo optimizer.l\t3", "-m asyncrl.launch doctor async_ppo optimizer.lr=3"),
+        (f"{LAUNCH} async_ppo dataset.path=ro\tseed=1", "-m asyncrl.launch async_ppo dataset.path=rows.jsonl seed=1"),
+        (f"{LAUNCH} --config-dir ow\t mi\tseed=1", "-m asyncrl.launch --config-dir own mine seed=1"),
+        ("python scr\t-q", "script.py -q"),
+    ],
+)
+def test_a_tab_in_an_interactive_zsh_completes(line: str, wanted: str, tmp_path: Path) -> None:
+    assert ZSH is not None
+    (tmp_path / "asyncrl.zsh").write_text(script("zsh"))
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "script.py").touch()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.yaml").touch()
+    assert typed([ZSH, "-f"], tmp_path / "asyncrl.zsh", line, tmp_path) == wanted

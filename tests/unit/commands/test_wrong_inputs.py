@@ -210,6 +210,15 @@ RANGES: list[Case] = [
     (["optimizer.beta1=1"], "optimizer.beta1=1.0: above the greatest allowed value; use 0.999999 or less"),
     (["optimizer.eps=0"], "optimizer.eps=0.0: below the least allowed value; use 1e-20 or more"),
     (["seed=99999999999999999999"], "above the greatest allowed value; use 2147483647 or less"),
+    (
+        ["rollout.sampling.allowed_token_ids='9-3'"],
+        "rollout.sampling.allowed_token_ids='9-3': the range '9-3' is empty",
+    ),
+    (["rollout.sampling.allowed_token_ids='0-99999'"], "the vocabulary of"),
+    (
+        ["rollout.sampling.allowed_token_ids='1-3'", "generation.backend=sglang"],
+        "rollout.sampling.allowed_token_ids='1-3': SGLang has no such parameter",
+    ),
     (["rollout.sampling.top_p=2"], "rollout.sampling.top_p=2.0: above the greatest allowed value"),
     (["reward.timeout_s=0"], "reward.timeout_s=0.0: below the least allowed value"),
     (["reward.failure_reward=nan"], "reward.failure_reward=nan: no"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +82,19 @@ def test_frequencies_are_those_of_the_cut_distribution_and_logprobs_those_of_the
     assert (frequencies - expected).abs().max() < 4 * math.sqrt(0.25 / DRAWS)
     assert set(tokens.tolist()) == set(kept)
     torch.testing.assert_close(logprobs, PROBABILITIES[tokens].log())
+
+
+def test_forbidden_tokens_are_never_drawn_and_logprobs_are_of_the_others_alone() -> None:
+    uniforms = uniforms_TR(torch.arange(DRAWS), torch.zeros(DRAWS, dtype=torch.long), 1)[0]
+    allowed, forbidden = [0, 2, 3], torch.tensor([[False, True, False, False, True, True]])
+    logits = PROBABILITIES.log().expand(DRAWS, -1)
+    for parameters in (rows(DRAWS), rows(DRAWS, min_p=0.1)):
+        tokens, logprobs = sample(logits, uniforms, replace(parameters, forbidden=forbidden))
+        shares = PROBABILITIES[allowed] / PROBABILITIES[allowed].sum()
+        kept = shares if parameters.filtered is None else torch.where(shares < 0.1 * shares.max(), 0.0, shares)
+        frequencies = torch.bincount(tokens, minlength=6)[allowed] / DRAWS
+        assert (frequencies - kept / kept.sum()).abs().max() < 4 * math.sqrt(0.25 / DRAWS)
+        torch.testing.assert_close(logprobs, shares[torch.searchsorted(torch.tensor(allowed), tokens)].log())
 
 
 def test_a_row_draws_the_same_whether_or_not_a_neighbour_filters() -> None:

@@ -14,7 +14,8 @@ Every schedule ends fairly: what was ever handed out comes to its end, the gate 
 and the audit, which knows none of the run's code, finds nothing in the ledger. So one that cannot end is a hang.
 
 Hypothesis plays short ones, which it shortens further where something is found; long ones are random and have a seed.
-`ASYNCRL_FUZZ_SCHEDULES`, `ASYNCRL_FUZZ_LONG_SCHEDULES`: how many of either; `benchmarks/fuzz.py` plays many.
+`ASYNCRL_FUZZ_SCHEDULES`, `ASYNCRL_FUZZ_LONG_SCHEDULES`: how many of either; `benchmarks/fuzz.py` plays many. A long one
+that fails is printed with the command that plays it again, shortened: `python -m tests.unit.manager.test_any_schedule`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +69,16 @@ PICK = range(10_001)
 JOINED = 2
 WORKER = range(20)
 FATE = ("answered", "reply lost", "reply late", "late", "answered and repeated late")
+CLEARS_UP = (
+    "fair_turn",
+    "the_run_dies",
+    "the_manager_dies",
+    "the_trainer_dies",
+    "a_worker_dies",
+    "a_worker_leaves",
+    "a_lease_lapses",
+)
+"""Moves after which less is in hand; long schedules have few of them."""
 BEGINNINGS: dict[str, Sequence[Any]] = {
     "batch": UP_TO_3,
     "eta": range(3),
@@ -99,6 +112,14 @@ def some_are_pushed(self: Schedule) -> bool:
 
 def some_may_be_rejected(self: Schedule) -> bool:
     return any(worker.running.keys() - worker.pushed for worker in self.workers)
+
+
+def some_have_no_session(self: Schedule) -> bool:
+    return any(worker.manager != self.service.number for worker in self.workers)
+
+
+def some_ended(self: Schedule) -> bool:
+    return any(worker.ended for worker in self.workers)
 
 
 def some_joined(self: Schedule) -> bool:
@@ -175,7 +196,7 @@ class Schedule(RuleBasedStateMachine):
     def begin(self, batch: int, eta: int, on_stale: OnStale, stops_early: bool, own: int = WORKERS) -> None:
         self.batch, self.eta, self.on_stale, self.stops_early = batch, eta, on_stale, stops_early
         self.own = own
-        self.runner = asyncio.Runner()
+        self.loop = asyncio.new_event_loop()  # a Runner costs a quarter of a schedule: it handles signals
         self.folder = Path(tempfile.mkdtemp(dir=IN_MEMORY))
         self.ids = (f"r{number}" for number in itertools.count())
         self.numbers = itertools.count(1)
@@ -265,7 +286,7 @@ class Schedule(RuleBasedStateMachine):
         ready = {} if over else {worker.name: worker.incarnation for worker in self.workers}
         self.service.await_workers(ready)
 
-    @move(pick=WORKER, fate=FATE)
+    @move(pick=WORKER, fate=FATE, when=some_have_no_session)
     def open_session(self, pick: int, fate: str) -> None:
         """As a worker does whose call was refused; what it was granted before and reads only then is void."""
         worker = self.at(pick)
@@ -291,7 +312,7 @@ class Schedule(RuleBasedStateMachine):
             self.network.append(answer)
         if fate == "late":
             return
-        reply = self.runner.run(answer(self.service))
+        reply = self.loop.run_until_complete(answer(self.service))
         if fate == "reply late":
             self.delayed.append(lambda: then(reply))
         elif fate != "reply lost":
@@ -324,9 +345,9 @@ class Schedule(RuleBasedStateMachine):
         index = pick % len(self.network)
         answer = self.network[index] if again else self.network.pop(index)
         with contextlib.suppress(m.BadRequest):
-            self.runner.run(answer(self.service))
+            self.loop.run_until_complete(answer(self.service))
 
-    @move(share=range(3))
+    @move(share=range(1, 3), when=lambda self: self.trainer.version > self.served)
     def the_server_updates(self, share: int) -> None:
         self.served += (self.trainer.version - self.served) * share // 2
         self.service.router.update(0, "http://server", self.served, routable=True)
@@ -388,9 +409,11 @@ class Schedule(RuleBasedStateMachine):
             assert prompt_id not in self.given_up | self.proposed()
             others = [each.prompt_id for worker in self.workers for each in worker.running.values()]
             assert prompt_id not in others, "a prompt is played twice at a time"
-            ended = self.ledger.recorded.ended
-            there = [each for each in [*self.trainer.buffer.live(), *self.inbox] if each.rollout_id not in ended]
-            assert prompt_id not in {record.prompt_id for record in there}, "the trainer has it already"
+            over = self.ledger.recorded.ended
+            there = [each for each in [*self.trainer.buffer.live(), *self.inbox] if each.rollout_id not in over]
+            oldest = self.trainer.version - self.eta  # what is older may be reported before the master died
+            played = {record.prompt_id for record in there if record.oldest_version >= oldest}
+            assert prompt_id not in played, "the trainer has it already"
 
     def check_bound(self, new: list[m.GrantedRollout]) -> None:
         """So many rollouts exist at most; with a worker that is not heard the gate does not know of some."""
@@ -478,7 +501,7 @@ class Schedule(RuleBasedStateMachine):
         found = [(worker, name) for worker in self.workers for name in sorted(names(worker))]
         return found[pick % len(found)]
 
-    @move(pick=WORKER, fate=FATE)
+    @move(pick=WORKER, fate=FATE, when=some_ended)
     def report(self, pick: int, fate: str) -> None:
         worker = self.at(pick)
         if not self.has_session(worker, fate):
@@ -516,13 +539,13 @@ class Schedule(RuleBasedStateMachine):
 
     # The trainer.
 
-    @move()
+    @move(when=lambda self: self.inbox)
     def collect(self) -> None:
         for copy in self.trainer.buffer.add(self.inbox):
             self.held.pop((copy.head, copy.rollout_id), None)
         self.inbox = []
 
-    @move(dies=BOTH, when=lambda self: not self.trainer.due.trained)
+    @move(dies=BOTH, when=lambda self: not self.trainer.due.trained and len(self.trainer.buffer))
     def train(self, dies: bool) -> None:
         """A step, up to where its state is kept and the others hear of it; the ranks may die before that.
 
@@ -533,7 +556,7 @@ class Schedule(RuleBasedStateMachine):
         if self.on_stale == OnStale.wait and len(trainer.buffer) >= self.batch:
             if not self.service.begun:
                 return
-            if self.runner.run(self.service.wait_expiring(m.WaitExpiringRequest(trainer.version))).running:
+            if self.loop.run_until_complete(self.service.wait_expiring(m.WaitExpiringRequest(trainer.version))).running:
                 return
             self.check_nothing_would_expire()
             self.collect()
@@ -606,7 +629,7 @@ class Schedule(RuleBasedStateMachine):
         if self.ledger.recorded.manager != self.service.number or not self.service.begun:
             return
         report = trainer.due.report(trainer.version, self.ledger.recorded, 0)
-        reply = self.runner.run(self.service.report_consumed(report))
+        reply = self.loop.run_until_complete(self.service.report_consumed(report))
         if lost:
             self.network.append(lambda service: service.report_consumed(report))
             return
@@ -691,7 +714,7 @@ class Schedule(RuleBasedStateMachine):
             self.end()
         finally:
             self.ledger.close()
-            self.runner.close()
+            self.loop.close()
             shutil.rmtree(self.folder)
 
     def go_on(self) -> None:
@@ -750,8 +773,8 @@ class Schedule(RuleBasedStateMachine):
         """As the master ends: what is not trained is abandoned, the books balance, the ledger is complete."""
         self.all_speak()
         self.report_step()
-        self.runner.run(self.service.close_gate(m.Empty()))
-        self.runner.run(self.service.abandon(m.Empty()))
+        self.loop.run_until_complete(self.service.close_gate(m.Empty()))
+        self.loop.run_until_complete(self.service.abandon(m.Empty()))
         self.report_step()
         trainer = self.trainer
         check_books(trainer.books, trainer.version * self.batch)
@@ -785,29 +808,40 @@ class Played(NamedTuple):
     beginning: dict[str, Any]
     moves: list[tuple[str, dict[str, Any]]]
 
+    @property
+    def command(self) -> str:
+        """Plays the schedule again."""
+        written = shlex.quote(msgspec.json.encode(self).decode())
+        return f"python -m tests.unit.manager.test_any_schedule {written}"
+
 
 def play_long(seed: int, steps: int = LONG) -> None:
     """Play a random schedule of so many moves.
 
     Raises:
-        AssertionError: something did not hold; the message has the schedule, shortened, which `play` plays again.
+        AssertionError: something did not hold; the message has the command that plays the schedule again, shortened.
     """
     random = Random(seed)
     played = Played({name: random.choice(values) for name, values in BEGINNINGS.items()}, [])
     schedule = Schedule()
     schedule.begin(**played.beginning)
-    often = {each.name: random.choice((0.1, 1, 5)) for each in MOVES}  # or each schedule has a death after few moves
+    often = {each.name: random.choice((0.2, 1, 5)) for each in MOVES}
+    for name in CLEARS_UP:  # else it is most of what happens, and there is never much in hand that could be lost
+        often[name] *= random.choice((0.01, 0.05, 0.2))
+    answered = random.choice((0.0, 0.5, 0.9))
     try:
         for _ in range(steps):
             possible = [each for each in MOVES if each.when(schedule)]
             (chosen,) = random.choices(possible, [often[each.name] for each in possible])
             arguments = {name: random.choice(values) for name, values in chosen.choices.items()}
+            if "fate" in arguments and random.random() < answered:
+                arguments["fate"] = "answered"
             played.moves.append((chosen.name, arguments))
             getattr(schedule, chosen.name)(**arguments)
             schedule.books_balance_and_nothing_is_trained_twice()
         schedule.teardown()
     except Exception as error:
-        raise AssertionError(f"seed {seed}: {error!r} in {shortened(played)}") from error
+        raise AssertionError(f"seed {seed}: {error!r}; play it again:\n{shortened(played).command}") from error
 
 
 def shortened(played: Played) -> Played:
@@ -919,5 +953,15 @@ def test_without_lag_and_rejections_step_v_trains_what_the_reference_loop_does()
     assert batches == [{(order, 0) for order in range(3 * step, 3 * step + 3)} for step in range(10)]
 
 
+def test_a_schedule_is_read_back_from_its_command() -> None:
+    beginning = {"batch": 1, "eta": 2, "on_stale": OnStale.wait, "stops_early": False, "own": 3}
+    played = Played(beginning, [("fair_turn", {"first": 0}), ("save", {})])
+    written = shlex.split(played.command)[-1]
+    assert msgspec.json.decode(written, type=Played) == played
+
+
 Schedule.TestCase.settings = settings(max_examples=SCHEDULES, stateful_step_count=50, deadline=None)
 test_any_schedule = Schedule.TestCase
+
+if __name__ == "__main__":
+    play(msgspec.json.decode(sys.argv[1], type=Played))

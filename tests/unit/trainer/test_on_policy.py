@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,12 +31,11 @@ PROMPT = (5, 6, 7)
 CPU = torch.device("cpu")
 
 
-def generated(path: Path, sampling: dict[str, float], count: int = 16) -> StepBatch:
+def generated(path: Path, sampling: dict[str, Any], count: int = 16) -> StepBatch:
     """Answers of the embedded engine with the log-probabilities that it reports; every third is right."""
     engine = GenerationEngine(load_causal_lm(path, "float32", "eager", CPU))  # type: ignore[arg-type]
     inputs = [
-        GenerationInput(f"r{i:02d}", PROMPT, SamplingSpec(max_new_tokens=12, seed=i, **sampling))  # type: ignore[arg-type]
-        for i in range(count)
+        GenerationInput(f"r{i:02d}", PROMPT, SamplingSpec(max_new_tokens=12, seed=i, **sampling)) for i in range(count)
     ]
     future = engine.submit(Job(tuple(inputs)))
     while engine.step():
@@ -65,20 +65,25 @@ def generated(path: Path, sampling: dict[str, float], count: int = 16) -> StepBa
         {"temperature": 1.0, "top_p": 0.3},
         {"temperature": 1.0, "top_k": 3},
         {"temperature": 1.3, "top_k": 8, "top_p": 0.8, "min_p": 0.05},
+        {"temperature": 1.6, "allowed_token_ids": (3, 8, 9, 13)},
+        {"temperature": 1.3, "allowed_token_ids": (3, 8, 9, 13), "top_k": 3, "top_p": 0.9},
     ],
     ids=str,
 )
-def test_ratios_are_one_and_neither_mask_nor_clip_acts(sampling: dict[str, float], qwen_dir: Path) -> None:
+def test_ratios_are_one_and_neither_mask_nor_clip_acts(sampling: dict[str, Any], qwen_dir: Path) -> None:
     batch = generated(qwen_dir, sampling)
+    allowed = sampling.get("allowed_token_ids", ())
     policy = FlatPolicyEngine(
         load_causal_lm(qwen_dir, "float32", "sdpa", CPU),  # type: ignore[arg-type]
         temperature=sampling["temperature"],
+        allowed=allowed,
         attention=AttentionKind.packed,
         tokens_per_micro_batch=100,
     )
     mask_T, behave_T = batch["loss_mask"], batch["behave_logprobs"]
     logprobs_T = policy.logprobs(batch, mask_T)
     assert mask_T.sum() > 50
+    assert not allowed or set(batch["tokens"][mask_T].tolist()) == set(allowed)
     ratio_T = (logprobs_T - behave_T).exp()[mask_T]
     torch.testing.assert_close(ratio_T, torch.ones_like(ratio_T), rtol=0, atol=1e-4)
 

@@ -137,8 +137,20 @@ class RowTable:
             top_k=self._ints[TOP_K, :rows],
             min_p=self._floats[MIN_P, :rows],
             all_greedy=all(greedy),
+            forbidden=self._forbidden([spec.allowed_token_ids for spec in specs]),
         )
         self._minimum_lengths = any(spec.min_new_tokens > 0 for spec in specs)
+
+    def _forbidden(self, allowed: list[tuple[int, ...]]) -> Tensor | None:
+        """The tokens that rows with these allowed ones may not draw, as `RowSampling.forbidden`."""
+        masks = dict.fromkeys(allowed)
+        if masks.keys() <= {()}:
+            return None
+        made = {}
+        for ids in masks:
+            mask_V = torch.full((self._vocab_size,), bool(ids), device=self._device)
+            made[ids] = mask_V.index_fill_(0, self._tensor(ids), False)
+        return next(iter(made.values()))[None] if len(made) == 1 else torch.stack([made[ids] for ids in allowed])
 
     def positions(self, rows: int) -> Tensor:
         """Positions `[R]` of the tokens being decoded."""

@@ -20,6 +20,7 @@ from asyncrl.models.parity import (
     Difference,
     Tokens,
     UnsupportedModelError,
+    fault_with_pictures,
     forks,
     picture_probes,
     plain_logprobs,
@@ -162,38 +163,30 @@ class _Subject:
         runner = self._runner
         runner.pattern, runner.pairs_per_token = pattern, pairs_per_token
         try:
-            decoded = _decoded(runner, self._sequences)
-            scored = [_scored(runner, tokens) for tokens in self._sequences]
+            difference = self._difference(self._sequences, self.plain)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             fault: str | None = f"its forward with slots fails: {told(error)}"
         else:
-            tails = [its[-len(mine) :] for its, mine in zip(self.plain, decoded, strict=True)]
-            difference = Difference.of([*tails, *self.plain], [*decoded, *scored])
             self._rounding = difference.mean
-            fault = difference.beyond(self._allowed()) or self._fault_with_pictures()
+            fault = difference.beyond(self._allowed()) or fault_with_pictures(
+                self._plain_shown,
+                lambda: self._difference(self._shown, self._plain_shown),
+                runner.model.dtype,
+                self._rounding,
+            )
         return f"in rows longer than {spoken(self._lengths)}, {fault}" if fault and self._lengths else fault
 
-    def _fault_with_pictures(self) -> str | None:
-        """As `fault`, of sequences with pictures."""
-        if not self._shown:
-            return None
-        runner, one, _, other, *_ = self._runner, *self._plain_shown
-        effect = Difference.of([one[-STEPS:]], [other[-STEPS:]]).mean
-        if effect == 0.0:
-            return "with pictures, it computes the same whatever the picture"
-        try:
-            decoded = _decoded(runner, [*self._shown, *self._sequences[len(self._shown) :]])[: len(self._shown)]
-            scored = [_scored(runner, tokens) for tokens in self._shown]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            return f"with pictures, its forward with slots fails: {told(error)}"
-        tails = [its[-len(mine) :] for its, mine in zip(self._plain_shown, decoded, strict=True)]
-        difference = Difference.of([*tails, *self._plain_shown], [*decoded, *scored])
-        fault = difference.beyond(short_tolerance(runner.model.dtype, effect, self._rounding))
-        return fault and f"with pictures, {fault}; model.vision=none serves it for text alone"
+    def _difference(self, sequences: Sequence[Tokens], plain: Sequence[Tensor]) -> Difference:
+        """Compare what is decoded and scored of `sequences` with what is `plain`; other sequences join them until they
+        are as many as the probes of text.
+        """
+        others = self._sequences[len(sequences) :]
+        decoded = _decoded(self._runner, [*sequences, *others])[: len(sequences)]
+        scored = [_scored(self._runner, tokens) for tokens in sequences]
+        tails = [its[-len(mine) :] for its, mine in zip(plain, decoded, strict=True)]
+        return Difference.of([*tails, *plain], [*decoded, *scored])
 
     def _allowed(self) -> float:
         dtype = self._runner.model.dtype

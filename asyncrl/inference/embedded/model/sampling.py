@@ -2,9 +2,9 @@
 
 A row's token is found by inverse CDF from one uniform number of its own stream (`seeds`), so that a sample does not
 depend on its neighbours in the batch. The log-probability returned is that of the whole distribution at the row's
-temperature, before top-k, top-p and min-p cut it: the one that the trainer computes too, so that their ratio is 1 where
-the weights are the same (docs/algorithms.md, "Truncated sampling"). A greedy row returns its temperature-1 value. Both
-as SGLang does.
+temperature, over the tokens that the row may draw (`RowSampling.forbidden`), before top-k, top-p and min-p cut it: the
+one that the trainer computes too, so that their ratio is 1 where the weights are the same (docs/algorithms.md,
+"Truncated sampling"). A greedy row returns its temperature-1 value. Both as SGLang does.
 
 Shapes: R = rows (running samples), V = vocabulary, T = output positions.
 """
@@ -45,7 +45,8 @@ class RowSampling:
     """Per-row parameters `[R]`, with what holds for the whole batch so that unused work is skipped.
 
     Greedy rows carry inverse temperature 1. `filtered` is None where no row filters; `greedy` None where none is
-    greedy.
+    greedy. `forbidden` `[R, V]`, or `[1, V]` for all rows alike, marks tokens that may not be drawn; None: there are
+    none.
     """
 
     inverse_temperature: Tensor | None
@@ -55,6 +56,7 @@ class RowSampling:
     top_k: Tensor
     min_p: Tensor
     all_greedy: bool
+    forbidden: Tensor | None = None
 
 
 def _filter(logprobs_RV: Tensor, rows: RowSampling) -> Tensor:
@@ -88,6 +90,8 @@ def sample(logits_RV: Tensor, uniforms_R: Tensor, rows: RowSampling) -> tuple[Te
         tokens int64 `[R]` and their natural log-probabilities fp32 `[R]`, of the distribution before it was cut.
     """
     logits = logits_RV.float()
+    if rows.forbidden is not None:
+        logits = logits.masked_fill(rows.forbidden, -torch.inf)
     if rows.inverse_temperature is not None:
         logits = logits * rows.inverse_temperature[:, None]
     logprobs = logits.log_softmax(-1)

@@ -47,6 +47,8 @@ class CustomParams(Struct, frozen=True):
 
     seed_offset: int = 0
     """Numbers of the sample's stream that are used already, by tokens at the end of its prompt."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; none: all."""
 
 
 class UsedParams(Struct):
@@ -185,6 +187,7 @@ def _spec(params: UsedParams, eos_token_ids: tuple[int, ...]) -> SamplingSpec:
         stop=tuple(item for item in strings if item),
         seed=params.sampling_seed,
         seed_offset=params.custom_params.seed_offset,
+        allowed_token_ids=params.custom_params.allowed_token_ids,
     )
 
 

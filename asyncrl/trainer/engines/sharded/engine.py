@@ -225,9 +225,13 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
 class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
     """A causal language model."""
 
-    def __init__(self, built: Built, plan: BuildPlan, *, temperature: float, **engine: Any) -> None:
+    def __init__(
+        self, built: Built, plan: BuildPlan, *, temperature: float, allowed: Sequence[int] = (), **engine: Any
+    ) -> None:
         super().__init__(built, plan, **engine)
-        self._temperature = temperature
+        self._sampled: dict[str, Any] = {"temperature": temperature}
+        if allowed:
+            self._sampled["allowed_A"] = torch.tensor(allowed, device=plan.device)
         mine: dict[str, Tensor] = {**self.parameters(), **built.buffers}
         mine |= {published_name(name): parameter for name, parameter in self.parameters().items() if is_adapter(name)}
         published, adapters = (
@@ -260,7 +264,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
             return loss(micro_batch, PolicyOutputs(out[0], out[1] if len(out) > 1 else None))
 
         own = list(self.micro_batches(batch, wanted_T, seqs))
-        return self._accumulate(own, share_of, temperature=self._temperature, entropy=entropy)
+        return self._accumulate(own, share_of, **self._sampled, entropy=entropy)
 
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
         """Not known to this engine.
@@ -273,7 +277,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
     @torch.no_grad()
     def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
         own = list(self.micro_batches(batch, wanted_T))
-        outputs = {"temperature": self._temperature, "entropy": EntropyMode.none}
+        outputs = {**self._sampled, "entropy": EntropyMode.none}
         return self._collect(batch, own, lambda micro_batch: micro_batch.targets_N, **outputs)
 
     @torch.no_grad()

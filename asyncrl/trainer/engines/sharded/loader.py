@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
+from asyncrl.config.token_ids import token_ids
 from asyncrl.trainer.engines.base import EngineLoader
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.sharded.architectures import refusals
@@ -54,7 +55,8 @@ class ShardedLoader(EngineLoader):
             # Greedy answers report their log-probabilities at temperature 1.
             temperature = self._config.rollout.sampling.temperature or 1.0
             engine = self._engine(optimizer, tied=built.tied is not None and lora is None)
-            return ShardedPolicyEngine(built, plan, temperature=temperature, **engine)
+            allowed = token_ids(self._config.rollout.sampling.allowed_token_ids)
+            return ShardedPolicyEngine(built, plan, temperature=temperature, allowed=allowed, **engine)
 
         return self._place.everyone.together(build, f"building the language model in {path}")
 

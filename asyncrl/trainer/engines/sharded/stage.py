@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.engines.sharded.collectives import Group
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
-from asyncrl.trainer.model.scoring import EntropyMode, LogitsOf, token_logprobs
+from asyncrl.trainer.model.scoring import EntropyMode, LogitsOf, restricted, token_logprobs
 from asyncrl.trainer.parallel.layout import stage_layers
 
 EMBEDDING, NORM, LAYERS = "embed_tokens", "norm", "layers"
@@ -136,16 +137,26 @@ class PolicyStage(Stage):
         self._logits_of, self._vocabulary, self._slices = logits_of, vocabulary, slices
 
     def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:
-        """See `Stage`; keywords: `temperature`, `entropy`."""
+        """See `Stage`; keywords: `temperature`, `entropy`, and `allowed_A` where not all tokens may be drawn."""
         return self._score(hidden_IH.index_select(0, micro_batch.predictors_N), micro_batch.tokens_N, **outputs)
 
     def _score(
-        self, hidden_NH: Tensor, tokens_N: Tensor, *, temperature: float, entropy: EntropyMode
+        self,
+        hidden_NH: Tensor,
+        tokens_N: Tensor,
+        *,
+        temperature: float,
+        entropy: EntropyMode,
+        allowed_A: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        assert self._logits_of is not None
+        logits_of = self._logits_of
+        assert logits_of is not None
+        if allowed_A is not None:
+            offset = 0 if self._slices is None else slice_offset(self._vocabulary, self._slices)
+            logits_of = partial(_restricted, logits_of, allowed_A, offset)
         score = None if self._slices is None else self._score_slices
         logprobs_N, entropy_N = token_logprobs(
-            hidden_NH, tokens_N, self._logits_of, temperature=temperature, entropy=entropy, score=score
+            hidden_NH, tokens_N, logits_of, temperature=temperature, entropy=entropy, score=score
         )
         return (logprobs_N,) if entropy_N is None else (logprobs_N, entropy_N)
 
@@ -206,12 +217,21 @@ class _Logprobs(torch.autograd.Function):
         return grad_Nv, None, None, None
 
 
+def slice_offset(vocabulary: int, group: Group) -> int:
+    """The first token of this rank's slice of `vocabulary`."""
+    return -(-vocabulary // dist.get_world_size(group)) * dist.get_rank(group)
+
+
+def _restricted(logits_of: LogitsOf, allowed_A: Tensor, offset: int, hidden_NH: Tensor) -> Tensor:
+    return restricted(logits_of(hidden_NH), allowed_A, offset)
+
+
 def sliced_logprobs(logits_Nv: Tensor, targets_N: Tensor, vocabulary: int, group: Group) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `targets_N` and entropies of the distributions, in nats; fp32, [N] each.
 
     Args:
         logits_Nv: this rank's slice of the fp32 logits: ceil(V / ranks) of `vocabulary` V, fewer on the last ranks.
     """
-    offset = -(-vocabulary // dist.get_world_size(group)) * dist.get_rank(group)
+    offset = slice_offset(vocabulary, group)
     result: tuple[Tensor, Tensor] = _Logprobs.apply(logits_Nv, targets_N, offset, group)  # type: ignore[no-untyped-call]
     return result

@@ -52,6 +52,31 @@ def test_a_chunk_in_blocks_gives_the_same(block: int, monkeypatch: pytest.Monkey
         torch.testing.assert_close(got, wanted.float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_restricted_logits_score_as_a_vocabulary_of_the_allowed_tokens_alone(dtype: torch.dtype) -> None:
+    hidden_NH, _, head = inputs(dtype)
+    allowed_A = torch.tensor([3, 7, 8, 40])
+    places_N = torch.randint(0, 4, (N,))
+    small = nn.Linear(H, 4).to(dtype)
+    with torch.no_grad():
+        small.weight.copy_(head.weight[allowed_A])
+        small.bias.copy_(head.bias[allowed_A])
+    expected = results(plain(hidden_NH, places_N, small, 0.7, EntropyMode.differentiable), hidden_NH, small)
+    scored = token_logprobs(
+        hidden_NH,
+        allowed_A[places_N],
+        lambda hidden: scoring.restricted(head(hidden), allowed_A),
+        temperature=0.7,
+        entropy=EntropyMode.differentiable,
+    )
+    *same, weight_VH, bias_V = results(scored, hidden_NH, head)
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    others_V = ~torch.isin(torch.arange(V), allowed_A)
+    assert not weight_VH[others_V].any()
+    for got, wanted in zip([*same, weight_VH[allowed_A], bias_V[allowed_A]], expected, strict=True):
+        torch.testing.assert_close(got.float(), wanted.float(), **close)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("limit", [1, 4 * V * 7, 1 << 20], ids=["a token a chunk", "chunks of 7", "one chunk"])
 @pytest.mark.parametrize("entropy", EntropyMode)

@@ -59,6 +59,12 @@ def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Any], why: s
         check().check(trajectory(shared, **changes))
 
 
+def test_generated_tokens_outside_of_the_allowed_ones_are_refused_by_name() -> None:
+    TrajectoryCheck(VOCABULARY, lambda: NEWEST, allowed=(2, 16)).check(trajectory())
+    with pytest.raises(InvalidTrajectory, match=r"generated token 16, .*rollout.sampling.allowed_token_ids"):
+        TrajectoryCheck(VOCABULARY, lambda: NEWEST, allowed=(0, 2)).check(trajectory())
+
+
 def test_the_newest_version_is_looked_up_only_for_what_is_newer_than_known() -> None:
     announced, asked = [1], []
 

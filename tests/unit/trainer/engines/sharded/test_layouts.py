@@ -24,6 +24,7 @@ from transformers import (
 
 from asyncrl.api.trajectory import Trajectory
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.token_ids import token_ids
 from asyncrl.master.data.step_plan import Dealing, minibatches_of_groups
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.routers import routing_shape_of
@@ -90,6 +91,8 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
         )
         if config.moe.replay_routing:
             everything = [_routed(trajectory, config) for trajectory in everything]
+        if allowed := token_ids(config.rollout.sampling.allowed_token_ids):
+            everything = [_of_allowed(trajectory, np.array(allowed, np.int32)) for trajectory in everything]
         dealt = minibatches_of_groups([True] * len(everything), dealing, version=0).tolist()
         mine: list[Trajectory] = everything[place.data.rank :: place.data.world]
         told: dict[str, Any] = {"stats": []}
@@ -130,6 +133,17 @@ def _routed(trajectory: Trajectory, config: ExperimentConfig) -> Trajectory:
     return replace(trajectory, samples=samples)
 
 
+def _of_allowed(trajectory: Trajectory, allowed_A: Any) -> Trajectory:
+    """`trajectory` with allowed tokens in the place of all generated ones."""
+    return replace(
+        trajectory,
+        samples=[
+            replace(s, tokens=np.where(s.loss_mask, allowed_A[s.tokens % len(allowed_A)], s.tokens))
+            for s in trajectory.samples
+        ],
+    )
+
+
 def _whole(parameter: Any) -> Any:
     return whole(parameter.detach()).numpy().copy()
 
@@ -141,7 +155,7 @@ CASES = [  # a layout of all three kinds has every pair of them; each kind is th
     ("llama+lora4", "t4"),
     ("qwen2+lora4", "p2"),
     *(("qwen2+merged", layout) for layout in ("p2", "d2t2")),
-    ("llama", "t4"),  # more slices than key-value heads
+    ("llama+allowed", "t4"),  # more slices than key-value heads, and one of the slices has no token that is allowed
     *(("mixtral", layout) for layout in ("d3", "t2p2")),  # d3: a rank without an expert
     ("qwen3_moe", "d2t2"),
     ("mixtral+lora4", "t2"),
@@ -165,6 +179,7 @@ def test_any_layout_trains_as_one_process_does(
     config.model.lora.rank = 4 if how in ("lora4", "merged") else 0
     config.model.lora.publish = LoraPublish.merged if how == "merged" else LoraPublish.auto
     config.moe.replay_routing = how == "replay"
+    config.rollout.sampling.allowed_token_ids = "0-3,5-8,16" if how == "allowed" else ""
     # A stage's layers are computed again after another micro-batch went through them.
     config.trainer.gradient_checkpointing = how == "replay" and "p" in layout
     config.algorithm.graph = "ppo"
