@@ -35,7 +35,7 @@ from typing import NoReturn
 
 from asyncrl.algorithms.group_view import FilterDecision
 from asyncrl.api import EpisodeTimeout, GenerationRequest, GenerationResult, Prompt, Sample, Trajectory
-from asyncrl.api.trajectory import FINISHED_AT, OPPONENTS
+from asyncrl.api.trajectory import FINISHED_AT
 from asyncrl.comm.drop_reasons import LOST_EPISODES, DropReason, exhausted, failed_in
 from asyncrl.config.catalog import resolve
 from asyncrl.manager.client import ManagerClient
@@ -100,8 +100,9 @@ class _RolloutPolicy:
         for policy, versions in self.met.items():
             if tokens := versions.total():
                 mean = sum(version * count for version, count in versions.items()) / tokens
-                numbers = {"oldest_version": min(versions), "newest_version": max(versions), "version": mean}
-                found |= {f"{OPPONENTS}{policy}/{name}": float(number) for name, number in numbers.items()}
+                found[f"policy/{policy}/version"] = mean
+                found[f"policy/{policy}/oldest_version"] = float(min(versions))
+                found[f"policy/{policy}/newest_version"] = float(max(versions))
         return found
 
 

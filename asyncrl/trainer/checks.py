@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.algorithms.registry import KINDS
-from asyncrl.algorithms.spec import KLPlace, ProximalMode
+from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config import catalog
 from asyncrl.config.experiment import ExperimentConfig
@@ -305,6 +305,11 @@ def _parts_of_the_reward(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"algorithm.kl.name='k3_unbiased': it weighs a term of the loss, and algorithm.kl_in={algorithm.kl_in} is "
             "elsewhere; use kl_in=loss, or kl.name=k1"
+        )
+    if algorithm.kl_coef and algorithm.kl.name in WHOLE_DISTRIBUTIONS and algorithm.kl_in == KLPlace.reward:
+        yield (
+            f"algorithm.kl.name={algorithm.kl.name!r}: whole distributions are compared in the loss only, and "
+            "algorithm.kl_in=reward is elsewhere; use kl_in=loss, or kl.name=k1"
         )
     if algorithm.selection.name == "m2po" and algorithm.prox != ProximalMode.recompute:
         yield (
