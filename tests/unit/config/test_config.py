@@ -206,7 +206,7 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
             ["policies=[{name: a}]", "generation.backend=sglang", "manager.weight_transport=distributed"],
             ["policies: 'a': older versions are read from their folders", "use weight_transport=disk"],
         ),
-        (["policies=[{name: a, versions: {pick: best}}]"], ["policies[0].versions.pick", "best"]),
+        (["policies=[{name: a, versions: {pick: best}}]"], ["policies: versions.pick='best'", "uniform, latest"]),
         (["model.path=/nowhere"], ["model.path='/nowhere'", "config.json"]),
         (["dataset.path=/nowhere.jsonl"], ["dataset.path='/nowhere.jsonl'", "no such file"]),
         (["dataset.path=rows.txt"], ["dataset.path='rows.txt'", "ends in .jsonl"]),
