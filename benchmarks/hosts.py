@@ -102,12 +102,12 @@ def kill(kind: str) -> Fault:
     return lambda started: started.process(kind).kill()
 
 
-def kill_keeper(kind: str) -> Fault:
+def kill_supervisor(kind: str) -> Fault:
     def fault(started: Started) -> None:
-        keeper = started.process(kind).parent()
-        assert keeper is not None
-        assert "keeper" in _title(keeper), keeper
-        keeper.kill()
+        supervisor = started.process(kind).parent()
+        assert supervisor is not None
+        assert "supervisor" in _title(supervisor), supervisor
+        supervisor.kill()
 
     return fault
 
@@ -173,9 +173,9 @@ FAULTS: list[tuple[str, str, Fault]] = [
     ("the MasterWorker is killed", "it is started again and asks the ranks", kill("master_worker/0")),
     ("the GserverManager is killed", "it is started again and asks workers and ranks", kill("gserver_manager/0")),
     (
-        "a RolloutWorker's keeper is killed",
+        "a RolloutWorker's supervisor is killed",
         "its process ends; it is started again",
-        kill_keeper("rollout_worker/0"),
+        kill_supervisor("rollout_worker/0"),
     ),
     ("all ssh connections are cut at once", "both hosts' processes are started again", cut_connections),
     (f"a RolloutWorker's {FROZEN}", "it is waited for", partial(stopped, "rollout_worker/0")),

@@ -112,7 +112,7 @@ def _cpu_seconds(process: subprocess.Popen[bytes], metrics: Path, step: int) -> 
     while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < step):
         time.sleep(0.05)  # a benchmark looks; it synchronises nothing
     seconds: Counter[str] = Counter()
-    for child in psutil.Process(process.pid).children(recursive=True):  # each is a child of its keeper
+    for child in psutil.Process(process.pid).children(recursive=True):  # each is a child of its supervisor
         with suppress(psutil.NoSuchProcess):  # a process that ended meanwhile is none of these
             if named := TITLE.search(" ".join(child.cmdline())):
                 times = child.cpu_times()

@@ -333,12 +333,13 @@ def step_of_rank(quick: bool) -> float:
 
 def ended_known(quick: bool) -> float:
     """Return how many of `LIVE` rollouts, all dropped at the same moment, the gate still knows as ended."""
-    from asyncrl.manager.staleness_gate import StalenessGate, Ticket
+    from asyncrl.manager import staleness_gate
 
-    gate = StalenessGate(BATCH, ETA)
+    ticket = getattr(staleness_gate, "RolloutTicket", None) or getattr(staleness_gate, "Ticket")  # noqa: B009 - before
+    gate = staleness_gate.StalenessGate(BATCH, ETA)
     gate.resume(0)
     for number in range(LIVE):
-        gate.start(Ticket(f"r{number}", f"p{number}", number, "rollout_worker/0"))
+        gate.start(ticket(f"r{number}", "rollout_worker/0", f"p{number}", number))
     for number in range(LIVE):
         gate.drop(f"r{number}", "failed")
     return sum(gate.outcome(f"r{number}") == "failed" for number in range(LIVE))

@@ -31,8 +31,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.config.setting import Device
 from asyncrl.inference.settings import GenerationBackend
-from asyncrl.runtime.keeper import STOP_SIGNAL
-from asyncrl.runtime.process.process_tree import kept
+from asyncrl.runtime.process.process_tree import supervised
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 
 GROUP, VOCABULARY, START_S, LIMIT_S = 8, 512, 600.0, 300.0
 SHAPES = ((1, 60, 0), (4, 60, 0), (4, 200, 0), (1, 1000, 0), (4, 60, 100), (1, 1000, 200))
@@ -115,7 +115,7 @@ def run(python: str, rounds: int, folder: Path) -> None:
     security = RunSecret.create(folder / SECRET_FILE).http()
     argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(folder)]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(kept(argv), stdin=subprocess.PIPE, stdout=log, stderr=log)
+        process = subprocess.Popen(supervised(argv), stdin=subprocess.PIPE, stdout=log, stderr=log)
     resolver = make_resolver("file", str(folder / "name_resolve"))
 
     async def ask(url: str) -> None:

@@ -15,8 +15,10 @@ import argparse
 import hashlib
 import json
 import random
+import re
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,7 +54,8 @@ TEMPLATE = (
     + "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = [*"0123456789", "red", "?", "user", "assistant", "\n", "<unk>"]
+UNKNOWN = "<unk>"
+WORDS = [*"0123456789", "red", "?", "user", "assistant", "\n", UNKNOWN]
 
 
 def shapes(split: str, *, blind: bool = False) -> Dataset:
@@ -60,17 +63,18 @@ def shapes(split: str, *, blind: bool = False) -> Dataset:
     return load_dataset(f"{experiments_dir() / 'vlm_shapes.py'}:Shapes", {"blind": blind}, split, SEED)
 
 
-def make_tokenizer() -> Any:
+def make_tokenizer(words: Sequence[str] = WORDS) -> Any:
     """A token for each word that the task has, and Qwen2-VL's special ones."""
-    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex("red|user|assistant|[0-9]|\\?|\\n"), "isolated")
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *words])}
+    pattern = "|".join(re.escape(word) for word in words if word != UNKNOWN)
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     raw.decoder = decoders.Fuse()
     made = hf.PreTrainedTokenizerFast(
         tokenizer_object=raw,
         pad_token=SPECIAL[0],
         eos_token="<|im_end|>",
-        unk_token="<unk>",
+        unk_token=UNKNOWN,
         extra_special_tokens=[each for each in SPECIAL if each not in ("<|endoftext|>", "<|im_end|>")],
     )
     made.chat_template = TEMPLATE
@@ -123,11 +127,11 @@ def make_untrained(tokenizer: Any) -> Any:
     return model
 
 
-def write(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Write model, tokenizer and what reads pictures in to `folder`."""
+def write(folder: Path, model: Any, tokenizer: Any, side: int = SIDE) -> None:
+    """Write model, tokenizer and what reads pictures of `side` pixels in to `folder`."""
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
-    size = {"shortest_edge": SIDE**2, "longest_edge": SIDE**2}
+    size = {"shortest_edge": side**2, "longest_edge": side**2}
     Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=size).save_pretrained(str(folder))
 
 

@@ -42,9 +42,9 @@ from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.inference.client import GenerationServerClient
-from asyncrl.runtime.keeper import STOP_SIGNAL
-from asyncrl.runtime.process.process_tree import kept
+from asyncrl.runtime.process.process_tree import supervised
 from asyncrl.runtime.ranks import Ranks
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.worker_plan import MALLOC
 from asyncrl.weights.atomic_dir import sync_directory, sync_file
 from asyncrl.weights.versions.manifest import verify
@@ -136,7 +136,7 @@ def serve(model_dir: Path, dtype: str, run_dir: Path) -> Iterator[tuple[str, Htt
     security = RunSecret.create(run_dir / SECRET_FILE).http()
     argv = [sys.executable, "-m", "asyncrl.runtime.main", "generation_server", "0", "--run-dir", str(run_dir)]
     with (run_dir / "log").open("wb") as log:
-        server = subprocess.Popen(kept(argv), stdin=subprocess.PIPE, stdout=log, stderr=log)
+        server = subprocess.Popen(supervised(argv), stdin=subprocess.PIPE, stdout=log, stderr=log)
     resolver = make_resolver("file", str(run_dir / "name_resolve"))
     try:
         yield names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url, security

@@ -14,9 +14,8 @@ async def run(
     """
     reward = 0.0
     for number in range(looks):
-        request = GenerationRequest(
-            f"{prompt.prompt_id}/{prompt.member}/{number}", prompt.input_ids, 1, prompt.sampling
-        )
+        name = f"{prompt.prompt_id}/{prompt.member}/{number}"
+        request = GenerationRequest(name, prompt.input_ids, 1, prompt.sampling, prompt.pictures)
         (answer,) = (await client.generate(request)).completions
         await env.reset(options={"data": prompt.data})
         _, reward, *_ = await env.step(tokenizer.decode(answer.token_ids))

@@ -30,8 +30,8 @@ class Renewals:
     """
 
     def __init__(self, owner: NameResolver) -> None:
-        self._renew: Callable[[str], bool] = owner._keeper._renew
-        owner._keeper._renew = self._renew_and_note
+        self._renew: Callable[[str], bool] = owner._renewer._renew
+        owner._renewer._renew = self._renew_and_note
         self._lock = threading.Lock()
         self._last, self._longest_s = time.monotonic(), 0.0
 

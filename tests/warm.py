@@ -2,23 +2,23 @@
 
 Nine tenths of the processor time of a short run are imports: a ModelWorker and a GenerationServer take five seconds
 each until they do anything. So tests start a template once (`Template`), a process that imports what any process of a
-run imports, and then only forks. Everything else is as it is without it: the launcher, its keepers and the workers are
+run imports, and then only forks. Everything else is as it is without it: launcher, supervisors and workers are
 processes of their own with the same parents, arguments, environments, descriptors and signals, and run the same code.
 
     pytest ── template (imports, then forks)
-                 └─ launcher ── spawner (forks keepers from the template's state, not the launcher's)
-                       └─ keeper ── worker
+                 └─ launcher ── spawner (forks supervisors from the template's state, not the launcher's)
+                       └─ supervisor ── worker
 
 Each process begins with the modules of the template and nothing else of any run: the spawner is forked before the
-launcher does anything. A keeper is the spawner's grandchild whose parent ends at once, so that the kernel hands it to
-the launcher, which is a subreaper.
+launcher does anything. A supervisor is the spawner's grandchild whose parent ends at once, so that the kernel hands it
+to the launcher, which is a subreaper.
 
-Only `python -m asyncrl.launch`, rehearsals, keepers, workers and the making of base models are forked; whatever else a
-process starts (processes of users' code, SGLang, tools) is started as always. What is about the start itself, about
-what a process has not imported or about its memory runs cold: `start_run(cold=True)`. `ASYNCRL_COLD_TESTS=1 make test`
-runs everything so.
+Only `python -m asyncrl.launch`, rehearsals, supervisors, workers and the making of base models are forked; all else
+that a process starts (processes of users' code, SGLang, tools) is started as always. What is about the start itself,
+about what a process has not imported or about its memory runs cold: `start_run(cold=True)`. `ASYNCRL_COLD_TESTS=1 make
+test` runs everything so.
 
-Linux only, like keepers.
+Linux only, like supervisors.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PRELOADED = (
 )
 """Modules that the processes of a run import, one or the other."""
 MODULES = ("asyncrl.launch", "asyncrl.rollout.rehearsal", "asyncrl.runtime.main", "asyncrl.trainer.supervised")
-"""Modules that are forked, beside keepers, where a launcher starts them."""
+"""Modules that are forked, beside supervisors, where a launcher starts them."""
 _TITLE_SPACE = "-" * 400  # an argument, over which processes write their titles
 _ENVIRONMENT_SPACE = 64 * 1024  # bytes, over which processes write their environments
 _SUBREAPER = 36
@@ -237,7 +237,7 @@ def _launch(request: Mapping[str, Any], standard: Sequence[int]) -> NoReturn:
 
 
 def _spawn(requests: socket.socket) -> NoReturn:
-    """Be the spawner: fork a keeper for each request, until the launcher has ended."""
+    """Be the spawner: fork a supervisor for each request, until the launcher has ended."""
     _become_titled("tests of asyncrl: spawner")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
@@ -254,7 +254,7 @@ def _spawn(requests: socket.socket) -> NoReturn:
             requests.detach()
             _take(descriptors[:3], list(zip(request["kept"], descriptors[3:], strict=True)))
             _become(request)
-        os.waitpid(middle, 0)  # the keeper is the launcher's child by now
+        os.waitpid(middle, 0)  # the supervisor is the launcher's child by now
         requests.sendall(os.read(told, 64))
         for descriptor in (told, tells, *descriptors):
             os.close(descriptor)
@@ -294,7 +294,7 @@ def _spawn_below() -> None:
 def _is_forked(command: Sequence[str]) -> bool:
     if list(command[:2]) == [sys.executable, "-m"]:
         return command[2] in MODULES
-    return list(command[:3]) == [sys.executable, "-I", "-S"] and command[3].endswith("/asyncrl/runtime/keeper.py")
+    return list(command[:3]) == [sys.executable, "-I", "-S"] and command[3].endswith("/asyncrl/runtime/supervisor.py")
 
 
 def _become(request: Mapping[str, Any]) -> NoReturn:
@@ -344,7 +344,7 @@ def _run(command: Sequence[str]) -> NoReturn:
 
 
 def _execute(file: str, command: Sequence[str]) -> NoReturn:
-    """`os.execvp` in the child of a keeper."""
+    """`os.execvp` in the child of a supervisor."""
     if not _is_forked(command):
         os.execvpe(file, list(command), dict(os.environ))
     for number in map(int, os.listdir("/proc/self/fd")):

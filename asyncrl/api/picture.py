@@ -403,6 +403,14 @@ def _upright(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
+def evenly(frames: Sequence[Picture], count: int) -> list[Picture]:
+    """`count` of `frames`, at least one, evenly chosen from first to last; of fewer frames some are there again. One is
+    the last.
+    """
+    places = np.linspace(len(frames) - 1, 0, count).round().astype(int)[::-1]
+    return [frames[place] for place in places]
+
+
 def picture_from(value: Any) -> Picture:
     """Return the picture that `value` is: a `Picture`, file content, a data URL, an array or a PIL image.
 

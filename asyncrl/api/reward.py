@@ -22,9 +22,11 @@ import inspect
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
+
+from asyncrl.api.picture import Picture
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 _MARK = "__asyncrl_run_in__"
@@ -70,6 +72,10 @@ class Episode:
         generated_tokens: number of tokens that the policy generated.
         truncated: the answer was cut off by a length limit.
         reward: the sample's reward so far, before rewards of whole episodes and groups.
+        episode: number of the episode in its group; an agent's episode may give several samples.
+        version: newest policy version of a generated token; -1 if there is none.
+        metrics: the agent's own numbers, `Sample.metrics`.
+        frames: pictures of the episode in order, `Sample.frames`.
     """
 
     data: Mapping[str, Any]
@@ -79,6 +85,10 @@ class Episode:
     generated_tokens: int
     truncated: bool
     reward: float
+    episode: int = 0
+    version: int = -1
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    frames: tuple[Picture, ...] = ()
 
     @property
     def completion(self) -> str:

@@ -73,6 +73,9 @@ class Sample:
     group: str = ""
     """Comparison group: samples of a rollout are compared with those of the same name only. What comes before a `/` is
     the role (`role_of`): metrics and the baselines of `rae` are kept for each role. See `compared_episodes` too."""
+    frames: tuple[Picture, ...] = ()
+    """Pictures of the episode, in order, for rewards (`Episode.frames`); training does not receive them. Of an episode
+    with several samples the last one has them."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)

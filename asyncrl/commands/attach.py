@@ -21,7 +21,7 @@ from pathlib import Path
 from asyncrl.comm.files.private_files import make_private_folder, open_private_file
 from asyncrl.config.run_dir import EXIT_FILE, LAUNCHER_LOG
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
-from asyncrl.runtime.keeper import identity_of
+from asyncrl.runtime.supervisor import identity_of
 from asyncrl.runtime.trials.claim import detached_holder
 
 START_LIMIT_S = 600.0

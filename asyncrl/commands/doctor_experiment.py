@@ -6,6 +6,7 @@ Exit codes: 0 it can start, 2 it cannot; the lines say why.
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +37,9 @@ from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.plan import with_types
 from asyncrl.trainer.supervised.base_model import existing_base_model
 
+INDENT = 14
+"""Columns of a check's mark and name."""
+
 Checked = Callable[[], Iterator[str]]
 
 
@@ -59,8 +63,12 @@ class _Report:
 
     def line(self, mark: str, style: str, name: str, told: str) -> None:
         """Print a line."""
-        for number, line in enumerate(told.splitlines() or [""]):
-            head = Text(f"{mark} {name:<12}" if not number else " " * 14, style=style)
+        lines = told.splitlines() or [""]
+        if self._console.is_terminal:
+            width = max(20, self._console.width - INDENT - 1)
+            lines = [part for line in lines for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]]
+        for number, line in enumerate(lines):
+            head = Text(f"{mark} {name}".ljust(INDENT) if not number else " " * INDENT, style=style)
             self._console.print(head + Text(f" {line}"))
 
 

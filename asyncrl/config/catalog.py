@@ -14,7 +14,14 @@ from typing import Any
 
 from asyncrl.algorithms.registry import KINDS
 from asyncrl.config.import_paths import PluginError, load_plugin, locate, split_path
-from asyncrl.config.signatures import MODEL_FUNCTION, RegisteredFunction, check_arguments, function_entry, registrations
+from asyncrl.config.signatures import (
+    MODEL_FUNCTION,
+    RegisteredFunction,
+    check_arguments,
+    function_entry,
+    registers,
+    registrations,
+)
 from asyncrl.config.suggestions import did_you_mean
 
 _HOME = {**dict.fromkeys(KINDS, "asyncrl.algorithms"), MODEL_FUNCTION: "asyncrl.trainer"}
@@ -96,6 +103,8 @@ def _entries(path: Path, module: str) -> tuple[RegisteredFunction, ...]:
         return tuple(registrations(path, module))
     found: list[RegisteredFunction] = []
     for source in sorted(path.rglob("*.py")):
+        if not registers(source):
+            continue
         parts = source.relative_to(path).with_suffix("").parts
         inside = parts[:-1] if parts[-1] == "__init__" else parts
         found += registrations(source, ".".join((module, *inside)))

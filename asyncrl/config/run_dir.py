@@ -90,14 +90,13 @@ def write_run_config(config: ExperimentConfig, run_dir: Path) -> None:
 
 
 def read_run_config(run_dir: Path) -> ExperimentConfig:
-    """The resolved config of the run in `run_dir`. Every process of a run reads it, so without OmegaConf, which takes
-    fifty times as long to check what it wrote itself.
+    """The resolved config of the run in `run_dir`.
 
     Raises:
         ConfigError: a setting that there is not, as one of another version; a value that is not of its setting's type.
     """
     file = run_dir / CONFIG_FILE
-    written = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    written = read_settings(run_dir)
     try:
         config = msgspec.convert(written, ExperimentConfig)
     except msgspec.ValidationError as error:
@@ -105,6 +104,15 @@ def read_run_config(run_dir: Path) -> ExperimentConfig:
     if unknown := list(_not_taken(written, msgspec.to_builtins(config))):
         raise ConfigError(f"{file}: unknown settings: {', '.join(unknown)}; was the run made by another version?")
     return config
+
+
+def read_settings(run_dir: Path) -> Any:
+    """The resolved config of the run in `run_dir` as nested mappings, whatever version wrote it.
+
+    Every process of a run reads it, so without OmegaConf, which takes fifty times as long to check what it wrote.
+    """
+    text = (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _not_taken(written: dict[str, Any], taken: dict[str, Any], prefix: str = "") -> Iterator[str]:

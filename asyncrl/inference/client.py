@@ -314,7 +314,9 @@ class GenerationServerClient:
             await self._sender.send(self.url, lacking, timeout_s=max(ends - loop.time(), 0.001))
         raise AssertionError("the last attempt returns or raises")
 
-    async def prompt_logprobs(self, token_ids: Sequence[int], start: int, *, timeout_s: float) -> list[float]:
+    async def prompt_logprobs(
+        self, token_ids: Sequence[int], start: int, *, timeout_s: float, pictures: Sequence[PlacedPicture] = ()
+    ) -> list[float]:
         """Log-probabilities at temperature 1 of `token_ids` after position `start`, as this server scores them now.
 
         What comes before may be taken from the server's prefix cache, so that one that is stale shows.
@@ -327,8 +329,9 @@ class GenerationServerClient:
             sampling_params={"max_new_tokens": 0, "temperature": 1.0},
             return_logprob=True,
             logprob_start_len=start,
+            pictures=[[placed.ref for placed in pictures]] if pictures else None,
         )
-        reply = await self._http.call("POST", f"{self.url}/generate", body, timeout_s=timeout_s)
+        reply = await self._ask(body, {each.picture.sha256: each.picture for each in pictures}, timeout_s)
         try:
             entries = reply["meta_info"]["input_token_logprobs"]
             logprobs = [float(logprob) for logprob, *_ in entries[1:]]  # the first entry's is null from SGLang

@@ -39,6 +39,13 @@ class GenerationConfig:
     dtype: Dtype = setting(Dtype.auto, "type of weights and KV cache; auto: bfloat16 on GPUs, float32 on CPUs")
     max_running_requests: int = setting(256, "sequences decoded together (embedded engine)", minimum=1)
     max_total_tokens: int = setting(65536, "KV cache (embedded engine)", unit="tokens", minimum=16)
+    picture_memory: float = setting(
+        0.5,
+        "host memory for pictures as they were sent, which a server keeps for later requests (embedded engine); 0.5 "
+        "holds some 2000 of 448 x 448 as PNG",
+        unit="GiB",
+        minimum=0.0,
+    )
     context_length: int = setting(
         0,
         "longest conversation; 0: max_prompt_tokens + max_new_tokens, and for each further turn "

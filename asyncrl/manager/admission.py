@@ -1,11 +1,11 @@
-"""Admit rollouts: answer the calls that wait at the gate, in turn, as there is room.
+"""Admit rollouts: answer the calls that wait at the gate, in turn, as room becomes free.
 
-A call brings ids, one for each rollout that its worker has room for. The gate says how many rollouts may start, the
-prompt queue which prompts they play. Calls that wait are served one rollout at a time in turn, so that what comes at
-once is spread over the workers. Which worker gets which prompt changes no batch. A server for the first request comes
-with an admission, under the rollout's id: half the calls.
+A call brings ids, one for each rollout that its worker has room for. The gate decides how many rollouts may start, and
+the prompt queue which prompts they play. Waiting calls receive one rollout at a time in turn, so a burst of room is
+spread over the workers. Which worker gets which prompt changes no batch. An admission also brings a server for the
+rollout's first request, under the rollout's id, which halves the number of calls.
 
-A call also ends once its worker is told something else: of rollouts that will not start, of the end.
+A call is answered without a rollout if some of its ids will not start, and when the gate closes.
 """
 
 from __future__ import annotations
@@ -16,50 +16,55 @@ from dataclasses import dataclass, field
 
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.manager import messages as m
+from asyncrl.manager.notifier import Notifier
 from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.rollout_books import RolloutBooks
+from asyncrl.manager.rollout_state import RolloutState
 from asyncrl.manager.router import ServerView
 from asyncrl.manager.staleness_gate import ABANDONED, WORKER_LOST, StalenessGate
-from asyncrl.manager.wakeup import Signal
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 
 
 @dataclass(slots=True, eq=False)
 class WaitingCall:
-    """An allocation that waits: the `ids` that are free, what it got, and those that are `gone`. `changed`: there is
-    something to tell it.
+    """An allocation that waits.
+
+    Attributes:
+        ids: free ids, for rollouts that have not started.
+        granted: rollouts that have started.
+        gone: ids of rollouts that will not start any more.
+        changed: notified when the call can be answered.
     """
 
     worker: str
     ids: list[str]
     granted: list[m.GrantedRollout] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
-    changed: Signal = field(default_factory=Signal)
+    changed: Notifier = field(default_factory=Notifier)
 
 
 class WaitingCalls:
-    """The calls that wait; the one that was served last is the last of them."""
+    """The calls that wait, in the order of their turns."""
 
     def __init__(self) -> None:
         self._calls: OrderedDict[int, WaitingCall] = OrderedDict()
 
     def __iter__(self) -> Iterator[WaitingCall]:
-        """The calls, the next one first; calls may be served meanwhile."""
+        """Iterate over a copy of the calls, the next one first."""
         return iter(list(self._calls.values()))
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def add(self, call: WaitingCall) -> None:
-        """The call waits from now on."""
+        """Add a call, which comes last."""
         self._calls[id(call)] = call
 
     def remove(self, call: WaitingCall) -> None:
-        """The call waits no longer."""
+        """Remove the call if it waits."""
         self._calls.pop(id(call), None)
 
     def serve(self, start: Callable[[WaitingCall], bool], room: Callable[[], int]) -> None:
-        """Let calls `start` a rollout in turn while there is `room`, until none of them starts one."""
+        """Start rollouts for the calls in turn while there is `room`, until no call can start one."""
         refused = 0
         while refused < len(self._calls) and room():
             key, call = next(iter(self._calls.items()))
@@ -68,18 +73,18 @@ class WaitingCalls:
 
 
 class Admission:
-    """See the module's docstring.
+    """Answers allocations.
 
     Args:
-        place: a server for a worker's request, None where there is none now.
-        first: the size that a rollout's first request is taken to have; None: admissions bring no server.
-        pacing: says how much of the gate's room is to be used now; None: all.
+        place: returns a server for a worker's request; None if there is none now.
+        first: assumed size of a rollout's first request; None: admissions bring no server.
+        pacing: limits how much of the gate's room is used now; None: no limit.
         clock: monotonic time in seconds.
     """
 
     def __init__(
         self,
-        rollouts: RolloutBooks,
+        rollouts: RolloutState,
         place: Callable[[m.RouteRequest, str], ServerView | None],
         *,
         first: m.RequestSize | None,
@@ -101,14 +106,14 @@ class Admission:
 
     @property
     def idle_s(self) -> float:
-        """Seconds in which no rollout ran, as the gate let none start: generation waited for training."""
+        """Seconds in which no rollout ran because the gate was full: generation waited for training."""
         return self._idle_s + (0.0 if self._idle_since is None else self._clock() - self._idle_since)
 
-    def begin(self, rollouts: RolloutBooks, curriculum: Curriculum | None) -> None:
-        """Open the gate: these are the rollouts that there are. Waiting calls may ask for some that are over."""
+    def begin(self, rollouts: RolloutState, curriculum: Curriculum | None) -> None:
+        """Open the gate with the rebuilt state. Waiting calls may ask for rollouts that have ended in it."""
         self._rollouts, self._begun, self.curriculum = rollouts, True, curriculum
         for waiting in self.calls:
-            waiting.gone += [rollout_id for rollout_id in waiting.ids if self._is_given_up(rollout_id)]
+            waiting.gone += [rollout_id for rollout_id in waiting.ids if self._is_gone(rollout_id)]
             if waiting.gone:
                 waiting.changed.notify()
         if self._pacing is not None:  # when they began is not known; as of now they are young
@@ -117,11 +122,11 @@ class Admission:
                     self._pacing.started(rollout_id, self._clock())
 
     async def answer(self, request: m.AllocateRequest, deadline: float) -> m.AllocateReply:
-        """Start rollouts for a prefix of the ids; holds until `deadline` where there is nothing to tell.
+        """Start rollouts for a prefix of the ids; wait until `deadline` while there is nothing to answer.
 
-        A call that finds the gate closed is held like any other, or workers would ask again without a pause.
+        A call that finds the gate closed waits like any other. Otherwise workers would ask again without a pause.
         """
-        gone = [rollout_id for rollout_id in request.rollouts if self.was_given_up(rollout_id)]
+        gone = [rollout_id for rollout_id in request.rollouts if self.is_gone(rollout_id)]
         waiting = WaitingCall(request.worker, [], gone=gone)
         for rollout_id in request.rollouts:
             if self._gate.running(rollout_id) is not None:
@@ -139,23 +144,23 @@ class Admission:
             self.calls.remove(waiting)
         return m.AllocateReply(waiting.granted, self._gate.version, self._gate.closed, waiting.gone)
 
-    def was_given_up(self, rollout_id: str) -> bool:
-        """True if the rollout was admitted, and dropped before its worker knew of it.
+    def is_gone(self, rollout_id: str) -> bool:
+        """True if the rollout was admitted, and dropped before its worker received the grant.
 
         Raises:
-            BadRequest: it was seen to its end.
+            BadRequest: the rollout ended in another way, so its id is used.
         """
         if self._gate.outcome(rollout_id) is None:
             return False
-        if self._is_given_up(rollout_id):
+        if self._is_gone(rollout_id):
             return True
         raise m.BadRequest(f"rollout_id {rollout_id!r} was used before; give each attempt an id of its own")
 
-    def _is_given_up(self, rollout_id: str) -> bool:
+    def _is_gone(self, rollout_id: str) -> bool:
         return self._gate.outcome(rollout_id) in (WORKER_LOST, DropReason.lost_with_manager, ABANDONED)
 
     def admit(self) -> None:
-        """Start rollouts while there is room; then see to the idle time."""
+        """Start rollouts while there is room; then update the idle time."""
         unmeasured = self.curriculum is not None and self._rollouts.awaits_ends  # who rests is not known yet
         if self.calls and self._begun and not unmeasured:
             self.calls.serve(self._start, self._capacity)
@@ -166,37 +171,37 @@ class Admission:
             self._idle_s += self._clock() - self._idle_since
             self._idle_since = None
 
-    def gone(self, worker: str) -> None:
-        """The worker is another process by now, or none: what it wanted it gets no more."""
+    def worker_left(self, worker: str) -> None:
+        """The worker's process is gone: its waiting calls receive nothing any more."""
         for waiting in self.calls:
             if waiting.worker == worker:
                 waiting.ids.clear()
 
     def tell_of_the_end(self) -> None:
-        """No rollout starts any more: no call needs to wait."""
+        """Answer all waiting calls: no rollout starts any more."""
         for waiting in self.calls:
             waiting.changed.notify()
 
     def rollout_ended(self, rollout_id: str, *, kept: bool) -> None:
-        """For the pacing; `kept`: the trainer has it."""
+        """Tell the pacing that a rollout ended; `kept`: the trainer has it."""
         if self._pacing is not None:
             self._pacing.ended(rollout_id, self._clock(), kept=kept)
             self._pacing.observe(self._gate.finished, self._clock())
 
     def batch_taken(self) -> None:
-        """For the pacing: a step was trained."""
+        """Tell the pacing that a step was trained."""
         if self._pacing is not None:
             self._pacing.asked(self._gate.finished, self._clock())
 
     def _capacity(self) -> int:
-        """Rollouts that may start now, by the gate and the pacing."""
+        """Number of rollouts that gate and pacing let start now."""
         allowed = self._gate.capacity
         if self._pacing is None or not allowed:
             return allowed
         return min(allowed, self._pacing.room(self._gate.finished, self._clock()))
 
     def _start(self, waiting: WaitingCall) -> bool:
-        """Start the next rollout of a waiting call, for which there is room; False where it starts none now."""
+        """Start the next rollout of a waiting call; return False if it can start none now."""
         while waiting.ids and self._gate.outcome(waiting.ids[0]) is not None:
             waiting.ids.pop(0)  # another call of the same worker saw it to its end
         if not waiting.ids:
@@ -215,7 +220,7 @@ class Admission:
         return True
 
     def _grant(self, waiting: WaitingCall, rollout_id: str) -> None:
-        """Tell the call what the rollout, which runs, is to play."""
+        """Add the grant of a running rollout to the call's answer."""
         ticket, version = self._gate.running(rollout_id), self._gate.admitted_at(rollout_id)
         if ticket is None or version is None:
             return

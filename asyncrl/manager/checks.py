@@ -24,6 +24,12 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             "from disk only; use weight_transport=disk or backend=sglang"
         )
     yield from transport.check(config)
+    lease_s, limit_s = config.manager.rollout_lease_s, config.system.stall_timeout_s
+    if lease_s >= limit_s:
+        yield (
+            f"manager.rollout_lease_s={lease_s:g}: a GserverManager that replaces another waits so long for silent "
+            f"workers, and the run ends after system.stall_timeout_s={limit_s:g} without a step; use a shorter lease"
+        )
     yield from _policies(config)
 
 

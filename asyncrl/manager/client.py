@@ -44,6 +44,8 @@ begins at once needs less.
 """
 NOT_INTRODUCED = 409
 """Status of a call that another manager was meant to get."""
+NOT_REBUILT = 503
+"""Status of a call to a manager that waits for workers to report, `manager.rollout_lease_s` at most."""
 _BACKOFF = Backoff(0.05, 2.0)
 
 _log = logging.getLogger(__name__)
@@ -58,12 +60,14 @@ class ManagerGone(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class GateStatus:
     """State of the manager: seconds in which the gate let no rollout run so far, versions that servers serve or load,
-    and the number of rollouts dropped so far by reason.
+    and the number of rollouts dropped so far by reason. `rebuilt`: False while the numbers are not known, see
+    `StatusReply`.
     """
 
     idle_s: float = 0.0
     versions_in_use: frozenset[int] = frozenset()
     dropped: Mapping[str, int] = field(default_factory=dict)
+    rebuilt: bool = True
 
 
 class NotIntroduced(RuntimeError):
@@ -117,6 +121,7 @@ class ManagerClient:
         incarnation: of the caller, see `WorkerRequest`.
         retry_s: how long a call is repeated while the manager does not answer.
         find: looks up where the manager is now, for a call that failed: it may be another process by then.
+        launch: that the caller belongs to.
     """
 
     def __init__(
@@ -128,10 +133,11 @@ class ManagerClient:
         incarnation: int = 0,
         retry_s: float = RETRY_S,
         find: Callable[[], str] | None = None,
+        launch: str = "",
     ) -> None:
         self._url = url.rstrip("/")
         self._find = find
-        self._incarnation = incarnation
+        self._incarnation, self._launch = incarnation, launch
         self._worker = worker
         self._http = JsonHttp(security)
         self._retry_s = retry_s
@@ -256,8 +262,10 @@ class ManagerClient:
     async def status(self) -> GateStatus:
         """The manager's state; a report of what was consumed brings it, too."""
         reply = await self._call("/status", None, m.StatusReply)
-        in_use = {version for server in (*reply.servers, *reply.opponents) for version in (server.version, server.goal)}
-        return GateStatus(reply.gate.idle_s, frozenset(v for v in in_use if v is not None), reply.gate.dropped)
+        servers = (*reply.servers, *reply.opponents)
+        in_use = {version for server in servers for version in (server.version, server.goal)}
+        gate, known = reply.gate, frozenset(version for version in in_use if version is not None)
+        return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt)
 
     async def describe(self) -> str:
         """The manager's state in a line for people."""
@@ -265,6 +273,8 @@ class ManagerClient:
         gate = reply.gate
         servers = (*reply.servers, *reply.opponents)
         shown = ", ".join(f"{s.policy}{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in servers)
+        if not reply.rebuilt:
+            return f"the gate is shut until the MasterWorker and all RolloutWorkers report; servers: {shown or 'none'}"
         return (
             f"gate: trained {gate.trained} + finished {gate.finished_untrained} + running {gate.running} of "
             f"{gate.limit} allowed at served version {gate.version}; servers: {shown or 'none'}"
@@ -323,7 +333,7 @@ class ManagerClient:
         """Return the number of the manager that knows what this worker holds."""
         async with self._opening:
             if self._manager is None:
-                report = m.HeldReport(self._worker, self._incarnation, self._held.all())
+                report = m.HeldReport(self._worker, self._incarnation, self._held.all(), self._launch)
                 self._manager = (await self._call("/open_session", report, m.Session)).manager
             return self._manager
 
@@ -339,6 +349,8 @@ class ManagerClient:
                 if isinstance(error, HttpRefused) and error.status < 500:
                     raise
                 last = error
+            if isinstance(last, HttpRefused) and last.status == NOT_REBUILT:  # for a lease at most, whatever that is
+                deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
             failures += 1
             delay_s = _BACKOFF.delay(failures)
             if asyncio.get_running_loop().time() + delay_s > deadline:

@@ -16,12 +16,12 @@
 Both ends use these types. What arrives and is not of its type is refused with 400, with the field's path and what was
 expected of it, for example `$.rollouts[0].order: expected int, got str`; an unknown field is refused too.
 
-A request that is held takes `timeout_s` seconds at most. A `WorkerRequest` is also the caller's sign of life, and tells
+A request that is held takes `timeout_s` seconds at most. A `WorkerRequest` also renews the caller's lease, and reports
 which of its requests and rollouts ended.
 
-Calls about rollouts name the manager that they are meant for. Another one refuses them with 409: it first wants
-`open_session` of a worker, `report_run` of the master (`asyncrl.manager.rebuild`). A manager that is not rebuilt yet
-answers `report_consumed`, `wait_expiring`, `close_gate` and `abandon` with 503, after a while.
+Calls about rollouts name the manager that they are meant for. Another manager refuses them with 409: it first needs
+`open_session` from a worker, `report_run` from the master (`asyncrl.manager.rebuild`). A manager that is not rebuilt
+yet answers `report_consumed`, `wait_expiring`, `close_gate` and `abandon` with 503, after a few seconds.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class BadRequest(ValueError):
-    """The request is of its type and still not one that can be answered; the message says what is wrong."""
+    """The request has its type, but cannot be answered; the message says why."""
 
 
 class NotIntroduced(BadRequest):
-    """The call is meant for another manager, or this one must first be told what it does not know."""
+    """The call is meant for another manager; the caller must first report to this one."""
 
 
 class NotRebuilt(BadRequest):
-    """The manager waits for others to say what they have; the call may be made again."""
+    """The manager waits for reports of other processes; the call may be repeated."""
 
 
 class Message(Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,11 +60,11 @@ Verb = tuple[type[Message], Callable[[Any], Awaitable[Message]]]
 
 
 class Empty(Message, frozen=True):
-    """A request that says nothing but its verb."""
+    """A request without arguments."""
 
 
 class Done(Message, frozen=True):
-    """The reply to a verb that has nothing to tell."""
+    """A reply without content."""
 
     ok: bool = True
 
@@ -83,11 +83,13 @@ class RequestSize(Message, frozen=True):
 
 
 class RouteRequest(RequestSize, frozen=True, kw_only=True):
-    """A request that wants a server. The same `request_id` again moves it.
+    """A request that needs a server. The same `request_id` again moves it.
 
-    `rollout_id` is None for evaluation; `affinity` names the conversation whose cache it can use; None as `min_version`
-    leaves the version to the rollout's admission. `policy` is one of `policies`, whose versions do not count; empty:
-    the trained one.
+    Attributes:
+        rollout_id: None for an evaluation.
+        affinity: the conversation whose cache the request can use.
+        min_version: least version of the server; None: that of the rollout's admission.
+        policy: one of `policies`, whose versions do not count; empty: the trained policy.
     """
 
     request_id: Name
@@ -98,10 +100,11 @@ class RouteRequest(RequestSize, frozen=True, kw_only=True):
 
 
 class Route(Message, frozen=True, omit_defaults=True):
-    """The server that was chosen, and the policy version it served at that time.
+    """The chosen server, and the policy version that it served at that time.
 
-    `expires_at` is the client's own knowledge and never sent: later than this, in seconds of its event loop's clock, it
-    asks again, as the server may have left service.
+    Attributes:
+        expires_at: set by the client and never sent: from then on, in seconds of its event loop's clock, the client
+            asks again, as the server may have left service.
     """
 
     url: str
@@ -110,11 +113,14 @@ class Route(Message, frozen=True, omit_defaults=True):
 
 
 class FinishedRollout(Message, frozen=True):
-    """The end of a rollout: `accepted` once the trainer has acknowledged it, else dropped for `reason`.
+    """The end of a rollout.
 
-    `return_prompt`: its prompt is to be tried again, as the try failed; `as_next_attempt`: with other random numbers,
-    after other prompts, as a filter rejected the try.
-    `success`: the share of its answers that are right, where a curriculum asks for it.
+    Attributes:
+        accepted: the trainer has acknowledged it; else it is dropped for `reason`.
+        return_prompt: its prompt is tried again.
+        as_next_attempt: the prompt is tried with other random numbers and after other prompts, as a filter rejected
+            the try; else the try failed.
+        success: share of right answers, if there is a curriculum.
     """
 
     rollout_id: Name
@@ -127,10 +133,15 @@ class FinishedRollout(Message, frozen=True):
 
 
 class WorkerRequest(Message, frozen=True, kw_only=True):
-    """A call in the name of `worker`, `<kind>/<index>`, which also tells what ended: request ids and rollouts.
+    """A call of a worker, which also reports what ended.
 
-    `incarnation`: how many of the worker's processes died before the one that calls. The first call of a later one ends
-    the tickets of those before it, which are refused from then on. `manager`: the number of the one that is meant.
+    Attributes:
+        worker: `<kind>/<index>`.
+        incarnation: number of the worker's processes that died before the caller. The first call of a later one ends
+            the rollouts of those before it, whose calls are refused from then on.
+        manager: number of the manager that the call is meant for.
+        released: ids of ended requests.
+        finished: ended rollouts.
     """
 
     worker: Name
@@ -145,20 +156,23 @@ class FinishRequest(WorkerRequest, frozen=True):
 
 
 class AllocateRequest(WorkerRequest, frozen=True, kw_only=True):
-    """Ask for prompts, one for each id of a rollout that the worker has room for; an id is new for each rollout."""
+    """Ask for prompts, one for each rollout that the worker has room for; each rollout has a new id."""
 
     rollouts: list[Name]
     timeout_s: Seconds = 0.0
 
 
 class GrantedRollout(Message, frozen=True):
-    """A rollout that may run, of the prompt at `order` of the data order; every token of it will be of `version` or
-    newer.
+    """A rollout that may run. All its tokens will have `version` or a newer one.
 
-    `attempt`: how often filters have returned the prompt, which its random numbers depend on. `failures`: how many of
-    its tries have raised. `route`: where its first request goes, placed under the rollout's id; None where no server
-    takes requests now, or admissions bring none. `rests`: it is not to run, but to be dropped at once, as the
-    curriculum leaves it out.
+    Attributes:
+        order: position of the prompt in the data order.
+        row: row of the prompt in the data.
+        attempt: number of times that filters returned the prompt; its random numbers depend on it.
+        failures: number of tries of the prompt that raised.
+        route: server of its first request, placed under the rollout's id; None if no server takes requests now, or if
+            admissions bring none.
+        rests: the curriculum leaves the prompt out: the worker drops the rollout at once.
     """
 
     rollout_id: str
@@ -175,8 +189,9 @@ class GrantedRollout(Message, frozen=True):
 class AllocateReply(Message, frozen=True):
     """Admitted rollouts with their prompts, under a prefix of the request's ids, and the served version.
 
-    `closed`: no rollout will start any more. `gone`: those of the ids that will not start. They were granted once, in
-    a reply that came late or never, and given up since.
+    Attributes:
+        closed: no rollout will start any more.
+        gone: ids that will not start. They were granted in a reply that came late or never, and dropped since.
     """
 
     granted: list[GrantedRollout]
@@ -186,22 +201,27 @@ class AllocateReply(Message, frozen=True):
 
 
 class HeldRollout(Message, frozen=True, omit_defaults=True):
-    """A rollout in the hands of a worker: what it was granted, and its `end` once it has one that is not told yet."""
+    """A rollout that a worker holds: its grant, and its `end` if it has one that no manager has confirmed."""
 
     granted: GrantedRollout
     end: FinishedRollout | None = None
 
 
 class HeldReport(Message, frozen=True):
-    """All rollouts that the process of `worker` holds; with this it opens a session with the manager."""
+    """All rollouts that the process of `worker` holds; it opens a session with the manager.
+
+    Attributes:
+        launch: the launch that the process belongs to, as in name resolution; "" if it was started by hand.
+    """
 
     worker: Name
     incarnation: Count = 0
     held: list[HeldRollout] = []
+    launch: str = ""
 
 
 class Session(Message, frozen=True):
-    """The number of the manager, which is to be named in calls from now on."""
+    """The number of the manager, which the caller's next calls name."""
 
     manager: Count
 
@@ -250,7 +270,7 @@ class WaitExpiringRequest(Message, frozen=True):
 
 
 class WaitExpiringReply(Message, frozen=True):
-    """The rollouts that are still waited for; `clear`: none."""
+    """The rollouts that the step still has to wait for; `clear` if there are none."""
 
     clear: bool
     running: list[str]
@@ -280,10 +300,12 @@ class ReceivedRollout(Message, frozen=True):
 class ConsumedReport(Message, frozen=True):
     """The optimizer consumed `trained` and is at `version`; `dropped` will never be trained.
 
-    `unknown`: those of `trained` that the ledger does not have open. They enter the books now if the manager does not
-    know them either: they came to a rank after their worker and the manager before this one had died.
-    `manager`: the number of the one that is meant. `events_after`: the lines about rollouts that the ledger has from
-    this manager; `measured_after`: the highest number of a measured success rate that the caller has kept.
+    Attributes:
+        unknown: those of `trained` that are not open in the ledger. They enter the counters now if the manager does
+            not know them either: a rank received them after their worker and the manager before this one had died.
+        manager: number of the manager that the call is meant for.
+        events_after: number of lines about rollouts that the ledger has from this manager.
+        measured_after: highest number of a measured success rate that the caller has kept.
     """
 
     version: Count
@@ -296,16 +318,23 @@ class ConsumedReport(Message, frozen=True):
 
 
 class RunReport(Message, frozen=True, kw_only=True):
-    """All that the trainer's side knows of the run, for a manager that begins; the defaults are a run's beginning.
+    """All that the trainer knows of the run, for a manager that begins; the defaults are a run's beginning.
 
-    What the ledger's lines add up to: `version` (steps), `dropped` by reason, `abandoned`, rollouts without an `end`
-    (`open`), those of them that are `finished`, `ended` ones by outcome (neighbours that left the same way form one
-    entry), admissions of those among them that may come back (`lost`), and of prompts that wait and whose next try is
-    not their first: order, attempt, failures (`retries`).
-
-    `used`: prompts that are trained or dropped for good (`UsedPrompts.to_json`). `received`: what waits at the ranks,
-    polled after this manager was there. `consumed`: what is to be reported next. `curriculum`: its state. `closed`: no
-    rollout is to start; `abandoned_all`: what is live is abandoned.
+    Attributes:
+        version: complete steps, by the ledger.
+        dropped: number of rollouts by reason, by the ledger.
+        abandoned: number of rollouts, by the ledger.
+        open: rollouts that the ledger has admitted and not ended.
+        finished: those of `open` that the trainer has.
+        ended: other rollouts by outcome; consecutive ones with the same outcome form one entry.
+        lost: admissions of those of `ended` that may come back.
+        retries: order, attempt and failures of waiting prompts whose next try is not the first.
+        used: prompts that are trained or dropped for good (`UsedPrompts.to_json`).
+        received: rollouts that wait at the ranks, which were polled after this manager registered.
+        consumed: what the master reports next.
+        curriculum: its state.
+        closed: no rollout may start.
+        abandoned_all: all live rollouts are abandoned.
     """
 
     version: Count = 0
@@ -325,7 +354,7 @@ class RunReport(Message, frozen=True, kw_only=True):
 
 
 class GateBooks(Message, frozen=True):
-    """The gate's ledger: `submitted = trained + dropped + abandoned + running + finished_untrained`, always."""
+    """The gate's counters: `submitted = trained + dropped + abandoned + running + finished_untrained`, always."""
 
     submitted: int
     trained: int
@@ -342,18 +371,20 @@ class GateBooks(Message, frozen=True):
 
 
 class Books(GateBooks, frozen=True, kw_only=True):
-    """The ledger with the versions it belongs to: the one served, and the trainer's."""
+    """The counters with the served version and the trainer's."""
 
     version: int
     trained_version: int
 
 
 class ConsumedReply(Message, frozen=True):
-    """The books with the report in them, and what became of rollouts up to these books.
+    """The counters, which include the report, and the lines about rollouts that lead to them.
 
-    `events`: the lines since `events_after`; the last has number `events_seq`. `measured`: prompts with their success,
-    where there is a curriculum; the last has number `measured_seq`. `idle_s`: for how long no rollout ran so far, as
-    the gate let none start; `versions_in_use`: what servers serve or load.
+    Attributes:
+        events: lines since `events_after`; the last has number `events_seq`.
+        measured: prompts with their success, if there is a curriculum; the last has number `measured_seq`.
+        idle_s: seconds so far in which no rollout ran because the gate was full.
+        versions_in_use: versions that servers serve or load.
     """
 
     books: Books
@@ -366,7 +397,7 @@ class ConsumedReply(Message, frozen=True):
 
 
 class GateState(Books, frozen=True, kw_only=True):
-    """The gate: its books, how many rollouts it allows, and for how many seconds it let none run so far."""
+    """The gate: its counters, its limit, and the seconds so far in which no rollout ran because it was full."""
 
     limit: int
     closed: bool
@@ -374,9 +405,10 @@ class GateState(Books, frozen=True, kw_only=True):
 
 
 class ServerStatus(Message, frozen=True):
-    """A generation server: its state (`ServerState`), versions served and aimed at, and what is placed on it.
+    """A generation server: its state (`ServerState`), served version and goal, and the load placed on it.
 
-    `policy`: the one of `policies` that it serves, empty for the trained one.
+    Attributes:
+        policy: the one of `policies` that it serves; empty: the trained policy.
     """
 
     index: int
@@ -398,4 +430,6 @@ class StatusReply(Message, frozen=True):
     servers: list[ServerStatus]
     newest_version: int | None
     workers: list[str]
+    rebuilt: bool = True
+    """False while the manager waits for the master and the workers to report; the counters are zeros until then."""
     opponents: list[ServerStatus] = []

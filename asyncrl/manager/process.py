@@ -55,7 +55,7 @@ DISCOVERY_INTERVAL_S = 0.25
 """Interval in seconds of the search for servers and workers. A death is noticed within this time plus the lease."""
 WATCH_S = 0.5
 """Longest time in seconds that a thread waits for a new version at a time, and that it outlives a stop."""
-_GIVEN_UP = "%s is gone or silent: its rollouts are dropped, their prompts wait for any worker"
+_WORKER_GONE = "%s is gone or silent: its rollouts are dropped, and their prompts wait for any worker"
 
 
 class GserverManager(AsyncWorker):
@@ -86,6 +86,7 @@ class GserverManager(AsyncWorker):
             clock=self._clock,
             versions_in_use=self._versions_in_use,
             policies=[policy.name for policy in config.policies],
+            launch=self.launch,
             curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
         )
         tolerance = logprob_check_tolerance(config)
@@ -189,9 +190,8 @@ class GserverManager(AsyncWorker):
         """Gate, servers, newest published version and the workers that live."""
         service, target = self._service, self._decisions.target
         newest = None if target is None else target.version
-        return StatusReply(
-            service.gate_state(), self._fleet_runner.status(), newest, service.leases.workers, self._opponents.status()
-        )
+        servers, workers = self._fleet_runner.status(), service.leases.workers
+        return StatusReply(service.gate_state(), servers, newest, workers, service.begun, self._opponents.status())
 
     async def _answer_status(self, request: Empty) -> StatusReply:
         return self.status()
@@ -259,8 +259,8 @@ class GserverManager(AsyncWorker):
             self._opponents.registered(_servers(others))
             if not self._service.begun:
                 self._call_roll(_ready(statuses), _replaced(replaced))
-            await self._give_up_replaced(_replaced(replaced))
-            self._give_up_workers(workers)
+            await self._drop_rollouts_of_replaced(_replaced(replaced))
+            self._drop_rollouts_of_silent(workers)
             await asyncio.sleep(DISCOVERY_INTERVAL_S)
 
     def _call_roll(self, ready: dict[str, int], replaced: dict[str, int]) -> None:
@@ -274,7 +274,7 @@ class GserverManager(AsyncWorker):
             await self._service.progress.wait(DISCOVERY_INTERVAL_S)
         self.log.info("the gate is open; the books, as others know them: %s", self._service.gate.books())
 
-    async def _give_up_replaced(self, replaced: dict[str, int]) -> None:
+    async def _drop_rollouts_of_replaced(self, replaced: dict[str, int]) -> None:
         """Give up the rollouts of workers whose death the launcher tells, and how they died.
 
         This comes before all else: what was in hand is suspect then. By the time the successor tells the death, the
@@ -287,9 +287,9 @@ class GserverManager(AsyncWorker):
             killed = {f"{names.ROLLOUT_WORKER}/{names.index_of(key)}": int(number) for key, number in tree.items()}
             for worker, number in new.items():
                 if self._service.incarnation_seen(worker, number, killed=killed.get(worker) == number):
-                    self.log.warning(_GIVEN_UP, worker)
+                    self.log.warning(_WORKER_GONE, worker)
 
-    def _give_up_workers(self, workers: dict[str, int]) -> None:
+    def _drop_rollouts_of_silent(self, workers: dict[str, int]) -> None:
         """Give up the rollouts of workers that are silent, gone, or another incarnation than before."""
         new = [worker for worker, number in workers.items() if self._service.incarnation_seen(worker, number)]
         gone = self._workers - workers.keys()
@@ -297,7 +297,7 @@ class GserverManager(AsyncWorker):
         for worker in gone:
             self._service.worker_died(worker)
         for worker in [*gone, *new, *self._service.expire_workers()]:
-            self.log.warning(_GIVEN_UP, worker)
+            self.log.warning(_WORKER_GONE, worker)
 
 
 def _first_request(config: ExperimentConfig) -> RequestSize:

@@ -1,9 +1,9 @@
-"""A GserverManager that begins: its state is made from what others know. Nothing of it is on a disk.
+"""Rebuild the state of a GserverManager that begins from what other processes know. None of it is on disk.
 
-A run's beginning, its continuation from a checkpoint and the death of a manager are the same: the first two are those
-in which nobody holds anything. What the manager knows is known to others as well:
+A run's beginning, its continuation from a checkpoint and the death of a manager are the same. In the first two no
+process holds anything. All that the manager knows is known elsewhere too:
 
-    state                                             who says it
+    state                                             reported by
     ------------------------------------------------  ----------------------------------------------------------------
     used prompts, counters, ended rollouts            the MasterWorker: buffer and ledger
     live rollouts, their prompts and versions         their RolloutWorkers; of earlier ones the ledger's `open` too
@@ -13,31 +13,31 @@ in which nobody holds anything. What the manager knows is known to others as wel
 
 The protocol
 
-1. The manager registers its address. It has a number of its own; every call about rollouts names the manager that is
-   meant, and another one refuses it. Servers, weights, evaluations and requests of running rollouts are served from
+1. The manager registers its address. It has a number of its own. Every call about rollouts names the manager that it is
+   meant for; another one refuses it. Servers, weights, evaluations and requests of running rollouts are served from
    here on. The gate is shut.
-2. A RolloutWorker whose call was refused says all that it holds (`HeldReport`): rollouts that run, and ends that no
-   manager has confirmed. What it was granted by the manager before and reads only now is void, and asked for again.
-3. The MasterWorker sees the new process. It polls all ranks, so that what came to them before the old manager's death
-   is in its buffer. Then it says all that it knows (`RunReport`). Lines of the old manager that come later are void.
-4. Once the master and every worker that is ready have spoken, or `manager.rollout_lease_s` after the beginning, the
-   state is made by `rebuild`, and the gate opens. A worker whose successor has begun need not speak.
-5. The ledger gets a line with the manager's number, then its lines, counted from 1. The first of them adopt what the
-   ledger did not have, and end what nobody has.
+2. A RolloutWorker whose call was refused reports all that it holds (`HeldReport`): running rollouts, and ends that no
+   manager has confirmed. A grant of the old manager that the worker reads only now is void: the worker asks again.
+3. The MasterWorker sees the new process. It polls all ranks, so that its buffer has all that they received before the
+   old manager died. Then it reports all that it knows (`RunReport`). Later lines of the old manager are void.
+4. Once the master and every ready worker have reported, or `manager.rollout_lease_s` after the beginning, `rebuild`
+   makes the state, and the gate opens. A worker whose successor has begun need not report.
+5. The ledger gets a line with the manager's number, then its lines, counted from 1. The first of them adopt rollouts
+   that the ledger did not have, and end those that no process has.
 
-What each part is for. Without 2's void grants a rollout runs that the gate does not count. Without the ledger's open
-rollouts one is admitted twice there, or has no end. Without 3's poll a rollout that only a rank has is played again.
-An opening before all have spoken plays prompts twice at a time.
+Reasons. Without the void grants of 2 a rollout would run that the gate does not count. Without the ledger's open
+rollouts one would be admitted twice there, or have no end. Without the poll of 3 a rollout that only a rank has would
+be played again. If the gate opened before all have reported, prompts would be played twice at a time.
 
-What dies with a manager
+Lost with a manager
 
-- Ends that workers told it since its last report to the master. Of rollouts that the ledger has open these end as
-  `lost_with_manager`; others never happened. Their prompts wait, as the attempt before: a prompt that was dropped for
-  good is played once more, a measured success may be missing. At most one step's worth; no rollout is lost that the
-  trainer has.
+- Ends that workers reported since its last report to the master. Rollouts that the ledger has open end as
+  `lost_with_manager`; the others never happened. Their prompts wait, as the attempt before: a prompt that was dropped
+  for good is played once more, and a measured success may be missing. That is at most one step's worth, and no rollout
+  that the trainer has.
 - Suspicions against prompts (`suspects`), durations for the pacing, idle time. They are learned again.
 
-Only the death of a RolloutWorker beside it costs more: what it ran is played again, as after its death alone.
+Only the death of a RolloutWorker at the same time costs more: its rollouts are played again, as after its death alone.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from msgspec import structs
 
 from asyncrl.comm.ledger_lines import Admitted
 from asyncrl.manager.messages import FinishedRollout, HeldReport, HeldRollout, RunReport
-from asyncrl.manager.rollout_books import RolloutBooks
-from asyncrl.manager.staleness_gate import Ticket
+from asyncrl.manager.rollout_state import RolloutState
+from asyncrl.manager.staleness_gate import RolloutTicket
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
@@ -62,17 +62,17 @@ def rebuild(
     run: RunReport,
     workers: Iterable[HeldReport],
     now: Callable[[], float] = time.time,
-) -> RolloutBooks:
-    """Make the manager's state from what the master says of the `run` and the `workers` of what they hold.
+) -> RolloutState:
+    """Rebuild the manager's state from the master's report of the `run` and the `workers`' reports of what they hold.
 
-    1. The ledger's facts: counters, used prompts, next attempts, ended rollouts.
-    2. All that anybody has is live: what is open in the ledger, in workers' hands, or at the ranks.
-    3. What is known of their ends: from the ledger, the ranks, the master's next report, the workers.
-    4. What nobody has is over. A prompt that is neither used nor live waits, by the definition of the queue.
+    1. Enter the ledger's facts: counters, used prompts, next attempts, ended rollouts.
+    2. Enter as live all that any process has: rollouts open in the ledger, held by workers, or received by the ranks.
+    3. Apply the known ends: from the ledger, the ranks, the master's next report, the workers.
+    4. End what no process has. A prompt that is neither used nor live waits, by the definition of the queue.
     """
     used = () if run.used is None else order.orders_of(UsedPrompts.from_json(run.used)).tolist()
     retries = {place: (attempt, failures) for place, attempt, failures in run.retries}
-    books = RolloutBooks(batch_size, max_staleness, order, used, retries, now)
+    books = RolloutState(batch_size, max_staleness, order, used, retries, now)
     books.gate.resume(run.version, run.dropped, run.abandoned)
     lost = {admitted.rollout: _ticket(admitted) for admitted in run.lost}
     for outcome, rollouts in run.ended:
@@ -83,7 +83,7 @@ def rebuild(
     for admitted in run.open:
         books.enter(*_ticket(admitted), recorded=True)
     for report in reports:
-        books.hear(report)
+        books.adopt(report)
 
     held = {each.granted.rollout_id: each for report in reports for each in report.held}
     for rollout in run.finished:
@@ -102,7 +102,7 @@ def rebuild(
         books.died(worker)
     for rollout in [rollout for worker in sorted(spoke) for rollout in books.gate.running_of(worker)]:
         if rollout not in held:
-            books.lose(rollout)
+            books.end_unclaimed(rollout)
     books.await_ends_of(held)
     if run.closed:
         books.gate.close()
@@ -111,17 +111,17 @@ def rebuild(
     return books
 
 
-def _ticket(admitted: Admitted) -> tuple[Ticket, int]:
+def _ticket(admitted: Admitted) -> tuple[RolloutTicket, int]:
     tries = admitted.order, admitted.attempt, admitted.failures
-    return Ticket(admitted.rollout, admitted.worker, admitted.prompt, *tries), admitted.version
+    return RolloutTicket(admitted.rollout, admitted.worker, admitted.prompt, *tries), admitted.version
 
 
 class RollCall:
-    """What was said to a manager that is not rebuilt yet. Pure state.
+    """The reports to a manager that is not rebuilt yet. Pure state.
 
     Attributes:
         run: the master's report.
-        awaited: processes of workers, by incarnation, that must speak; None until it is known which there are.
+        awaited: processes of workers, by incarnation, that must report; None until they are known.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class RollCall:
 
     @property
     def reports(self) -> list[HeldReport]:
-        """What the workers hold by now."""
+        """Reports of the workers, with the ends that they reported since."""
         return [
             HeldReport(each.worker, each.incarnation, [self._held[held.granted.rollout_id] for held in each.held])
             for each in self._reports.values()
@@ -140,29 +140,29 @@ class RollCall:
 
     @property
     def is_complete(self) -> bool:
-        """True if the master and all that are awaited have spoken."""
+        """True if the master and all awaited workers have reported."""
         if self.run is None or self.awaited is None:
             return False
         return all(self._has_spoken(worker, incarnation) for worker, incarnation in self.awaited.items())
 
-    def hear(self, report: HeldReport) -> None:
-        """A worker's process says what it holds. The first report of the newest process counts."""
+    def take(self, report: HeldReport) -> None:
+        """Take in what a worker's process holds. The first report of the newest process counts."""
         before = self._reports.get(report.worker)
         if before is None or before.incarnation < report.incarnation:
             self._reports[report.worker] = report
             self._held |= {each.granted.rollout_id: each for each in report.held}
 
     def finish(self, finished: FinishedRollout) -> None:
-        """A worker that has spoken tells of an end since."""
+        """Take in an end that a worker reports after what it holds."""
         if (held := self._held.get(finished.rollout_id)) is not None:
             self._held[finished.rollout_id] = HeldRollout(held.granted, finished)
 
     def admitted_at(self, rollout_id: str) -> int:
-        """The version that a rollout was admitted at, of those that workers hold; 0 of others."""
+        """Return the version that a rollout was admitted at if a worker holds it, else 0."""
         held = self._held.get(rollout_id)
         return 0 if held is None else held.granted.version
 
     def _has_spoken(self, worker: str, incarnation: int) -> bool:
-        """True if this process of the worker, or a later one, has said what it holds."""
+        """True if this process of the worker, or a later one, has reported."""
         report = self._reports.get(worker)
         return report is not None and report.incarnation >= incarnation

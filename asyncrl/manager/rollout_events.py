@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, PromptGoes, RolloutLine
-from asyncrl.manager.staleness_gate import Ticket
+from asyncrl.manager.staleness_gate import RolloutTicket
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class RolloutEvents(NumberedLog[RolloutLine]):
         super().__init__(after)
         self._now = now
 
-    def admitted(self, ticket: Ticket, version: int, *, adopted: bool = False) -> None:
+    def admitted(self, ticket: RolloutTicket, version: int, *, adopted: bool = False) -> None:
         """The gate let the rollout start while `version` was served; `adopted`: that of an earlier manager did."""
         head = (ticket.rollout_id, ticket.prompt_id, ticket.order, ticket.attempt, ticket.owner, version)
         self.add(Admitted(*head, self._at(), ticket.failures, adopted))

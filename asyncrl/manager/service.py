@@ -1,22 +1,22 @@
-"""The GserverManager's verbs: rollouts' books, admission, router and leases as one, without HTTP around them.
+"""The GserverManager's verbs over rollout state, admission, router and leases, without HTTP.
 
-What must never be forgotten is in `rollout_books`. A service begins with a roll call (`asyncrl.manager.rebuild`): until
-it has heard what the master and the workers know, its gate is shut. Its router begins empty: what runs on the servers
-goes on there, and counts again with its next request.
+The state that must not be lost is in `rollout_state`. A service begins with a roll call (`asyncrl.manager.rebuild`):
+its gate is shut until the master and the workers have reported. Its router begins empty: requests that run on the
+servers continue there, and count again from the rollout's next request on.
 
-A verb takes its request and returns its reply (`asyncrl.manager.messages`). Those that may have to wait look again
-whenever something changed that they depend on:
+A verb takes its request and returns its reply (`asyncrl.manager.messages`). Verbs that may have to wait check again
+whenever something that they depend on has changed:
 
-    open_session       a worker says what it holds, before any other call of it
-    report_run         the master says what it knows, before `report_consumed`
-    allocate_rollout   waits for room at the gate, and answers with what to play (`asyncrl.manager.admission`)
+    open_session       a worker reports what it holds, before any other call
+    report_run         the master reports what it knows, before `report_consumed`
+    allocate_rollout   waits for room at the gate, and answers with prompts to play (`asyncrl.manager.admission`)
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
 
-Incarnations. A worker's process that died is followed by another of the same name, its next incarnation. Whatever is
-heard of that one first, a call or its status, ends the one before: its running rollouts are dropped (`worker_died`),
-their prompts wait for any worker, and its late calls are refused, but for what they tell of rollouts that ended. So
+Incarnations. A worker's process that died is followed by another of the same name, its next incarnation. The first sign
+of the new one, a call or its status, ends the old one: its running rollouts are dropped (`worker_died`), and their
+prompts wait for any worker. Late calls of the old one are refused, except for the ends of rollouts that they report. So
 all running rollouts of a worker belong to one incarnation.
 """
 
@@ -33,12 +33,12 @@ from msgspec import structs
 from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.manager import messages as m
 from asyncrl.manager.admission import Admission
+from asyncrl.manager.notifier import Notifier
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.rebuild import RollCall, rebuild
-from asyncrl.manager.rollout_books import RolloutBooks
+from asyncrl.manager.rollout_state import RolloutState
 from asyncrl.manager.router import Router, ServerView
 from asyncrl.manager.staleness_gate import StalenessGate
-from asyncrl.manager.wakeup import Signal
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
@@ -51,8 +51,8 @@ LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Succeeded:
-    """The worker is another process by now; the one before it was `killed` from outside, or died otherwise."""
+class _Replaced:
+    """Another process has replaced the worker's, which was `killed` from outside or died otherwise."""
 
     worker: str
     incarnation: int
@@ -60,21 +60,22 @@ class _Succeeded:
 
 
 class ManagerService:
-    """See the module's docstring. Not thread-safe: everything happens in one event loop.
+    """Answers the verbs. Not thread-safe: everything happens in one event loop.
 
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
         routing: routing policy.
-        lease_s: seconds of silence after which a worker's rollouts are given up.
-        order: of the prompts.
-        number: no other manager of the run has it.
-        first: the size that a rollout's first request is taken to have, so that admissions bring a server for it. None
-            where servers are drained: they would wait for what nobody sent yet.
-        pacing: says how much of the gate's room is to be used now; None: all.
+        lease_s: seconds of silence after which a worker's rollouts are dropped.
+        order: data order of the prompts.
+        number: unique among the managers of the run.
+        first: assumed size of a rollout's first request, so that admissions bring a server for it. None if servers are
+            drained for updates: they would wait for requests that were not sent yet.
+        pacing: limits how much of the gate's room is used now; None: no limit.
         clock: monotonic time in seconds.
-        versions_in_use: those that servers serve or load, for who may delete weights.
-        curriculum: makes the curriculum from its state; None: there is none.
+        versions_in_use: returns the versions that servers serve or load, whose weights must not be deleted.
+        launch: that this process belongs to; "" accepts workers of any.
+        curriculum: builds the curriculum from its state; None: there is none.
         policies: names of the policies besides the trained one that agents may ask.
     """
 
@@ -91,25 +92,26 @@ class ManagerService:
         pacing: DeadlinePacing | None = None,
         clock: Callable[[], float] = time.monotonic,
         versions_in_use: Callable[[], Collection[int]] = tuple,
+        launch: str = "",
         curriculum: Callable[[object], Curriculum] | None = None,
         policies: Collection[str] = (),
     ) -> None:
-        self.number = number
+        self.number, self.launch = number, launch
         self.begun = False
         """The state is rebuilt, and the gate open."""
         self.roll_call = RollCall()
-        self.rollouts = RolloutBooks(batch_size, max_staleness, order)
+        self.rollouts = RolloutState(batch_size, max_staleness, order)
         conversations = ids_remembered(batch_size, max_staleness)
         self._routers = {policy: Router(routing, conversations) for policy in ("", *policies)}
         self.leases = WorkerLeases(lease_s)
         self._clock, self._versions_in_use, self._make_curriculum = clock, versions_in_use, curriculum
         self._roll_call_until = clock() + lease_s
         self.admission = Admission(self.rollouts, self._place, first=first, pacing=pacing, clock=clock)
-        self._ended_before: list[str | _Succeeded] = []
+        self._ended_before: list[str | _Replaced] = []
         self._noted: dict[str, int] = {}
         self._served = 0
-        self._routes = Signal()
-        self.progress = Signal()
+        self._routes = Notifier()
+        self.progress = Notifier()
         self._losses = LostServers()
 
     @property
@@ -155,19 +157,22 @@ class ManagerService:
         }
 
     async def open_session(self, request: m.HeldReport) -> m.Session:
-        """A worker's process says all that it holds; its calls count from now on.
+        """Take in all that a worker's process holds; its calls count from now on.
 
         Raises:
-            BadRequest: another process is the worker by now.
+            BadRequest: another process is the worker by now, or the process belongs to an earlier launch of the run,
+                whose rollouts are not counted any more.
         """
+        if self.launch and request.launch not in ("", self.launch):
+            raise m.BadRequest(f"$.launch: {request.worker} belongs to launch {request.launch}, {self.launch} is there")
         self.incarnation_seen(request.worker, request.incarnation)
         self._check_current(request.worker, request.incarnation)
         self.leases.renew(request.worker, self._clock())
         if not self.begun:
-            self.roll_call.hear(request)
+            self.roll_call.take(request)
             self._begin_if_complete()
             return m.Session(self.number)
-        self.rollouts.hear(request)
+        self.rollouts.adopt(request)
         for held in request.held:
             if held.end is not None:
                 self._finish(held.end)
@@ -175,25 +180,25 @@ class ManagerService:
         return m.Session(self.number)
 
     async def report_run(self, request: m.RunReport) -> m.Session:
-        """The master says all that it knows. Of reports that come before the state is rebuilt the newest counts."""
+        """Take in all that the master knows. Before the state is rebuilt the newest report counts, later none."""
         if not self.begun:
             self.roll_call.run = request
             self._begin_if_complete()
         return m.Session(self.number)
 
     def begin(self, run: m.RunReport) -> None:
-        """Begin with what the master says alone, as at the beginning of a run: no worker holds anything."""
+        """Begin with the master's report alone, as at the beginning of a run: no worker holds anything."""
         self.roll_call.run, self.roll_call.awaited = run, {}
         self._begin_if_complete()
 
     def await_workers(self, ready: Mapping[str, int]) -> None:
-        """These processes of workers, by incarnation, are to say what they hold; none, once their leases are over."""
+        """Await the reports of these workers' processes, by incarnation; of none, once their leases are over."""
         if not self.begun:
             self.roll_call.awaited = ready if self._clock() < self._roll_call_until else {}
             self._begin_if_complete()
 
     def _begin_if_complete(self) -> None:
-        """Rebuild the state once all have spoken; then take in what else happened meanwhile, and open the gate."""
+        """Rebuild the state once all have reported; then apply the deaths seen meanwhile, and open the gate."""
         call, gate = self.roll_call, self.gate
         if self.begun or not call.is_complete or call.run is None:
             return
@@ -215,7 +220,7 @@ class ManagerService:
         """Return once the state is rebuilt.
 
         Raises:
-            NotRebuilt: it is not within `REBUILT_HOLD_S`.
+            NotRebuilt: it is not rebuilt within `REBUILT_HOLD_S`.
         """
         deadline = self._clock() + REBUILT_HOLD_S
         while not self.begun:
@@ -223,15 +228,15 @@ class ManagerService:
                 raise m.NotRebuilt("the manager waits for the MasterWorker and RolloutWorkers to say what they have")
 
     async def allocate_rollout(self, request: m.AllocateRequest) -> m.AllocateReply:
-        """Start rollouts for a prefix of the ids; holds where there is nothing to tell."""
+        """Start rollouts for a prefix of the ids; waits while there is nothing to answer."""
         self._check_meant(request.manager)
         for rollout_id in request.rollouts:
-            self.admission.was_given_up(rollout_id)  # a refused call changes nothing
+            self.admission.is_gone(rollout_id)  # a refused call changes nothing
         self._note_call(request)
         return await self.admission.answer(request, self._deadline(request.timeout_s))
 
     async def schedule_request(self, request: m.ScheduleRequest) -> m.ScheduleReply:
-        """Place the requests; holds while none of them can be."""
+        """Place the requests on servers; waits while none can be placed."""
         self._note_call(request)
         worker, deadline = request.worker, self._deadline(request.timeout_s)
         while not self._is_over(request) and self.leases.keep(worker, self._clock()):
@@ -246,12 +251,12 @@ class ManagerService:
         return m.ScheduleReply([])
 
     async def finish_rollout(self, request: m.FinishRequest) -> m.Done:
-        """Take in what ended, where no other call tells it."""
+        """Take in ends of rollouts and requests, if no other call carries them."""
         self._note_call(request)
         return m.Done()
 
     async def report_consumed(self, request: m.ConsumedReport) -> m.ConsumedReply:
-        """The optimizer consumed rollouts, and dropped others; tells the books.
+        """Take in which rollouts were trained and dropped; return the counters and lines to record.
 
         Raises:
             NotIntroduced: it is meant for another manager.
@@ -284,7 +289,7 @@ class ManagerService:
         )
 
     async def wait_expiring(self, request: m.WaitExpiringRequest) -> m.WaitExpiringReply:
-        """Hold until the step can be taken without making a running rollout expire."""
+        """Wait until the step can be taken without making a running rollout expire."""
         await self._until_begun()
         deadline = self._deadline(request.timeout_s)
         while self.gate.is_blocked(request.version):
@@ -293,7 +298,7 @@ class ManagerService:
         return m.WaitExpiringReply(True, [])
 
     async def lost_servers(self, request: m.LostServersRequest) -> m.LostServersReply:
-        """Hold until a server leaves service unexpectedly."""
+        """Wait until a server leaves service unexpectedly."""
         self._note_call(request)
         after, deadline = request.after, self._deadline(request.timeout_s)
         while not self._is_over(request) and self.leases.keep(request.worker, self._clock()):
@@ -310,7 +315,7 @@ class ManagerService:
         return m.Done()
 
     async def abandon(self, request: m.Empty) -> m.Books:
-        """Every live rollout is abandoned; the final books."""
+        """Abandon every live rollout; return the final counters."""
         await self._until_begun()
         self.rollouts.abandon()
         self.admission.tell_of_the_end()
@@ -318,7 +323,7 @@ class ManagerService:
         return self.gate.books()
 
     async def books(self, request: m.Empty) -> m.Books:
-        """The gate's ledger."""
+        """Return the gate's counters."""
         return self.gate.books()
 
     def gate_state(self) -> m.GateState:
@@ -338,59 +343,61 @@ class ManagerService:
         self._losses.add(url, sum(map(len, self._routers.values())))
 
     def expire_workers(self) -> list[str]:
-        """Give up the rollouts of workers whose lease has run out; returns their names."""
+        """Drop the rollouts of workers whose lease has run out; return their names."""
         late = self.leases.expired(self._clock())
         for worker in late:
             self.worker_died(worker)
         return late
 
     def incarnation_seen(self, worker: str, incarnation: int, *, killed: bool = False) -> bool:
-        """There is this incarnation of the worker; whether it is a new one, with which those before it are over. The
-        launcher says whether the one before was `killed` from outside.
+        """Record that this incarnation of the worker exists; return True if it is new, which ends the ones before.
+
+        Args:
+            killed: the launcher reports that the one before was killed from outside.
         """
         if incarnation <= self.newest_incarnation(worker):
             return False
-        self._end(_Succeeded(worker, incarnation, killed))
+        self._end(_Replaced(worker, incarnation, killed))
         return True
 
     def newest_incarnation(self, worker: str) -> int:
-        """The newest process of the worker that was seen."""
+        """Return the newest incarnation of the worker that was seen."""
         return max(self._noted.get(worker, 0), self.rollouts.incarnations.get(worker, 0))
 
     def worker_died(self, worker: str) -> None:
         """The worker's process is gone: its running rollouts are dropped, their prompts wait for any worker."""
         self._end(worker)
 
-    def _end(self, ended: str | _Succeeded) -> None:
+    def _end(self, ended: str | _Replaced) -> None:
         """A worker's process is over; while the state is not rebuilt, that is noted for later."""
         worker = ended if isinstance(ended, str) else ended.worker
-        if isinstance(ended, _Succeeded) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
+        if isinstance(ended, _Replaced) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
             return  # it has spoken before the state was rebuilt
         self.leases.end(worker)
         for router in self._routers.values():
             router.release_worker(worker)
         if not self.begun:
             self._ended_before.append(ended)
-            if isinstance(ended, _Succeeded):
+            if isinstance(ended, _Replaced):
                 self._noted[worker] = ended.incarnation
             return
-        self.admission.gone(worker)
+        self.admission.worker_left(worker)
         if isinstance(ended, str):
-            given_up = self.rollouts.died(worker)
+            lost = self.rollouts.died(worker)
         else:
-            given_up = self.rollouts.succeeded(worker, ended.incarnation, killed=ended.killed)
-        for rollout_id in given_up:
+            lost = self.rollouts.replaced(worker, ended.incarnation, killed=ended.killed)
+        for rollout_id in lost:
             self._release_rollout(rollout_id)
             self.admission.rollout_ended(rollout_id, kept=False)
         self._changed()
 
     def _changed(self) -> None:
-        """There may be room at the gate, and an answer for whoever waits."""
+        """Start rollouts if there is room, and have waiting calls check again."""
         self.admission.admit()
         self.progress.notify()
 
     def _place(self, request: m.RouteRequest, worker: str) -> ServerView | None:
-        """A server for the request; None where there is none now, or its rollout is over: nothing would release it."""
+        """Return a server for the request; None if there is none now, or if its rollout has ended."""
         min_version = request.min_version or 0
         if request.rollout_id is not None:
             if self.gate.has_ended(request.rollout_id):
@@ -402,11 +409,11 @@ class ManagerService:
         return self.router_of(request.policy).schedule(request, worker, min_version)
 
     def _note_call(self, request: m.WorkerRequest) -> None:
-        """A worker calls: it lives, and tells which of its requests and rollouts ended.
+        """Renew the caller's lease, and take in the ends that its call reports.
 
         Raises:
             NotIntroduced: it has no session with this manager.
-            BadRequest: another process is the worker by now; what this one tells counts all the same.
+            BadRequest: another process is the worker by now; the ends count all the same.
         """
         self._check_meant(request.manager)
         if self.begun:
@@ -509,7 +516,7 @@ class LostServers:
     def __init__(self) -> None:
         self.seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
         """Number of the last."""
-        self.changed = Signal()
+        self.changed = Notifier()
         self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending
 
     def __len__(self) -> int:

@@ -14,14 +14,16 @@ Life cycle::
                 ├──────drop────────┤──▶ dropped(reason)
                 └─────abandon──────┘──▶ abandoned
 
-Messages about one rollout come from two sides (its worker, the trainer) and may overtake or repeat each other.
-``train`` wins over every other state, since what the optimizer has consumed is a fact: it may come before ``finish``,
-and after the rollout was given up as lost. A rollout given up because its worker fell silent comes back if it
-finishes after all, unless it was dropped meanwhile: a drop is final. The trainer may drop what it received of a rollout
-that was given up before the worker's report of its end arrives; coming back then, it would keep its place for ever.
-Its prompt was returned when it was given up. What became of that attempt is another rollout's story, and it may have
-ended as a duplicate of this one: so whoever drops the first of the two asks whether the prompt is live (`has_prompt`).
-Everything else about a rollout that has left the count is ignored.
+Messages about one rollout come from two sides (its worker, the trainer). They may overtake each other or be repeated.
+
+- ``train`` wins over every other state, since what the optimizer has consumed is a fact. It may come before ``finish``,
+  and after the rollout was lost.
+- A rollout is lost if its worker falls silent (``lose``). It counts again if it finishes after all, unless it was
+  dropped meanwhile: a drop is final. The trainer may drop what it received of a lost rollout before the worker reports
+  the end. If the rollout came back then, it would keep its place for ever.
+- The prompt of a lost rollout is played again, so two rollouts may have one prompt. If one of them leaves, the prompt
+  waits only if the other is not live (`PromptQueue.leave`).
+- Everything else about a rollout that has left the count is ignored.
 
 Worked example
 --------------
@@ -88,7 +90,7 @@ WORKER_LOST = DropReason.worker_died.value
 _Key = TypeVar("_Key", int, str)
 
 
-class Ticket(NamedTuple):
+class RolloutTicket(NamedTuple):
     """One rollout. `owner` is the worker that runs it; the others say which prompt it plays, and as which try."""
 
     rollout_id: str
@@ -101,7 +103,7 @@ class Ticket(NamedTuple):
 
 @dataclass(slots=True)
 class _Live:
-    ticket: Ticket
+    ticket: RolloutTicket
     version: int
     finished: bool = False
 
@@ -189,7 +191,7 @@ class StalenessGate:
         self._submitted = self._trained + self._abandoned + self._dropped.total()
         self.trained_version = version
 
-    def remember(self, rollout_id: str, outcome: str, lost: tuple[Ticket, int] | None = None) -> None:
+    def remember(self, rollout_id: str, outcome: str, lost: tuple[RolloutTicket, int] | None = None) -> None:
         """The rollout left before this gate began, as `outcome` says, and is counted already.
 
         `lost`: ticket and version of admission, if it may come back.
@@ -197,12 +199,12 @@ class StalenessGate:
         known = {TRAINED: _TRAINED, ABANDONED: _ABANDONED}.get(outcome)
         self._retired.put(rollout_id, known or _Retired(outcome, None if lost is None else _Live(*lost)))
 
-    def enter(self, ticket: Ticket, version: int) -> None:
+    def enter(self, ticket: RolloutTicket, version: int) -> None:
         """A rollout runs that the gate before this one admitted at `version`; it counts, whatever the limit is."""
         self._join(_Live(ticket, version))
         self._submitted += 1
 
-    def start(self, ticket: Ticket) -> int | None:
+    def start(self, ticket: RolloutTicket) -> int | None:
         """Admit a rollout; returns the version it is admitted at, or None where it has to wait.
 
         A rollout that runs already is answered as before. One that has left the count is not started again:
@@ -223,7 +225,7 @@ class StalenessGate:
         self._submitted += 1
         return self.version
 
-    def finish(self, rollout_id: str) -> Ticket | None:
+    def finish(self, rollout_id: str) -> RolloutTicket | None:
         """The trainer has the rollout; its ticket if that was not known yet, else None."""
         live = self._live.get(rollout_id)
         if live is None:
@@ -238,18 +240,18 @@ class StalenessGate:
         self._count(live)
         return live.ticket
 
-    def drop(self, rollout_id: str, reason: str) -> Ticket | None:
+    def drop(self, rollout_id: str, reason: str) -> RolloutTicket | None:
         """The rollout leaves the count for `reason`, for good; its ticket if it was live, else None."""
         live = self._live.get(rollout_id)
         if live is not None:
             return self._drop(live, _Retired(reason))
         retired = self._retired.get(rollout_id)
-        if retired is not None and retired.lost is not None:  # it was given up, and now does not come back any more
+        if retired is not None and retired.lost is not None:  # it was lost, and does not come back any more
             self._retired.put(rollout_id, _Retired(retired.outcome))
         return None
 
-    def give_up(self, rollout_id: str) -> Ticket | None:
-        """The rollout's worker is silent: it leaves the count until it finishes after all; its ticket if it ran."""
+    def lose(self, rollout_id: str) -> RolloutTicket | None:
+        """Drop a rollout whose worker is silent; it counts again if it finishes after all. Return its ticket."""
         live = self._live.get(rollout_id)
         return None if live is None or live.finished else self._drop(live, _Retired(WORKER_LOST, live))
 
@@ -313,13 +315,13 @@ class StalenessGate:
         retired = self._retired.get(rollout_id)
         return retired is not None and retired.lost is None
 
-    def running(self, rollout_id: str) -> Ticket | None:
-        """Ticket of a rollout that runs; None of any other."""
+    def running(self, rollout_id: str) -> RolloutTicket | None:
+        """RolloutTicket of a rollout that runs; None of any other."""
         live = self._live.get(rollout_id)
         return None if live is None or live.finished else live.ticket
 
-    def given_up(self, rollout_id: str) -> Ticket | None:
-        """Ticket of a rollout that was given up and may come back; None of any other."""
+    def lost(self, rollout_id: str) -> RolloutTicket | None:
+        """RolloutTicket of a rollout that was given up and may come back; None of any other."""
         retired = self._retired.get(rollout_id)
         return None if retired is None or retired.lost is None else retired.lost.ticket
 
@@ -345,8 +347,8 @@ class StalenessGate:
         """All live rollouts."""
         return list(self._live)
 
-    def ticket(self, rollout_id: str) -> Ticket | None:
-        """Ticket of a rollout that is live; None of any other."""
+    def ticket(self, rollout_id: str) -> RolloutTicket | None:
+        """RolloutTicket of a rollout that is live; None of any other."""
         live = self._live.get(rollout_id)
         return None if live is None else live.ticket
 
@@ -422,7 +424,7 @@ class StalenessGate:
         """The counts, by version of admission, that a live rollout in its state is in."""
         return self._finished_at if live.finished else self._running_at
 
-    def _drop(self, live: _Live, retired: _Retired) -> Ticket:
+    def _drop(self, live: _Live, retired: _Retired) -> RolloutTicket:
         self._part(live.ticket.rollout_id)
         self._dropped[retired.outcome] += 1
         self._retired.put(live.ticket.rollout_id, retired)

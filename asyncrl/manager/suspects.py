@@ -1,27 +1,27 @@
-"""Prompts that may have killed their worker: found out one by one, and dropped before they use up its restarts.
+"""Find the prompts that kill their worker ("poison messages"), and drop them before they use up its restarts.
 
-A worker plays many prompts at once, and dies with all of them in hand. One of them may be why (an environment that runs
-out of memory, a native parser that crashes), or none, where something outside killed the worker. A prompt that kills
-would do it again in the same company, and nobody could tell which it was. So:
+A worker runs many prompts at once, and dies with all of them. One of them may be the cause (an environment that runs
+out of memory, a native parser that crashes), or none, if something outside killed the worker. A prompt that kills would
+kill again in the same company, and could not be told from its neighbours. So:
 
-1. After a death every prompt that was in hand is a suspect. A worker plays one suspect at a time, beside prompts that
-   are none. A suspect that comes to its end is cleared.
-2. A suspect that was in hand at a second death is tried alone: its worker plays out what it has in hand and begins
-   nothing else until the suspect has ended.
-3. A suspect that was alone in hand at a third death is dropped for good (`crashed_worker`).
+1. After a death every running prompt is a suspect. A worker runs one suspect at a time, beside prompts that are not. A
+   suspect that ends is cleared.
+2. A suspect that was running at a second death runs alone: its worker first finishes what it runs, and begins nothing
+   else until the suspect has ended.
+3. A suspect that was running alone at a third death is dropped for good (`crashed_worker`).
 
-Only the suspect in hand is blamed for a death, and nobody if there was other company where it should have been alone.
-So a prompt that crashes its worker costs three restarts, and each further one of the same company two.
+Only the running suspect is blamed for a death. Nothing is blamed if a suspect that should have been alone was not. So a
+prompt that crashes its worker costs three restarts, and each further one of the same company two.
 
-SIGKILL mostly comes from outside (the kernel, where memory ran out, is told apart: `asyncrl.runtime.keeper`). It may
-still be a prompt's doing: code that sends it to itself, or a guard of the host's memory that is not the kernel. So it
-counts half: a prompt that is there at each of six is dropped, the last two of which it was alone at. And once no prompt
-was in hand at all of them, somebody kills workers, and it counts nothing for as long as this manager lives.
+SIGKILL mostly comes from outside. (`asyncrl.runtime.supervisor` recognises the kernel's kills when memory ran out.) It
+may still be a prompt's doing: code that sends it to itself, or a memory guard other than the kernel. So it counts half:
+a prompt that is running at six such deaths, at the last two of them alone, is dropped. Once no prompt was running at
+all of them, something outside kills workers, and SIGKILL counts nothing for as long as this manager lives.
 
-Example: A, B and C are in hand when the worker dies. Its successor plays A with D and E: all end well, A is cleared.
-It plays B with F and G, and dies. F, G and C are played; then B, alone. The worker dies once more: B is dropped.
+Example: A, B and C are running when the worker dies. Its successor runs A with D and E: all end well, A is cleared.
+It runs B with F and G, and dies. F, G and C are run; then B, alone. The worker dies once more: B is dropped.
 
-Suspicions die with the manager: nobody else knows how a worker died. A prompt that kills is found out again by the
+Suspicions die with the manager: no other process knows how a worker died. A prompt that kills is found again by the
 deaths that follow.
 """
 
@@ -32,18 +32,18 @@ from collections.abc import Callable, Collection
 CRASH, KILL = 2, 1
 """Points that a death adds to the running suspect."""
 ALONE = 2 * CRASH
-"""A suspect with so much against it is tried alone."""
+"""Points at which a suspect runs alone."""
 DROPPED = 3 * CRASH
-"""A suspect with so much against it is dropped: after half the restarts that a process has by default where it crashes
-its worker (`system.restarts_per_process`), and after all of them where it kills it, so that one bad row ends no run.
+"""Points at which a suspect is dropped. A prompt that crashes its worker uses half the restarts that a process has by
+default (`system.restarts_per_process`), one that kills it all of them. So one bad row ends no run.
 """
 
 
 class Suspects:
-    """See the module's docstring. Pure state; bounded by the prompts that are in hand when workers die.
+    """Points against prompts, and the suspects that run. Pure state, bounded by the prompts running when workers die.
 
     Args:
-        in_hand: the prompts that a worker plays now.
+        in_hand: returns the prompts that a worker runs now.
     """
 
     def __init__(self, in_hand: Callable[[str], Collection[str]]) -> None:
@@ -58,49 +58,55 @@ class Suspects:
         return bool(self._against)
 
     def tried_alone(self, prompt_id: str) -> bool:
-        """True if nothing is to be played beside `prompt_id` in the same worker."""
+        """True if `prompt_id` must run alone in its worker."""
         return self._against.get(prompt_id, 0) >= ALONE
 
     def tries_alone(self, worker: str) -> bool:
-        """True if `worker` plays a suspect beside which it begins nothing."""
+        """True if `worker` runs a suspect that must be alone."""
         return worker in self._playing and self.tried_alone(self._playing[worker])
 
     def promised_to(self, worker: str) -> list[str]:
-        """The suspects that `worker` may be the one to try alone: the one that it was promised, or any that is free."""
+        """Return the suspects that `worker` may run alone: the one promised to it, or all that are promised to none."""
         if (mine := self._promised.get(worker)) is not None and self.tried_alone(mine):
             return [mine]
         others = {prompt for other, prompt in self._promised.items() if other != worker}
         return [prompt for prompt in self._against if self.tried_alone(prompt) and prompt not in others]
 
     def promise(self, worker: str, prompt_id: str) -> None:
-        """`worker` is to play `prompt_id` next, and begins nothing until its hands are empty."""
+        """`worker` runs `prompt_id` next, and begins nothing until all else that it runs has ended."""
         self._promised[worker] = prompt_id
 
     def must_wait(self, worker: str, prompt_id: str) -> bool:
-        """True if `worker` may not begin `prompt_id` now, because of what else it plays."""
+        """True if `worker` may not begin `prompt_id` now, because of what else it runs."""
         playing = self._playing.get(worker, prompt_id)
         if playing != prompt_id:
             return prompt_id in self._against or self.tried_alone(playing)
         return self.tried_alone(prompt_id) and any(other != prompt_id for other in self._in_hand(worker))
 
     def began(self, worker: str, prompt_id: str) -> None:
-        """`worker` plays `prompt_id`."""
+        """`worker` runs `prompt_id`."""
         if prompt_id in self._against and self._playing.get(worker) != prompt_id:
             self._playing[worker] = prompt_id
 
     def ended(self, worker: str, prompt_id: str) -> None:
-        """`prompt_id` came to an end on `worker`, whichever: it kills nobody, and another may be alone there now."""
+        """`prompt_id` ended on `worker` in some way: it is cleared, and another suspect may run there."""
         self._against.pop(prompt_id, None)
         if self._playing.get(worker) == prompt_id:
             self._stop(worker)
 
     def silent(self, worker: str) -> None:
-        """`worker` is not heard, which need not be a death; what it had in hand is played again."""
+        """`worker` is silent, which need not be a death; its prompts are played again."""
         self._stop(worker)
 
     def died(self, worker: str, in_hand: Collection[str], *, killed: bool = False) -> str | None:
-        """`worker` died with these prompts in hand, `killed` from outside as the launcher says; returns the one that is
-        to be dropped for good, if there is one.
+        """`worker` died.
+
+        Args:
+            in_hand: prompts that it ran.
+            killed: the launcher reports that it was killed from outside.
+
+        Returns:
+            The prompt that must be dropped for good; None if there is none.
         """
         suspect = self._stop(worker)
         if killed:
@@ -122,6 +128,6 @@ class Suspects:
         return suspect
 
     def _stop(self, worker: str) -> str | None:
-        """`worker` plays no suspect from now on; returns the one that it played."""
+        """`worker` runs no suspect from now on; return the one that it ran."""
         self._promised.pop(worker, None)
         return self._playing.pop(worker, None)

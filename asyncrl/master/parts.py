@@ -17,7 +17,7 @@ from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.ledger import Ledger
-from asyncrl.master.books.reports import Reports
+from asyncrl.master.books.reports import Reports, ReportState
 from asyncrl.master.data.batches import Batches
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
@@ -78,6 +78,7 @@ class Parts:
     stall: StallWatch
     checkpoints: Checkpoints
     steps: MemoryCheckpointer
+    reported: ReportState
     reports: Reports
     publishing: Publishing
     version: int = 0
@@ -88,8 +89,8 @@ class Parts:
             "version": self.version,
             "buffer": self.buffer.state(),
             "metrics_log": self.metrics_log.state(),
-            "dropped": dict(self.reports.told.books.dropped),
-            "curriculum": self.reports.curriculum.state(),
+            "dropped": dict(self.reported.told.books.dropped),
+            "curriculum": self.reported.curriculum.state(),
             "buffer_order": self.batches.order.state(),
         }
 
@@ -97,19 +98,20 @@ class Parts:
         """Continue from `state`; the metrics_log takes its part when it is opened."""
         self.version = state["version"]
         self.buffer.restore(state["buffer"])
+        self.buffer.expire(self.version)
         self.batches.order.restore(state.get("buffer_order"))
         measured = state.get("curriculum", ())  # a checkpoint of an earlier version of asyncrl has none
         curriculum = make_curriculum(self.config.dataset.curriculum, measured)
-        self.reports.restore(self.version * self.config.train_batch_size, state.get("dropped", {}), curriculum)
+        self.reported.restore(self.version * self.config.train_batch_size, state.get("dropped", {}), curriculum)
 
     async def publish(self, *, to_disk: bool) -> str:
         """Make the actor's weights available as the current version; return its folder."""
-        return await self.publishing.publish(self.version, self.reports.told.status.versions_in_use, to_disk=to_disk)
+        return await self.publishing.publish(self.version, self.reported.told.status.versions_in_use, to_disk=to_disk)
 
     async def save(self) -> None:
         """Begin a checkpoint of the current version, once the one before it is there."""
         await self.checkpoints.finish()
-        ledger = self.ledger.saved(self.version, self.reports.reported_books)
+        ledger = self.ledger.saved(self.version, self.reported.reported_books)
         await self.checkpoints.begin(self.progress, self.state() | {"ledger": ledger})
 
     @property
@@ -176,7 +178,9 @@ def assemble(
     starting = peers.board.producers_start
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
     curriculum = make_curriculum(config.dataset.curriculum)
-    reports = Reports(peers.manager, collector, buffer, ledger, curriculum, steps, stop, limit_s)
+    reported = ReportState(buffer, ledger, curriculum, steps)
+    lease_s = config.manager.rollout_lease_s
+    reports = Reports(peers.manager, collector, reported, stop, limit_s=limit_s, lease_s=lease_s)
     return Parts(
         config=config,
         run_dir=run_dir,
@@ -194,6 +198,7 @@ def assemble(
         stall=stall,
         checkpoints=Checkpoints(config.checkpoint, run_dir, ranks, metrics_log, check=collector.check),
         steps=steps,
+        reported=reported,
         reports=reports,
         publishing=Publishing(ranks, actors, announcer, config.version_pools),
     )

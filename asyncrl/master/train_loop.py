@@ -155,7 +155,7 @@ class TrainLoop:
         if parts.complete:  # saved before: the last evaluation may take long, and a process die meanwhile
             await self._last_evaluation()
         await parts.reports.close_books(parts.version, complete=parts.complete)
-        books = parts.reports.told.books
+        books = parts.reported.told.books
         parts.ledger.end(parts.version, books)
         write_summary(parts.run_dir, parts.version, parts.config.total_train_steps, books, parts.metrics_log)
         check_books(books, parts.version * parts.config.train_batch_size)
@@ -175,7 +175,7 @@ class TrainLoop:
             await self._save_last_step()
         except Exception as error:
             _log.warning("version %d could not be saved: %s", self.parts.version, error)
-        write_books(self.parts.run_dir, self.parts.version, self.parts.reports.told.books)
+        write_books(self.parts.run_dir, self.parts.version, self.parts.reported.told.books)
 
     async def _save_last_step(self) -> None:
         """Save the last complete step; wait for a checkpoint in progress, which is of a complete step in any case."""

@@ -254,20 +254,24 @@ def plain_logprobs(model: PreTrainedModel, tokens: Tokens, pictures: Pictures | 
 
     Rows of pictures count as the placeholder.
     """
-    inputs = {"input_ids": torch.tensor([list(tokens)], device=model.device)}
-    if pictures is not None and max(tokens) >= pictures.ids.first:
-        inputs = pictures.plain_inputs(tokens)
+    inputs = _plain_inputs(model, tokens, pictures)
     with torch.no_grad(), attention(model, "eager"):
         logits_LV: Tensor = model(**inputs, use_cache=False).logits[0, :-1].float()
     logprobs: Tensor = logits_LV.log_softmax(-1).gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
     return logprobs
 
 
-def plain_hidden(trunk: PreTrainedModel, tokens: Tokens) -> Tensor:
+def _plain_inputs(model: PreTrainedModel, tokens: Tokens, pictures: Pictures | None) -> dict[str, Tensor]:
+    if pictures is not None and max(tokens) >= pictures.ids.first:
+        return pictures.plain_inputs(tokens)
+    return {"input_ids": torch.tensor([list(tokens)], device=model.device)}
+
+
+def plain_hidden(trunk: PreTrainedModel, tokens: Tokens, pictures: Pictures | None = None) -> Tensor:
     """The last hidden state at each token by transformers alone, [L, H], fp32, each divided by its root mean square."""
-    ids = torch.tensor([list(tokens)], device=trunk.device)
     with torch.no_grad(), attention(trunk, "eager"):
-        hidden_LH: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state[0]
+        inputs = _plain_inputs(trunk, tokens, pictures)
+        hidden_LH: Tensor = trunk(**inputs, use_cache=False).last_hidden_state[0]
     return in_rms(hidden_LH)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 ANSWER_S: Final = 120.0
 """Longest wait for an answer: the first one comes after some seconds of imports, on a busy machine after many."""
 _CONFIG_FILE: Final = "config.json"
-_TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
+TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
 """Fields of a config that hold the placeholder's id."""
 
 
@@ -173,4 +173,12 @@ def placeholder_id(config: Mapping[str, Any]) -> int | None:
     """Id of the token at whose places a picture's rows stand, from the content of `config.json`; None: it has none."""
     if "vision_config" not in config:
         return None
-    return next((int(config[name]) for name in _TOKEN_FIELDS if config.get(name) is not None), None)
+    return next((int(config[name]) for name in TOKEN_FIELDS if config.get(name) is not None), None)
+
+
+def placeholder_in(folder: str | Path) -> int | None:
+    """As `placeholder_id`, of the model in `folder`; None also if its `config.json` cannot be read."""
+    try:
+        return placeholder_id(json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None

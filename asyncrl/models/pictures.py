@@ -24,6 +24,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -36,6 +37,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.models.picture_ids import PictureIds, Rows, SeenPicture
 from asyncrl.models.picture_processor import PictureProcessor
+from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.transformers_internals import text_part
 
 _ROPE_CACHE: Final = 4096
@@ -65,6 +67,7 @@ class Pictures:
         model: a vision-language model of transformers.
         processor: of its folder.
         ids: of pictures that another model of the same folder sees too.
+        attach: False: `attach` is called later, or never where another rank has the embedding.
 
     Attributes:
         ids: of the rows.
@@ -72,13 +75,19 @@ class Pictures:
         encoded: pictures that the vision tower has computed so far.
     """
 
-    def __init__(self, model: PreTrainedModel, processor: PictureProcessor, ids: PictureIds | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        processor: PictureProcessor,
+        ids: PictureIds | None = None,
+        *,
+        attach: bool = True,
+    ) -> None:
         self._model, self._processor = model, processor
         self._whole = cast(PreTrainedModel, model.base_model)
         self._features: Callable[..., Any] = cast(Any, self._whole).get_image_features
-        embedding = model.get_input_embeddings()
         if ids is None:
-            weight = cast(Tensor, embedding.weight)
+            weight = cast(Tensor, model.get_input_embeddings().weight)
             first = max(weight.shape[0], model.config.get_text_config().vocab_size, processor.token_id + 1)
             wanted = inspect.signature(self._features).parameters
             ids = PictureIds(processor, wanted, first, weight.shape[1] * weight.element_size())
@@ -91,10 +100,11 @@ class Pictures:
         self._table: _Table | None = None
         self._is_row: Tensor | None = None
         self._places: Tensor | None = None
-        self._extend(embedding)
+        if attach:
+            self.attach()
 
     @classmethod
-    def of(cls, model: PreTrainedModel, folder: Path) -> Pictures | None:
+    def of(cls, model: PreTrainedModel, folder: Path, *, attach: bool = True) -> Pictures | None:
         """The pictures of the model loaded from `folder`; None where it takes none.
 
         Raises:
@@ -102,7 +112,8 @@ class Pictures:
         """
         if not takes_pictures(model):
             return None
-        return cls(model, PictureProcessor.of(folder))
+        token_id = cast(int, placeholder_id(model.config.to_dict()))
+        return cls(model, replace(PictureProcessor.of(folder), token_id=token_id), attach=attach)
 
     def tower_parameters(self) -> list[nn.Parameter]:
         """See `tower_parameters`."""
@@ -193,8 +204,9 @@ class Pictures:
         joined = {name: torch.cat([seen.inputs[name] for seen in pictures]).to(self._model.device) for name in names}
         return {name: each.to(self._model.dtype) if each.is_floating_point() else each for name, each in joined.items()}
 
-    def _extend(self, embedding: nn.Module) -> None:
+    def attach(self) -> None:
         """Have the embedding, and the layers that take more of a picture, know the rows that are held."""
+        embedding = self._model.get_input_embeddings()
         plain = embedding.forward
 
         def forward(ids: Tensor) -> Tensor:
@@ -278,10 +290,7 @@ class Pictures:
 
 def tower_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     """The parameters of `model` that only make rows of pictures: of its vision tower and its projector."""
-    text = text_part(model)
-    if text is model:
-        return []
-    parts = (text, model.get_output_embeddings())  # type: ignore[no-untyped-call]
+    parts = (text_part(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
     others = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in others]
 

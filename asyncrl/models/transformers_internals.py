@@ -132,7 +132,22 @@ def decoding_parts(model: PreTrainedModel) -> tuple[nn.Module, ...]:
 
 def language_model(path: str | Path) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     """Transformers' auto class for the language model in the folder `path`, with its vision tower where it has one."""
-    config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    return language_model_for(json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
+
+
+def language_model_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The language model of `config`, with its vision tower where it has one, without memory."""
+    with torch.device("meta"):
+        model: PreTrainedModel = language_model_for(config.to_dict()).from_config(  # type: ignore[no-untyped-call]
+            config, **({} if dtype is None else {"dtype": dtype})
+        )
+    return model
+
+
+def language_model_for(
+    config: Mapping[str, Any],
+) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """As `language_model`, from the content of a `config.json`."""
     return AutoModelForCausalLM if placeholder_id(config) is None else AutoModelForImageTextToText
 
 

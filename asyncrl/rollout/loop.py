@@ -1,25 +1,26 @@
-"""The loop of a RolloutWorker: admit, roll out, hand over, report; many rollouts at the same time.
+"""The loop of a RolloutWorker: allocate, roll out, push, report; many rollouts at the same time.
 
-Life of a rollout here
+Life of a rollout
 
-1. `allocate`: the staleness gate admits it, and the GserverManager says which prompt it plays.
+1. `allocate`: the staleness gate admits it, and the GserverManager chooses its prompt.
 2. `run_group`: the agent's episodes act in their environments at the same time; the policy answers.
-3. Filters may reject the group; it leaves the count with its reason. Where the filter says so its prompt is tried
-   again, with other random numbers and after the rest of the epoch, `rollout.filter_tries` times in all.
-4. `push`: a training rank acknowledges the trajectory. Only then
-5. `finish`: the manager moves it from running to finished, so that no counter ever misses it.
+3. Filters may reject the group, which leaves the count with the filter's reason. If the filter says so, its prompt is
+   tried again with other random numbers, after the rest of the epoch, `rollout.filter_tries` times in all.
+4. `push`: a training rank acknowledges the trajectory. Only then follows
+5. `finish`: the manager moves the rollout from running to finished, so no counter ever misses it.
 
-An episode that fails (the agent, the environment, a reward or a server raised, or it took too long) is tried again
-alone, `MAX_ATTEMPTS` times in all, then given up; the group is the others (`episode.run_group`). What was given up is
-counted by name in the metrics of the next trajectory that is pushed.
+An episode fails if the agent, the environment, a reward or a server raises, or if it takes too long. It is retried
+alone, `MAX_ATTEMPTS` times in all, and then left out of the group (`episode.run_group`). Lost episodes are counted by
+name in the metrics of the next trajectory that is pushed.
 
-A rollout fails where too few of its episodes are left (none, or one where the advantage compares several), or where the
-agent plays its group at once and raises. It is dropped as `failed`, with the name of the user's code where it is that
-(`failed: reward my.py:score`, `failed: agent run`), and its prompt tried again, `MAX_ATTEMPTS` times in all. A row that
-makes no prompt would make none the next time either: it is dropped at once (`invalid_prompt`; `overlong_prompt`, which
-is no failure). When everything fails the loop does: `MAX_FAILURES_IN_A_ROW` failures without a success, and more than
-rollouts are running, raise the last error. Fewer than those running may be a few bad rows, which fail at once while the
-good ones take their time.
+A rollout fails if too few of its episodes are left (none, or one if the advantage compares several), or if the agent
+plays its group at once and raises. It is dropped as `failed`, with the name of the user's code if that failed
+(`failed: reward my.py:score`, `failed: agent run`). Its prompt is tried again, `MAX_ATTEMPTS` times in all. A row that
+makes no prompt is dropped at once (`invalid_prompt`; `overlong_prompt`, which does not count as a failure).
+
+If everything fails, so does the loop: it raises the last error after `MAX_FAILURES_IN_A_ROW` failures without a
+success, provided that they outnumber the running rollouts. Fewer may be a few bad rows, which fail at once while good
+ones still run.
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ class RolloutWorker(AsyncWorker):
         rollout, mode = self.config.rollout, self.config.manager.update_mode
         url, incarnation = await self.registered(names.MANAGER_KEY, names.GSERVER_MANAGER), self.spec.incarnation
         find = partial(self.resolver.get, names.MANAGER_KEY)
-        manager = ManagerClient(url, self.name, self.http_security, incarnation=incarnation, find=find)
+        manager = ManagerClient(
+            url, self.name, self.http_security, incarnation=incarnation, find=find, launch=self.launch
+        )
         try:
             async with (
                 self._components.runner,

@@ -395,4 +395,8 @@ def episode_of(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> Episode:
         generated_tokens=sample.generated_length,
         truncated=sample.truncated,
         reward=float(sample.total_reward),
+        episode=sample.episode,
+        version=int(sample.versions.max()),
+        metrics=sample.metrics,
+        frames=sample.frames,
     )

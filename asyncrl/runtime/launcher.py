@@ -48,7 +48,6 @@ from asyncrl.observe.doctor.standing import standing_lines
 from asyncrl.observe.history import History
 from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
-from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.memory_checkpoint import uses_memory_checkpoint
 from asyncrl.runtime.plan import plan_workers
@@ -56,6 +55,7 @@ from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.open_files import check_files
 from asyncrl.runtime.process.worker import open_resolver, outage_told
 from asyncrl.runtime.process_kinds import PROCESS_KINDS, Purpose, Restart
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials import log_rotation
 from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
 from asyncrl.runtime.trials.process_exit import (

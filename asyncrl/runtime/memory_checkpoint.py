@@ -43,7 +43,7 @@ from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.comm.names import MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import INBOXES_DIR, MEMORY_CHECKPOINT_FILE, versions_in
-from asyncrl.runtime.keeper import identity_of
+from asyncrl.runtime.supervisor import identity_of
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "asyncrl-"

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from asyncrl.algorithms.registry import KINDS
 from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode
-from asyncrl.comm.names import MODEL_WORKER
+from asyncrl.comm.names import ACTOR, MODEL_WORKER
 from asyncrl.config import catalog
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ChoiceConfig, ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
-from asyncrl.models.picture_rules import placeholder_id
+from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.models.routers import routing_shape
 from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 from asyncrl.runtime.plan import plan_workers, with_types
@@ -27,7 +27,7 @@ from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel import checks as layout_checks
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.worker_grid import Placement
-from asyncrl.trainer.placement import engine_of, placement
+from asyncrl.trainer.placement import placement
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig, VisionMode
 
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
@@ -259,26 +259,24 @@ def _attention(config: ExperimentConfig) -> Iterator[str]:
 def _pictures(config: ExperimentConfig) -> Iterator[str]:
     """What is not computed yet of a model that takes pictures."""
     model = config.model
-    try:
-        described = json.loads((Path(str(model.path)).expanduser() / "config.json").read_text(encoding="utf-8"))
-        takes_pictures = placeholder_id(described) is not None
-    except (OSError, ValueError, TypeError, AttributeError):
-        return  # reported by others
-    if not takes_pictures or model.vision == VisionMode.none:
+    placeholder = None if model.path is None else placeholder_in(model.path)
+    if placeholder is None or model.vision == VisionMode.none:
         return
     other = f"model.path={model.path!r} takes pictures; use model.vision=none, with which it is used for text alone, or"
-    if engine_of(config) != "flat":
-        yield f"trainer.parallel={config.trainer.parallel!r}: {other} trainer.engine=flat, which trains pictures too"
-    if model.lora.rank:
-        yield f"model.lora.rank={model.lora.rank}: {other} rank 0: adapters are not trained on pictures"
     if config.moe.replay_routing:
         yield f"moe.replay_routing=true: {other} false: choices of experts are not replayed with pictures"
     try:
         roles = {call.role for call in load_graph(config).calls}
     except GraphError:
         return
-    for role in sorted(roles & {"critic", "reward"}):
+    for role in sorted(roles - {ACTOR, "ref", "critic"}):
         yield f"algorithm.graph={config.algorithm.graph!r}: {other} a graph without the role {role}, which reads text"
+    others = {"ref": ("algorithm.reference.path", config.algorithm.reference.path)}
+    others["critic"] = ("algorithm.critic.path", config.algorithm.critic.path)
+    for role in sorted(roles & others.keys()):
+        name, path = others[role]
+        if path is not None and placeholder_in(path) != placeholder:
+            yield f"{name}={path!r}: {other} a model that takes pictures at the same token of the prompt"
 
 
 def _critic(config: ExperimentConfig) -> Iterator[str]:

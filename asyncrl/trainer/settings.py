@@ -104,7 +104,7 @@ class LoraConfig:
 
 
 class VisionMode(StrEnum):
-    """What becomes of a vision-language model's vision tower and its projector."""
+    """Treatment of a vision-language model's vision tower and projector."""
 
     train = auto()
     """They are trained with the rest."""

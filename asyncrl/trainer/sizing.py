@@ -31,10 +31,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
 from asyncrl.config.setting import Dtype
-from asyncrl.models.transformers_internals import EXPERTS_PARAMETER
+from asyncrl.models.transformers_internals import EXPERTS_PARAMETER, language_model_for
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.engines.adamw import PIECE
 from asyncrl.trainer.model.scoring import MAX_LOGITS_BYTES
@@ -342,7 +342,7 @@ def _logits(model: SizedModel, tensor: int, work: Workload) -> int:
 
 
 def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedModel:
-    """Count the model of the `config.json` whose content is `described`.
+    """Count the model of the `config.json` whose content is `described`, with its vision tower where it has one.
 
     Args:
         value_model: count its trunk with a scalar head, as critics and reward models have.
@@ -352,7 +352,7 @@ def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedMo
     """
     settings = dict(described)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    auto: Any = AutoModel if value_model else AutoModelForCausalLM
+    auto: Any = AutoModel if value_model else language_model_for(described)
     with torch.device("meta"):
         model: PreTrainedModel = auto.from_config(config)
     return sized(model, value_model=value_model)

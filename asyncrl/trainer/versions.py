@@ -10,6 +10,7 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import ANNOUNCED_DIR, WEIGHTS_DIR
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.trainer.engines.base import PolicyEngine
 from asyncrl.trainer.messages import CollectWeights, Publish
 from asyncrl.trainer.model.lora import adapter_config
@@ -18,7 +19,7 @@ from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import TrainingRank
 from asyncrl.weights.transports.base import TrainerEnd, weight_transport
 from asyncrl.weights.versions import publishing
-from asyncrl.weights.versions.logprob_probe import LogprobProbe, probe_tokens
+from asyncrl.weights.versions.logprob_probe import LogprobProbe, probe_picture, probe_tokens, with_picture
 from asyncrl.weights.versions.shared_files import SharedFiles
 
 
@@ -93,7 +94,16 @@ class Versions:
         """The probe of `policy` as it is now; None where nobody looks at it, or there is no room for one."""
         model_config = policy.model_config
         context = context_length(self._config, model_config.to_dict())
-        tokens = probe_tokens(model_config.get_text_config().vocab_size, context)
+        vocabulary = model_config.get_text_config().vocab_size
+        tokens = probe_tokens(vocabulary, context)
         if not tokens or self._config.manager.logprob_check_tolerance == 0:
             return None
-        return LogprobProbe.of(tokens, policy.score_sequences(tokens))
+        picture = probe_picture()
+        served = self._config.generation.backend == GenerationBackend.embedded
+        placeholders = policy.placeholders(picture) if served else []  # SGLang servers get no pictures
+        shown = with_picture(vocabulary, context, placeholders, picture) if placeholders else None
+        if shown is None:
+            return LogprobProbe.of(tokens, policy.score_sequences(tokens))
+        prompt, placed = shown
+        sequences, pictures = [*tokens, prompt], [*((),) * len(tokens), (placed,)]
+        return LogprobProbe.of(sequences, policy.score_sequences(sequences, pictures), placed)

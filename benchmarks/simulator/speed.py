@@ -188,7 +188,7 @@ async def measure_speed(model_path: Path, folder: Path) -> Speed:
     async with embedded_server(model_path, ENGINE_ROWS) as url:
         http = JsonHttp(None)
         client = GenerationServerClient(http, url)
-        *_, server = psutil.Process().children(recursive=True)  # below its keeper
+        *_, server = psutil.Process().children(recursive=True)  # below its supervisor
         threads = _Threads(server)
 
         async def call(number: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from asyncrl.commands.audit import audit
 from asyncrl.observe.history.processes import ProcessHistory
-from asyncrl.runtime.keeper import PLACE_VARIABLE
+from asyncrl.runtime.supervisor import PLACE_VARIABLE
 
 from ..conftest import LIMIT_S
 from ..etcd_cluster import EtcdCluster, needs_etcd

@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.commands.audit import audit
-from asyncrl.runtime.keeper import PLACE_VARIABLE
+from asyncrl.runtime.supervisor import PLACE_VARIABLE
 
 from ..conftest import LIMIT_S, Run, StartRun
 from ..e2e.clusters import await_that, ssh_hosts

@@ -148,7 +148,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MakeResolve
 
 def abandon(owner: NameResolver) -> None:
     """Leave the owner's entries to lapse, as if its process had been killed."""
-    owner._keeper.stop()
+    owner._renewer.stop()
 
 
 def test_an_added_entry_is_seen_by_other_resolvers(make: MakeResolver) -> None:
@@ -379,7 +379,7 @@ def test_what_its_owner_deletes_while_it_is_put_back_stays_deleted(
         create(*args, **kwargs)
 
     monkeypatch.setattr(owner, "_create", withdrawn_meanwhile)
-    owner._keeper._renew("server/0")
+    owner._renewer._renew("server/0")
     assert other.get_subtree() == {}
 
 

@@ -47,8 +47,8 @@ from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation.client import FORK_SAVES, RolloutClient
-from asyncrl.runtime.keeper import STOP_SIGNAL
-from asyncrl.runtime.process.process_tree import kept
+from asyncrl.runtime.process.process_tree import supervised
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.weights.transports.disk import DiskManagerEnd
 from asyncrl.weights.transports.distributed import ProcessGroupConnection
 from asyncrl.weights.transports.from_memory import ServerConnection
@@ -146,7 +146,7 @@ def backend(
     path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(kept(argv), stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen(supervised(argv), stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
     resolver = make_resolver("file", str(folder / "name_resolve"))
     try:
         registration = names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S))

@@ -22,7 +22,7 @@ from asyncrl.comm.security import RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.runtime.exit_codes import EXIT_LOST
-from asyncrl.runtime.keeper import STOP_SIGNAL
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 
 LIMIT_S = 300.0
 pytestmark = pytest.mark.slow

@@ -30,7 +30,7 @@ from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.master.data.step_plan import Assignment, Dealing, assign, plan_step
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
-from asyncrl.runtime.keeper import STOP_SIGNAL
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.trainer.messages import (
     AttachMaster,
     CollectWeights,

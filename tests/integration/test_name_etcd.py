@@ -25,7 +25,7 @@ from asyncrl.comm.name_resolve import (
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import write_run_config
-from asyncrl.runtime.keeper import STOP_SIGNAL
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 
 from ..etcd_cluster import PASSWORD, USER, EtcdCluster, needs_etcd
 from ..leases import LONG_S, renew_often
@@ -240,7 +240,7 @@ def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
         reader.add("mine", "x", lease_s=2.0)
         followed, now = reader.follow("w"), time.monotonic()
         followed._clock = lambda: now
-        dies._keeper.stop()
+        dies._renewer.stop()
         may_renew = threading.Event()
         renew = owner._renew  # type: ignore[attr-defined]
 
@@ -257,7 +257,7 @@ def test_leases_that_ran_out_in_an_outage_are_made_anew_and_nobody_sees_a_gap(
 
             return changed
 
-        owner._keeper._renew = renew_later
+        owner._renewer._renew = renew_later
         for change in ("replace", "put", "remove"):
             monkeypatch.setattr(followed, change, noting(getattr(followed, change)))
         etcd_server.pause()
@@ -316,7 +316,7 @@ def test_an_entry_that_was_deleted_or_taken_is_not_renewed_and_its_neighbours_ar
             owner.add(name, "mine", lease_s=LONG_S)
         other.delete("deleted")
         other.add("taken", "theirs", replace=True)
-        await_that(lambda: owner._keeper.names() == ["kept"])
+        await_that(lambda: owner._renewer.names() == ["kept"])
         assert other.get_subtree() == {"kept": "mine", "taken": "theirs"}
         owner.close()
         assert other.get_subtree() == {"taken": "theirs"}

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from transformers import AutoModelForImageTextToText
 
 from asyncrl.api.generation import FinishReason, GenerationRequest, SamplingParams
 from asyncrl.api.picture import Picture, PictureError, PictureRef, PlacedPicture
 from asyncrl.comm.http.calls import HttpRefused, JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PictureSender
+from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving import server as serving
 from asyncrl.inference.embedded.serving.pictures import PictureCache
 from asyncrl.inference.embedded.types import EngineStats, Finish, GenerationInput, GenerationOutput, Job, VersionSpan
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
+from asyncrl.models.pictures import Pictures
 from asyncrl.rollout.generation.client import GenerationFailed, RolloutClient
+from tests.tiny_vlm import picture, render
 
 PICTURES = [
     Picture.from_array(np.random.default_rng(seed).integers(0, 256, (20, 30, 3), np.uint8)) for seed in range(4)
@@ -146,6 +152,37 @@ async def test_concurrent_groups_over_one_picture_send_it_once(start: Any) -> No
     assert [placed.picture.data for placed in last.pictures] == [PICTURES[i].data for i in (0, 1, 0)]
     assert len(server.engine.inputs) == 8 * 16 + 2
     assert all(given.pictures for given in server.engine.inputs)
+
+
+async def test_a_group_of_16_over_one_picture_sends_it_once_and_encodes_it_once(
+    vlm_folder: Callable[[str], Path],
+) -> None:
+    folder, shown = vlm_folder("qwen2_vl"), picture(1)
+    prompt = render(folder, "<u>how ", shown, "?<end><a>")
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    engine = GenerationEngine(model, model_path=str(folder), max_model_len=64, pictures=Pictures.of(model, folder))
+    engine.start()
+    served = await serving.serve(engine)
+    server = Server.__new__(Server)
+    server.url = served.url
+    asked = GenerationRequest("q", tuple(prompt.ids), 16, SamplingParams(max_new_tokens=3, seed=1), prompt.placed)
+    async with client_of(InTurn(server)) as client:
+        for _ in range(2):
+            result = await client.generate(asked)
+            assert len(result.completions) == 16
+        assert client._sender.sent == 1
+        http = JsonHttp(None)
+        pieces = [piece async for piece in http.pieces(f"{server.url}/metrics", silence_s=LIMIT_S)]
+        told = b"".join(pieces).decode()
+        await http.close()
+    for name, count in {
+        "received_pictures_total": 1,
+        "encoded_pictures_total": 1,
+        "kept_picture_bytes": len(shown.data),
+    }.items():
+        assert re.search(rf"^sglang:{name}{{.*}} {float(count)}$", told, re.MULTILINE), told
+    await served.close()
+    engine.close()
 
 
 async def test_another_worker_sends_nothing_that_the_server_has(start: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,7 @@ from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from asyncrl.api.trajectory import Sample, Trajectory
-from asyncrl.config import load
+from asyncrl.config import import_paths, load
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
@@ -44,6 +45,22 @@ def _built_in_experiments_are_composed_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "_compose", composed)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _sources_are_parsed_once() -> Iterator[None]:
+    """Checks of a start parse the same built-in agents, environments and rewards in each of a thousand tests."""
+    parsed, known = import_paths._parsed, dict[tuple[Path, bytes], ast.Module]()
+
+    def once(source: Path) -> ast.Module:
+        key = source, source.read_bytes() if source.is_file() else b""
+        if key not in known:
+            known[key] = parsed(source)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_paths, "_parsed", once)
         yield
 
 

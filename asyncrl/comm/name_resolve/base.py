@@ -1,26 +1,24 @@
 """The interface of name resolution: a small shared dictionary in which the processes of a run find each other.
 
 Names are paths (`workers/model_worker/0`) relative to the resolver's root. An entry added with a lease lives as long as
-its owner renews it, which the owner's resolver does by itself; when the owner dies, the entry is gone once the lease
-has run out. An owner that was merely stalled gets its entry back with the next renewal unless another owner took the
-name.
+its owner's resolver renews it; when the owner dies, the entry is gone once the lease has run out. An owner that was
+only stalled gets its entry back with the next renewal, unless another owner took the name.
 
-An owner that was given up while it was cut off must not get its entries back, nor add others, not even before its
-successor has registered: others would meet the wrong one. So an owner may say under which `fences` its entries may be
-added and return: entries without a lease, which whoever gives it up changes first. An owner with fences therefore puts
-an entry back that was deleted, or that another owner took and has left: as long as its fences stand, the name is its
-own. Without fences a deletion, by anybody, is final.
+Fences. An owner that was replaced while it was cut off must not get its entries back or add others, even before its
+successor has registered: other processes would meet the wrong one. So an owner may set `fences`: names with values,
+without leases, that its replacement changes first. Its entries are added and put back only while the fences stand.
+While they do, the name is its own: an entry that was deleted, or taken and left by another owner, is put back. Without
+fences a deletion is final.
 
-A back end may be away for a while: what fails with `NameResolveUnavailable` is made again (`patience`), and every call
-raises it only once that has lasted too long. Leases are renewed for ever; one that has run out meanwhile is added anew.
+Outages. A call that fails with `NameResolveUnavailable` is retried (`patience`), and raises it only when the outage has
+lasted too long. Leases are renewed for ever; one that ran out meanwhile is added again.
 
-What is looked at again and again is followed instead: `follow` gives a `Subtree`, which a thread of the resolver keeps
-up to date, through any outage. So an idle process asks for nothing, however many others there are.
+A name that is read again and again is followed instead: `follow` returns a `Subtree`, which a thread of the resolver
+keeps up to date, through any outage. So an idle process makes no calls, however many other processes there are.
 
 A back end implements the underscored primitives; everything a user calls is here. Every call may be made from any
-thread. Calls take micro- to milliseconds except `wait` and `watch`, and any in an outage: call them through
-`asyncio.to_thread` from a loop that others wait for.
-A resolver does not survive `fork`: make one per process.
+thread. Calls take micro- to milliseconds except `wait` and `watch`, and any call in an outage: use `asyncio.to_thread`
+in an event loop. A resolver does not survive `fork`: make one per process.
 """
 
 from __future__ import annotations
@@ -94,15 +92,15 @@ class NameResolver(ABC):
     def __init__(self, root: str, patience_s: float = PATIENCE_S) -> None:
         self.root = root
         self._patience = Patience(root, patience_s)
-        self._keeper = LeaseRenewer(self._keep, self._patience, self._lost)
+        self._renewer = LeaseRenewer(self._keep, self._patience, self._lost)
         self._leased: dict[str, tuple[str, float]] = {}  # what was added with a lease: value and seconds
         self.on_lost: Callable[[str], None] = lambda name: None
         """Called once, in a thread of the resolver, with an entry with a lease that is no longer this owner's."""
         self.on_fenced: Callable[[], None] = lambda: None
-        """Called where adding an entry, or putting one back, finds that this owner was given up; in that thread."""
+        """Called, in the calling thread, if adding an entry or putting one back finds that this owner was replaced."""
         self.fences: dict[str, str] = {}
-        """Entries are added, and put back once their lease has run out, only while each of these names has this value,
-        or none."""
+        """Entries are added, and put back after their lease ran out, only while each of these names has this value or
+        none."""
         self._closing = threading.Event()
         self._renewal_limit_s = STOP_LIMIT_S
         self._followed: dict[str, Subtree] = {}
@@ -113,7 +111,7 @@ class NameResolver(ABC):
 
         Raises:
             NameEntryExists: the name is taken by a living entry and `replace` is False.
-            OwnerFenced: this owner was given up, as its `fences` say.
+            OwnerFenced: this owner was replaced, according to its `fences`.
             NameResolveUnavailable: the back end is away for too long; every method below may raise it too.
             ValueError: the name or the lease is not valid.
         """
@@ -127,10 +125,10 @@ class NameResolver(ABC):
             self.on_fenced()
             raise
         if lease_s is None:
-            self._keeper.forget(name)
+            self._renewer.forget(name)
         else:
             self._leased[name] = value, lease_s
-            self._keeper.keep(name, lease_s)
+            self._renewer.keep(name, lease_s)
 
     def get(self, name: str) -> str:
         """The value under `name`.
@@ -203,52 +201,52 @@ class NameResolver(ABC):
         raise AssertionError("unreachable")
 
     def delete(self, name: str) -> None:
-        """Remove the entry, whoever owns it.
+        """Remove the entry, of any owner.
 
         Raises:
             NameEntryNotFound: there is none.
         """
-        self._keeper.forget(check_name(name))
+        self._renewer.forget(check_name(name))
         if not self._patiently("delete", self._remove, name):
             raise NameEntryNotFound(name, self.root)
 
     def withdraw(self, name: str) -> bool:
-        """Remove the entry if it is this resolver's own; whether it was, and lived."""
-        self._keeper.forget(check_name(name))
+        """Remove the entry if it is this resolver's own; return True if it was, and lived."""
+        self._renewer.forget(check_name(name))
         return self._patiently("delete", self._remove, name, only_own=True)
 
     def delete_value(self, name: str, value: str) -> bool:
-        """Remove the entry if it has this very value, whoever owns it; whether this call did."""
+        """Remove the entry if it has exactly this value, of any owner; return True if this call removed it."""
         return self._patiently("delete", self._remove_value, check_name(name), value)
 
     def clear_subtree(self, root: str = "", *, keep: Collection[str] = ()) -> None:
-        """Remove every entry at or below `root` ("" is everything) but those named `keep`, whoever owns them."""
+        """Remove every entry at or below `root` ("" is everything) except those named `keep`, of any owner."""
         if root:
             check_name(root)
-        for name in self._keeper.names():
+        for name in self._renewer.names():
             if is_below(name, root) and name not in keep:
-                self._keeper.forget(name)
+                self._renewer.forget(name)
         self._patiently("delete", self._remove_subtree, root, keep)
 
     def hurry(self) -> None:
-        """The process was asked to stop: from now on an outage may last `HURRY_S` only."""
+        """Limit outages to `HURRY_S` from now on: the process was asked to stop."""
         self._patience.limit_s = min(HURRY_S, self._patience.limit_s)
 
     def end_soon(self) -> None:
-        """The process is about to end: what fails from now on is not made again, as nobody waits for what it says."""
+        """Retry no call from now on: the process is about to end, and no other process waits for its entries."""
         self._patience.limit_s = 0.0
         self._renewal_limit_s = _LAST_RENEWAL_S
 
     def close(self) -> None:
-        """Stop renewing and remove the leased entries of this resolver; entries without a lease stay.
+        """Stop renewing, and remove the leased entries of this resolver; entries without a lease stay.
 
-        Where the back end is away, the leases run out.
+        If the back end is away, the leases run out.
         """
         if self._closing.is_set():
             return
         self._closing.set()
-        owned = self._keeper.names()
-        self._keeper.stop(self._renewal_limit_s)
+        owned = self._renewer.names()
+        self._renewer.stop(self._renewal_limit_s)
         try:
             self._give_up(owned)
         except NameResolveUnavailable as error:
@@ -263,7 +261,7 @@ class NameResolver(ABC):
         self.close()
 
     def _await_change(self, name: str, last: str | None, timeout_s: float) -> str | None:
-        """The first value that differs from `last`, or `last` after `timeout_s`. Polls; a back end may know better."""
+        """Return the first value that differs from `last`, or `last` after `timeout_s`. Polls by default."""
         deadline = time.monotonic() + timeout_s
         pause = FIRST_POLL_S
         while (value := self._read(name)) == last:
@@ -276,7 +274,7 @@ class NameResolver(ABC):
         return value
 
     def _keep_following(self, subtree: Subtree) -> None:
-        """Follow `subtree`, again and again: an outage may last for ever, as nobody waits for this."""
+        """Follow `subtree` through any outage, which may last for ever: no call waits for this thread."""
         failures = 0
         while not self._closing.is_set():
             began = time.monotonic()
@@ -304,15 +302,15 @@ class NameResolver(ABC):
         return any(value not in (None, self.fences[name]) for name, value in found.items())
 
     def _found(self, subtree: Subtree, found: Mapping[str, str]) -> None:
-        """These are all entries of `subtree` now, so the back end is there."""
+        """Store all entries of `subtree`; the back end works."""
         subtree.replace(found)
         self._patience.worked(_kind_of_following(subtree))
 
     def _follow(self, subtree: Subtree) -> None:
-        """Tell `subtree` what there is until the resolver is closed; polls. A back end may know better.
+        """Keep `subtree` up to date until the resolver is closed. Polls; a back end may have a better way.
 
         Raises:
-            NameResolveUnavailable: the back end is away; it is called again.
+            NameResolveUnavailable: the back end is away; the caller retries.
         """
         while not self._closing.is_set():
             self._found(subtree, self._read_subtree(subtree.root))
@@ -323,7 +321,7 @@ class NameResolver(ABC):
         if it was deleted and there are no fences to tell whether it may return.
 
         Raises:
-            OwnerFenced: this owner was given up.
+            OwnerFenced: this owner was replaced.
         """
         if self._renew(name):
             return True
@@ -337,19 +335,19 @@ class NameResolver(ABC):
         except OwnerFenced:
             self.on_fenced()
             raise
-        if name not in self._keeper.names():  # deleted by its owner meanwhile
+        if name not in self._renewer.names():  # deleted by its owner meanwhile
             self._remove_value(name, value)
         else:
             _log.warning("name %r was gone; it is put back", name)
         return True
 
     def _lost(self, name: str) -> bool:
-        """Tell of an entry that is not this owner's; True if it may become so again."""
+        """Report an entry that is no longer this owner's; return True if it may become so again."""
         self.on_lost(name)
         return bool(self.fences)
 
     def _give_up(self, names: Collection[str]) -> None:
-        """Remove these entries with leases of this resolver where they are still its own."""
+        """Remove these leased entries if they are still this resolver's own."""
         for name in names:
             self._remove(name, only_own=True)
 

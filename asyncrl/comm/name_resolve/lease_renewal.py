@@ -1,9 +1,9 @@
 """Keeps leased entries alive from one daemon thread.
 
-An entry with a lease of L seconds is renewed every L/3, so that two renewals may fail or come late before the entry
-lapses. A renewal that fails is made again soon and for ever: an entry that lapsed in an outage comes back with its end.
-The thread starts with the first lease and ends with `stop`; being a daemon it dies with its process, and with it the
-renewals: that is how a killed owner's entries disappear.
+An entry with a lease of L seconds is renewed every L/3, so two renewals may fail or be late before the entry lapses. A
+failed renewal is retried soon, and for ever: an entry that lapsed in an outage comes back after it. The thread starts
+with the first lease and ends with `stop`. It is a daemon, so it dies with its process: the entries of a killed owner
+disappear because nothing renews them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ STOP_LIMIT_S = 5.0
 class LeaseRenewer:
     """Calls `renew(name)` for every kept name, RENEWALS_PER_LEASE times per lease.
 
-    `renew` returns False while the entry is not its caller's (deleted, or taken by another). Then `lost` is called
-    with the name, once; it returns True if `renew` is to be called again. OwnerFenced ends the renewals; any other
-    NameResolveError is told to `patience`, and the renewal made again.
+    Args:
+        renew: returns False while the entry is not its owner's (deleted, or taken by another). OwnerFenced ends the
+            renewals of the name; after any other NameResolveError the renewal is retried.
+        patience: records outages.
+        lost: called once with the name when `renew` first returns False; returns True if `renew` must be called again.
     """
 
     def __init__(
@@ -45,18 +47,18 @@ class LeaseRenewer:
         self._thread: threading.Thread | None = None
 
     def keep(self, name: str, lease_s: float) -> None:
-        """Renew `name` from now on; a name kept already gets the new lease."""
+        """Renew `name` from now on; a name that is kept already gets the new lease."""
         with self._changed:
             interval_s = lease_s / RENEWALS_PER_LEASE
             self._leases[name] = (time.monotonic() + interval_s, interval_s)
             self._missed.discard(name)
             if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="lease-renewer", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
     def forget(self, name: str) -> None:
-        """Stop renewing `name`; unknown names are fine."""
+        """Stop renewing `name`; unknown names are ignored."""
         with self._changed:
             self._leases.pop(name, None)
             self._missed.discard(name)
@@ -68,7 +70,7 @@ class LeaseRenewer:
             return list(self._leases)
 
     def stop(self, timeout_s: float = STOP_LIMIT_S) -> None:
-        """End the thread; a renewal under way is waited for so long."""
+        """End the thread; wait up to `timeout_s` seconds for a running renewal."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -111,7 +113,7 @@ class LeaseRenewer:
                 self._leases[name] = (time.monotonic() + min(interval_s, AGAIN_S), interval_s)
 
     def _next_due(self) -> str | None:
-        """The next name to renew, once it is due; None when stopped."""
+        """Wait until a renewal is due and return its name; None once stopped."""
         with self._changed:
             while not self._stopped:
                 wait_s = None
@@ -126,5 +128,5 @@ class LeaseRenewer:
 
 
 def _kind(name: str) -> str:
-    """The kind of call, to `Patience`: one entry may fail where another does not."""
+    """Return the kind of call for `Patience`: one entry may fail while another does not."""
     return f"renew {name}"

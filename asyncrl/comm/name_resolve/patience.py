@@ -1,8 +1,8 @@
-"""Retries while a back end is away: etcd elects a leader or restarts, a file system has a stale handle or is full.
+"""Retry calls while a back end is away: etcd elects a leader or restarts, a file system has a stale handle or is full.
 
-A call that fails is made again, with growing waits, until it works or calls of its kind have failed for `limit_s`
-without one that worked. Kinds are told apart because a full disk can be read and not written. An outage is one line in
-the log, whatever calls it concerns and however often they are made again.
+A failed call is retried with growing waits, until it works or calls of its kind have failed for `limit_s` without a
+success. Kinds are separate because a full disk can be read and not written. An outage is one line in the log, for all
+calls and retries together.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Patience:
         self._lock = threading.Lock()
 
     def worked(self, kind: str) -> None:
-        """A call of `kind` worked: its outage is over."""
+        """Record that a call of `kind` worked: its outage is over."""
         if self._failing_since:
             with self._lock:
                 self._failing_since.pop(kind, None)
 
     def failed(self, kind: str, error: Exception, failures: int) -> float:
-        """A call of `kind` failed for the `failures`-th time in a row; seconds to wait before it is made again.
+        """Record the `failures`-th failure in a row of a call of `kind`; return the seconds to wait before the retry.
 
         Raises:
             NameResolveUnavailable: calls of this kind have failed for too long.

@@ -1,12 +1,12 @@
-"""The entries below a root as a process knows them without asking: its resolver keeps them up to date.
+"""The entries below a root, kept in memory and up to date by the resolver.
 
-A back end tells what it finds: everything (`replace`), or one change (`put`, `remove`). Reading (`entries`) is a look
-into memory, so nobody's look-ups grow with the number of processes.
+A back end reports what it finds: all entries (`replace`), or one change (`put`, `remove`). Reading (`entries`) makes no
+call, so the number of look-ups does not grow with the number of processes.
 
-An outage does not look like everybody's death. While a back end is away nobody can renew a lease, and when it is back
-(etcd that was stopped, a link that was cut) those leases have run out: every owner's entry is removed, and put back by
-its owner a moment later. So after a sign of trouble (`trouble`: a call failed, or took long) a removal is told
-`GRACE_S` late, and not at all where the entry is back by then. Without trouble it is told at once.
+An outage must not look as if all processes had died. While a back end is away no lease can be renewed. When it is back
+(etcd that was stopped, a link that was cut) the leases have run out: every entry is removed, and put back by its owner
+a moment later. So after a sign of trouble (`trouble`: a call failed, or took long) a removal takes effect `GRACE_S`
+late, and not at all if the entry is back by then. Without trouble it takes effect at once.
 
     t=0 s     etcd stops answering; the watch breaks       trouble(15): removals until 23 s are held back
     t=30 s    etcd goes on, its leases have run out        trouble(30), remove("a"): held back until 38 s
@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping
 from asyncrl.comm.name_resolve.errors import NameResolveError
 
 GRACE_S = 8.0
-"""Longer than an owner takes to put its entry back: a call that hangs and is given up (4 s), a renewal that is made
-again (0.5 s), a connection that is made anew (1 s)."""
+"""Longer than an owner takes to put its entry back: a call that hangs until its limit (4 s), a retried renewal (0.5 s),
+a new connection (1 s)."""
 
 
 class Subtree:
-    """See the module's docstring. Any thread may call it.
+    """The entries at or below a root. Any thread may call it.
 
     Args:
         root: of the entries.
@@ -46,10 +46,10 @@ class Subtree:
         self._lock = threading.Lock()
 
     def entries(self) -> dict[str, str]:
-        """The living entries by full name, sorted; those of before an outage for as long as it lasts.
+        """Return the living entries by full name, sorted; during an outage those from before it.
 
         Raises:
-            NameResolveError: the back end refuses to tell.
+            NameResolveError: the back end refuses access.
         """
         with self._lock:
             if self._refused is not None:
@@ -60,11 +60,11 @@ class Subtree:
             return dict(sorted((held_back | self._present).items()))
 
     def get(self, name: str) -> str | None:
-        """The value under `name`; None where there is none."""
+        """Return the value under `name`; None if there is none."""
         return self.entries().get(name)
 
     def replace(self, found: Mapping[str, str]) -> None:
-        """These are all entries now; the back end is there."""
+        """Store all entries; the back end works."""
         with self._lock:
             if self._away:
                 self._away, self._trouble_until = False, self._clock() + GRACE_S
@@ -74,24 +74,24 @@ class Subtree:
             self._leaving = {name: left for name, left in self._leaving.items() if name not in found}
 
     def put(self, name: str, value: str) -> None:
-        """The entry is there, with this value."""
+        """Store one entry."""
         with self._lock:
             self._present[name] = value
             self._leaving.pop(name, None)
 
     def remove(self, name: str) -> None:
-        """The entry is gone, or was not there."""
+        """Remove one entry, if it is there."""
         with self._lock:
             self._leave(name)
 
     def trouble(self) -> None:
-        """The back end is away now, or was until now."""
+        """Record that the back end is away, or was until now."""
         with self._lock:
             self._away, self._trouble_until = True, self._clock() + GRACE_S
             self._leaving = {name: (value, self._trouble_until) for name, (value, _) in self._leaving.items()}
 
     def refuse(self, error: NameResolveError) -> None:
-        """The back end refuses to tell, for good."""
+        """Raise `error` from all reads: the back end refuses access for good."""
         with self._lock:
             self._refused = error
 

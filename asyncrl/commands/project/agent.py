@@ -5,7 +5,8 @@ from asyncrl.api import ChatClient, Environment, GenerationRequest, Prompt, Toke
 
 async def run(prompt: Prompt, env: Environment, client: ChatClient, *, tokenizer: Tokenizer) -> float:
     """The reward of the episode; ask the policy as often as you like, each answer is trained."""
-    request = GenerationRequest(f"{prompt.prompt_id}/{prompt.member}", prompt.input_ids, 1, prompt.sampling)
+    name = f"{prompt.prompt_id}/{prompt.member}"
+    request = GenerationRequest(name, prompt.input_ids, 1, prompt.sampling, prompt.pictures)
     (answer,) = (await client.generate(request)).completions
     await env.reset(options={"data": prompt.data})
     _, reward, *_ = await env.step(tokenizer.decode(answer.token_ids))  # calls your reward

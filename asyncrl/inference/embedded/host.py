@@ -82,7 +82,10 @@ class EmbeddedHost:
             raise EngineStartError(str(error)) from error
         self._engine.start()
         token, tls = (None, None) if self._security is None else (self._security.token, self._security.server_context())
-        self._server = await serve(self._engine, host=self._config.system.host, token=token, tls=tls)
+        picture_bytes = int(self._config.generation.picture_memory * 2**30)
+        self._server = await serve(
+            self._engine, host=self._config.system.host, token=token, tls=tls, picture_bytes=picture_bytes
+        )
         return ServedEngine(self._server.url, os.getpid())
 
     def _load(self) -> GenerationEngine:

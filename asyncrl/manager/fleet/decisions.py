@@ -11,33 +11,31 @@ States of a server::
                                         ▼
         registered at another version ▶ QUARANTINED ── back-off over: update again, to the newest target
 
-- Only SERVING servers get requests. They are at versions that may differ; what the gate calls the served version is
-  the least of them.
-- Each server moves alone. One that fails, hangs or is late is quarantined and the others go on. Skipped versions are
-  fine.
-- After a failed update nobody knows which weights the server has: SGLang has been seen to replace them and answer
-  400. So it gets no request until a whole update has succeeded, whatever version it claims.
-- At most `update_fraction` of all servers are out of service for an update at a time, at least one: the others serve
-  the version before meanwhile, and with them the gate stays at it until the last has left it. What failed and is tried
-  again serves nothing anyway and does not count, so that it holds up nobody.
-- Where hosts share no folder (`staged`) a server is brought to the newest version that is on its host, once one is, and
-  serves what it has meanwhile.
-- A server that found the files damaged before it touched its weights (the embedded engine sums them as it reads) has
-  the weights it had. It serves them again, and is brought to the next version that is published; where it was in
-  quarantine nobody knows what it has, and it stays there.
-- A server that fails its health check is quarantined too and comes back the same way; where no weights are published
-  yet (it has the initial model) it comes back when it is healthy. Naming another version than it was brought to counts
-  as a failure: somebody started the server again at the same address.
-- A registration with a new address is a new process: it begins at the version of its registration. One whose
-  registration is gone is removed at once.
-- `update_mode=interrupt`: what runs is answered at once with what it has; clients resubmit it. `retract`: it goes back
-  to the server's own queue and is prefilled again under the new weights; its client notices nothing. `in_place`: it is
-  frozen where it is and goes on with the keys and values of the old weights. `finish`: the server is drained first, but
-  of several that could be drained one goes on serving, until another is back.
-- Every update pauses the server, a drained one too: what arrives in spite of it is held, and never runs while weights
-  are replaced. What may run on a quarantined server is of unknown weights, so that one is always interrupted.
+- Only SERVING servers get requests. Their versions may differ; the gate's served version is the least of them.
+- Each server moves alone. One that fails, hangs or is late is quarantined, and the others continue. Versions may be
+  skipped.
+- After a failed update the server's weights are unknown: SGLang has been seen to replace them and answer 400. So it
+  gets no request until a whole update has succeeded, whatever version it claims.
+- At most `update_fraction` of all servers are out of service for an update at a time, at least one. The others serve
+  the version before, and the gate stays at it until the last has left it. A server that failed serves nothing anyway
+  and does not count, so it delays no other.
+- If hosts share no folder (`staged`), a server is updated to the newest version that its host has, once there is one.
+- A server that found the files damaged before it changed its weights (the embedded engine verifies checksums as it
+  reads) still has its old weights. It serves them again, and gets the next published version. If it was in quarantine,
+  its weights are unknown, and it stays there.
+- A server that fails its health check is quarantined too, and comes back the same way; if no weights are published yet
+  (it has the initial model), once it is healthy. A server that reports another version than it was updated to fails
+  the check: it was restarted at the same address.
+- A registration with a new address is a new process, which begins at the version of its registration. A server without
+  a registration is removed at once.
+- Running requests, by `update_mode`. `interrupt`: they are answered at once with what they have; clients resubmit them.
+  `retract`: they go back to the server's queue and are prefilled again under the new weights; clients notice nothing.
+  `in_place`: they are frozen, and continue with the keys and values of the old weights. `finish`: the server is drained
+  first; one of several that could be drained continues to serve until another is back.
+- Every update pauses the server, a drained one too: requests that arrive nevertheless are held, and never run while
+  weights are replaced. A quarantined server has unknown weights, so its requests are always interrupted.
 
-Every order carries the `attempt` it belongs to; an outcome of an attempt that was given up is ignored.
+Every order carries its `attempt`; outcomes of cancelled attempts are ignored.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ HEALTH_FAILURES_ALLOWED = 1
 
 
 class ServerState(StrEnum):
-    """State of a server; see the module's docstring."""
+    """State of a server (module docstring)."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -75,7 +73,7 @@ class ServerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Published weights: their version and folder; and where the server finds them, if not there."""
+    """Published weights: version and folder, and the folder of the server's `copy` if it has one."""
 
     version: int
     path: str
@@ -91,8 +89,8 @@ class Target:
 class BeginUpdate:
     """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`.
 
-    `frozen`: an update in place failed before, so what runs may be frozen. `had`: the version it served until now;
-    None where nobody knows.
+    `frozen`: an update in place failed before, so requests may be frozen. `had`: the version that it served until now;
+    None if unknown.
     """
 
     server: int
@@ -197,7 +195,7 @@ class FleetDecisions:
         self._timeout_s = update_timeout_s
         self._servers: dict[int, ServerLife] = {}
         self._attempts = 0
-        self._given_up: list[CancelUpdate] = []
+        self._cancelled: list[CancelUpdate] = []
         self._there: dict[str, Target] | None = {} if staged else None
         self.target: Target | None = None
         self._targets: dict[int, Target] = {}
@@ -265,15 +263,15 @@ class FleetDecisions:
         if life is None:
             return False
         if life.state is ServerState.UPDATING:
-            self._given_up.append(CancelUpdate(index, life.attempt))
+            self._cancelled.append(CancelUpdate(index, life.attempt))
         return True
 
     def poll(self, now: float, running: Mapping[int, int]) -> list[Order]:
         """Return the orders that are due now. `running` counts the requests on each server; a server that is missing
         there has none.
         """
-        orders: list[Order] = [*self._given_up]
-        self._given_up.clear()
+        orders: list[Order] = [*self._cancelled]
+        self._cancelled.clear()
         leaving = self._leaving()
         for life in self.servers:
             match life.state:

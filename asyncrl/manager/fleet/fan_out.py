@@ -9,16 +9,15 @@ there are `UPLOADS` + 1 times as many that have it: h hosts take 1 + log3(h) rou
     round 2    0 ─▶ 3, 4   1 ─▶ 5, 6   2 ─▶ 7, 8      9
     ...                                       512 hosts: 6 rounds
 
-Nobody waits for a round to end: whoever has got it sends, and of those with a free place the one that sends least is
-asked, the origin last.
+No host waits for a round to end: each sends as soon as it has the folder. Of the sources with a free place the one that
+sends least is chosen, the origin last.
 
-A source that fails is left alone for a while, longer each time, and who asked it is sent to the next; a host that
-cannot keep what it is sent is asked again after a while. One that is new, or began again, has nothing.
+A source that fails is not used for a while, longer each time, and the host that asked it is sent to the next. A host
+that cannot store what it is sent is asked again after a while. A host that is new or was restarted has nothing.
 
-What is wanted is what stays for the launch first, then the newest version alone; a host may need a part of that, and
-is then a source of that part. A version that is under way when a newer one is published is seen to its end, since a
-host whose fetch takes longer than a step of training would otherwise never have any; later ones that are not under way
-are skipped.
+The launch's folders come first, then the newest version alone. A host may need only some of these, and is then a source
+of those only. A fetch that runs when a newer version is published is finished: otherwise a host whose fetch takes
+longer than a train step would never have a version. Other older versions are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _BACKOFF = Backoff(0.5, 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Order: the host has `folder` from `source`, or, where that is None, from its own disk."""
+    """Order: the host gets `folder` from `source`, or from its own disk if that is None."""
 
     host: int
     folder: str
@@ -50,7 +49,7 @@ class Fetch:
 
 @dataclass(slots=True)
 class _Host:
-    """One host. `due` and `trusted`, in s: when it is asked again, and when others may ask it again."""
+    """One host. `due`: when it is asked again, `trusted`: when it may be a source again, both in s."""
 
     has: set[str] = field(default_factory=set)
     fetch: Fetch | None = None

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.api.picture import PictureError
 from asyncrl.comm.http.calls import HttpError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
@@ -53,11 +54,11 @@ class _Scored:
         return abs(self.trained - self.served)
 
 
-def _scored(probe: LogprobProbe, starts: Sequence[int], served: Sequence[Sequence[float]]) -> list[_Scored]:
-    """All tokens after position `starts[i]` of sequence i, of which `served[i]` are the server's log-probabilities."""
+def _scored(probe: LogprobProbe, served: Sequence[Sequence[float]]) -> list[_Scored]:
+    """All tokens after the start of sequence i, of which `served[i]` are the server's log-probabilities."""
     return [
-        _Scored(index, start + 1 + offset, each.logprobs[start + 1 + offset], value)
-        for index, (each, start, values) in enumerate(zip(probe.sequences, starts, served, strict=True))
+        _Scored(index, each.start + 1 + offset, each.logprobs[each.start + 1 + offset], value)
+        for index, (each, values) in enumerate(zip(probe.sequences, served, strict=True))
         for offset, value in enumerate(values)
     ]
 
@@ -96,14 +97,17 @@ class LogprobCheck:
             raise HttpError(f"the probe of v{target.version} cannot be read: {error}") from error
         if probe is None:
             return
-        starts = [len(each.token_ids) // 2 for each in probe.sequences]  # what is before may come from a cache
+        try:
+            pictures = [() if each.picture is None else (each.picture.placed,) for each in probe.sequences]
+        except PictureError as error:
+            raise HttpError(f"the probe of v{target.version} has a damaged picture: {error}") from error
         served = await asyncio.gather(
             *(
-                client.prompt_logprobs(each.token_ids, start, timeout_s=self._timeout_s)
-                for each, start in zip(probe.sequences, starts, strict=True)
+                client.prompt_logprobs(each.token_ids, each.start, timeout_s=self._timeout_s, pictures=shown)
+                for each, shown in zip(probe.sequences, pictures, strict=True)
             )
         )
-        self._compare(server, target.version, _scored(probe, starts, served))
+        self._compare(server, target.version, _scored(probe, served))
 
     def _compare(self, server: int, version: int, scored: Sequence[_Scored]) -> None:
         worst = max(scored, key=lambda each: each.difference)

@@ -1,10 +1,10 @@
-"""Does what `FleetDecisions` orders: updates, health checks, and telling the router of the servers' states.
+"""Execute the orders of `FleetDecisions`: updates and health checks; and keep the router up to date.
 
-The caller tells what it finds in name resolution (`registered`) and which weights are published (`publish`); `run`
-does the rest. Each server's update and health check is a task of its own, so that none waits for another.
+The caller reports servers in name resolution (`registered`) and published weights (`publish`); `run` does the rest.
+Each server's update and health check is a separate task, so none waits for another.
 
-A server whose requests were kept (`update_mode=retract`, `in_place`) answers a check only after those in its queue, so
-it is checked while it serves already; otherwise its version, and with it the gate, would wait for the queue.
+A server whose requests were kept (`update_mode=retract`, `in_place`) answers a check only after those in its queue. So
+it is checked while it serves already. Otherwise its version, and with it the gate, would wait for the queue.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from asyncrl.inference.client import DamagedVersion, GenerationServerClient, Pau
 from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.update import UpdateCheck, update_server
 from asyncrl.manager.messages import ServerStatus
+from asyncrl.manager.notifier import Notifier
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig
-from asyncrl.manager.wakeup import Signal
 from asyncrl.observe import observer
 from asyncrl.weights.transports.base import ManagerEnd
 
@@ -37,21 +37,22 @@ Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 
 
 class WeightsChanged(HttpError):
-    """The server has other weights than the last update gave it."""
+    """The server has other weights than the last update loaded."""
 
 
 class FleetRunner:
-    """See the module's docstring.
+    """Runs the fleet of generation servers.
 
     Args:
-        decisions: what each server should do next.
+        decisions: decides each server's next action.
         service: its router and gate are kept up to date.
         http: connections to the servers.
-        transport: how they get weights.
-        config: time between two health checks of a server, limit of an update.
-        checks: what a server has to pass after each update.
-        policy: of `policies`, whose servers these are: the gate does not depend on them. Empty: the trained policy.
-        clock: seconds in which this process ran; limits of updates are measured with it.
+        transport: brings weights to the servers.
+        config: interval of health checks, time limit of an update.
+        checks: checks that a server must pass after each update.
+        policy: one of `policies`, whose servers these are, so that the gate does not depend on them; empty: the
+            trained policy.
+        clock: seconds in which this process ran, for the limits of updates.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class FleetRunner:
         self._checks = checks
         self._log = log
         self._clock = clock
-        self._changed = Signal()
+        self._changed = Notifier()
         self._updates: dict[int, asyncio.Task[None]] = {}
         self._late_checks: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -1,8 +1,8 @@
-"""Has the initial model, every version and what RolloutWorkers read brought to the hosts, where they share no folder
+"""Bring the initial model, every version and the inputs of RolloutWorkers to hosts that share no folder
 (`system.shared_filesystem=false`).
 
-`FanOut` decides who fetches from whom, the hosts' staging servers do it (`asyncrl.weights.staging`), and the fleet is
-told what arrived where. A server goes on generating while its host fetches: it is paused only to load what is there.
+`FanOut` decides which host fetches from which, the hosts' staging servers fetch (`asyncrl.weights.staging`), and the
+fleet learns what arrived where. A server generates while its host fetches, and is paused only to load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
 from asyncrl.manager.fleet.fan_out import ORIGIN, FanOut, Fetch
-from asyncrl.manager.wakeup import Signal
+from asyncrl.manager.notifier import Notifier
 from asyncrl.weights.staging.client import StagingClient, reason_of, source_failed
 from asyncrl.weights.staging.messages import StageRequest, version_folder
 
@@ -36,16 +36,16 @@ class _Folder:
 
 
 class Staging:
-    """See the module's docstring.
+    """Executes the orders of `FanOut`.
 
     Args:
         http: connections to the staging servers.
-        launch_folders: what stays as it is, by its name (`asyncrl.weights.staging.messages`): where it is on the
-            publisher's host. It is wanted in this order, before any version.
+        launch_folders: by name (`asyncrl.weights.staging.messages`), folders on the publisher's host that do not
+            change during the launch. They are fetched in this order, before any version.
         decisions: knows which versions are in use.
-        arrived: told the address of a host and the weights that it has from now on.
-        needs: see `FanOut`.
-        tell: shows a sentence on the terminal: once for each time that a host begins to refuse what it is sent.
+        arrived: called with a host's address and the weights that it has from now on.
+        needs: as of `FanOut`.
+        tell: shows a sentence on the terminal, once each time that a host begins to refuse what it is sent.
         clock: seconds in which this process ran.
     """
 
@@ -69,7 +69,7 @@ class Staging:
         self._urls: dict[int, str] = {}
         self._tell = tell
         self._refusing = set[int]()
-        self._changed = Signal()
+        self._changed = Notifier()
         self._tasks: dict[asyncio.Task[None], Fetch] = {}
 
     def registered(self, urls: Mapping[int, str]) -> None:

@@ -14,20 +14,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 from typing import NamedTuple, NoReturn
 
 from msgspec import structs
 
 from asyncrl.comm.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
 from asyncrl.manager.client import GateStatus, ManagerClient, NotIntroduced
-from asyncrl.manager.messages import ConsumedReport, GateBooks, ReceivedRollout, RunReport
+from asyncrl.manager.messages import ConsumedReply, ConsumedReport, GateBooks, ReceivedRollout, RunReport
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.run_files import BooksError
 from asyncrl.master.data.buffer import Drop, SampleBuffer, TrainBatch
 from asyncrl.master.data.collector import Collector
 from asyncrl.master.offline.replay import OfflineGate
-from asyncrl.master.peers.connections import introduce_each
+from asyncrl.master.peers.connections import MANAGER_LOOK_S, introduce_each
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 BOOKS_LIMIT_S = 5.0
 """Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
 LAST_BOOKS_LIMIT_S = 30.0
-"""The same at the end of a complete run: a manager that died is started again."""
+"""The same at the end of a complete run: a manager that died is started again, and then waits for a lease at most."""
 LAST_REPORT_LIMIT_S = 1.0
 """Limit of the report before the last checkpoint, which must not wait for a manager that is gone."""
 
@@ -77,37 +77,22 @@ class Due:
         )
 
 
-class Reports:
-    """Reports to the manager. Each method that takes a `version` wants the one that the model has now.
+class ReportState:
+    """State of the reports: the manager's last reply, what it is told next, and what its replies change here.
 
-    Args:
-        collector: polls the ranks, and has them free what was dropped.
-        steps: where the state of each step is kept.
-        stop: ends the wait for a report.
-        limit_s: of each call.
+    No calls are made here. Each method that takes a `version` wants the one that the model has now.
 
     Attributes:
-        told: the manager's last report.
-        due: what it is to be told next.
+        steps: where the state of each step is kept.
+        told: the manager's last reply.
+        due: what it is told next.
         curriculum: has the success rates that the manager reported.
     """
 
-    def __init__(
-        self,
-        manager: ManagerClient | OfflineGate,
-        collector: Collector,
-        buffer: SampleBuffer,
-        ledger: Ledger,
-        curriculum: Curriculum,
-        steps: MemoryCheckpointer,
-        stop: asyncio.Event,
-        limit_s: float,
-    ) -> None:
-        self._manager, self._collector, self._stop, self._limit_s = manager, collector, stop, limit_s
-        self._buffer, self._ledger, self._steps = buffer, ledger, steps
-        self.told, self.due, self.curriculum = Told(), Due(), curriculum
-        self._one_at_a_time = asyncio.Lock()
-        self._following: asyncio.Task[NoReturn] | None = None
+    def __init__(self, buffer: SampleBuffer, ledger: Ledger, curriculum: Curriculum, steps: MemoryCheckpointer) -> None:
+        self._buffer, self._ledger = buffer, ledger
+        self.steps, self.curriculum = steps, curriculum
+        self.told, self.due = Told(), Due()
 
     def restore(self, trained: int, dropped: Mapping[str, int], curriculum: Curriculum) -> None:
         """Continue with the books as the gate has them: B per version, whatever B was when they were trained."""
@@ -138,10 +123,66 @@ class Reports:
         """The books; None while a trained rollout is not reported."""
         return None if self.due.trained else self.told.books
 
+    def take_drops(self) -> list[Drop]:
+        """Add what the buffer has dropped to the next report; return all drops in it. The next one has a new list."""
+        self.due.drops += self._buffer.pop_drops()
+        return self.due.drops
+
+    def next_report(self, version: int) -> ConsumedReport:
+        """Return the report of all that is due."""
+        self.take_drops()
+        return self.due.report(version, self._ledger.recorded, self.steps.kept_of(self.told.measured))
+
+    def run_report(self, version: int) -> RunReport:
+        """Return all that the trainer's side knows of the run, for a manager that begins."""
+        self.take_drops()
+        return run_report(self._ledger.recorded, self._buffer, self.curriculum, self.due, version)
+
+    def introduced(self, manager: int) -> None:
+        """The manager with this number knows all that `run_report` said."""
+        self._ledger.begin_manager(manager)
+
+    def take(self, reply: ConsumedReply) -> None:
+        """Take in the reply to `next_report`: its lines, measured success rates and books."""
+        self.due.trained, self.due.drops = [], []
+        self._ledger.take(decide(self._buffer, self._ledger.recorded, reply.events))
+        for prompt_id, success in reply.measured:
+            self.curriculum.measured(prompt_id, success)
+        status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.books.dropped)
+        self.told = Told(reply.books, status, reply.measured_seq)
+
+
+class Reports:
+    """Makes the reports. Each method that takes a `version` wants the one that the model has now.
+
+    Args:
+        collector: polls the ranks, and has them free what was dropped.
+        state: says what is reported, and takes in the replies.
+        stop: ends the wait for a report.
+        limit_s: of each call.
+        lease_s: a manager that begins waits for silent workers, for so long.
+    """
+
+    def __init__(
+        self,
+        manager: ManagerClient | OfflineGate,
+        collector: Collector,
+        state: ReportState,
+        stop: asyncio.Event,
+        *,
+        limit_s: float,
+        lease_s: float,
+    ) -> None:
+        self.state = state
+        self._manager, self._collector, self._stop = manager, collector, stop
+        self._limit_s, self._lease_s = limit_s, lease_s
+        self._one_at_a_time = asyncio.Lock()
+        self._following: asyncio.Task[NoReturn] | None = None
+
     async def look(self) -> None:
         """Ask for the manager's status without a report."""
         status = await or_stop(self._manager.status(), self._stop, self._limit_s)
-        self.told = self.told._replace(status=status)
+        self.state.told = self.state.told._replace(status=status)
 
     def follow(self, manager: Callable[[], str | None], version: Callable[[], int]) -> None:
         """Tell each manager that begins all that the trainer's side knows, from now on.
@@ -150,7 +191,12 @@ class Reports:
             manager: names the manager's process; None while there is none.
             version: the one that the model has now.
         """
-        self._following = asyncio.create_task(self._follow(manager, version))
+
+        async def introduce() -> bool:
+            async with self._one_at_a_time:
+                return await self._introduce(version())
+
+        self._following = asyncio.create_task(introduce_each(manager, introduce))
 
     async def close(self) -> None:
         """Stop following."""
@@ -166,10 +212,9 @@ class Reports:
         """
         if self._following is not None and self._following.done():
             self._following.result()
-        while self._steps.may_tell_of(version):
-            self.due.drops += self._buffer.pop_drops()
-            drops = self.due.drops  # the report may add to it
-            if not self.due:
+        while self.state.steps.may_tell_of(version):
+            drops = self.state.take_drops()  # the report may add to it
+            if not self.state.due:
                 return
             await or_stop(self._report(version), self._stop, self._limit_s)
             await self._collector.discard([drop.record for drop in drops], self._limit_s)
@@ -180,11 +225,11 @@ class Reports:
             async with asyncio.timeout(LAST_REPORT_LIMIT_S):
                 await self._report(version)
         except Exception as error:
-            _log.warning("the GserverManager was not heard before the last checkpoint: %r", error)
+            _log.warning("the GserverManager did not take the report before the last checkpoint: %r", error)
 
     async def close_gate(self) -> None:
         """No rollout starts from now on."""
-        self.due.closed = True
+        self.state.due.closed = True
         await self._manager.close_gate()
 
     async def close_books(self, version: int, *, complete: bool) -> None:
@@ -193,11 +238,11 @@ class Reports:
         Raises:
             BooksError: the manager does not answer.
         """
-        limit_s = LAST_BOOKS_LIMIT_S if complete else BOOKS_LIMIT_S
+        limit_s = LAST_BOOKS_LIMIT_S + self._lease_s if complete else BOOKS_LIMIT_S
         try:
             async with asyncio.timeout(limit_s):
                 await self.close_gate()
-                self.due.abandoned = True
+                self.state.due.abandoned = True
                 await self._manager.abandon()
                 await self._report(version)
         except TimeoutError as error:
@@ -205,30 +250,17 @@ class Reports:
 
     async def _report(self, version: int) -> None:
         """Make one report and process the reply."""
-        if not self._steps.may_tell_of(version):
+        state = self.state
+        if not state.steps.may_tell_of(version):
             return
         async with self._one_at_a_time:
-            while True:
-                self.due.drops += self._buffer.pop_drops()
-                report = self.due.report(version, self._ledger.recorded, self._steps.kept_of(self.told.measured))
+            for refusals in count():
                 try:
-                    reply = await self._manager.report_consumed(*structs.astuple(report))
-                    break
+                    return state.take(await self._manager.report_consumed(*structs.astuple(state.next_report(version))))
                 except NotIntroduced:
+                    if refusals:  # a third manager came meanwhile, or one that was believed dead
+                        await asyncio.sleep(MANAGER_LOOK_S)
                     await self._introduce(version)
-            self.due.trained, self.due.drops = [], []
-            self._ledger.take(decide(self._buffer, self._ledger.recorded, reply.events))
-            for prompt_id, success in reply.measured:
-                self.curriculum.measured(prompt_id, success)
-            status = GateStatus(reply.idle_s, frozenset(reply.versions_in_use), reply.books.dropped)
-            self.told = Told(reply.books, status, reply.measured_seq)
-
-    async def _follow(self, manager: Callable[[], str | None], version: Callable[[], int]) -> NoReturn:
-        async def introduce() -> bool:
-            async with self._one_at_a_time:
-                return await self._introduce(version())
-
-        await introduce_each(manager, introduce)
 
     async def _introduce(self, version: int) -> bool:
         """Tell the manager all that is known here; False while a step's state is not whole.
@@ -236,11 +268,9 @@ class Reports:
         The ranks are polled first: what they have now the manager may have heard of from nobody.
         """
         await self._collector.refresh()
-        if not self._steps.may_tell_of(version):
+        if not self.state.steps.may_tell_of(version):
             return False
-        self.due.drops += self._buffer.pop_drops()
-        run = run_report(self._ledger.recorded, self._buffer, self.curriculum, self.due, version)
-        self._ledger.begin_manager(await self._manager.report_run(run))
+        self.state.introduced(await self._manager.report_run(self.state.run_report(version)))
         return True
 
 
@@ -255,7 +285,7 @@ def decide(buffer: SampleBuffer, recorded: Recorded, lines: Sequence[RolloutLine
     for line in lines:
         if isinstance(line, Dropped) and line.prompt is PromptGoes.given_up:
             prompt = (recorded.open.get(line.rollout) or admitted[line.rollout]).prompt
-            decided.append(line if buffer.give_up(prompt) else structs.replace(line, prompt=PromptGoes.used))
+            decided.append(line if buffer.drop_for_good(prompt) else structs.replace(line, prompt=PromptGoes.used))
         else:
             decided.append(line)
     return decided

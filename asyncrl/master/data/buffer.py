@@ -6,12 +6,14 @@ Life of a record
 
     add ──▶ live ──take──▶ taken ──trained──▶ trained          (its prompt is used from here on)
       │       └──expired at take──▶ dropped: stale             (its prompt waits again)
+      ├──▶ dropped: stale                                      (expired before it came)
       ├──▶ dropped: duplicate_prompt                           (the first attempt was faster, or the prompt is used)
       └──▶ a second copy of a known rollout id: freed where it lies, counted nowhere else
 
 A prompt is used once it is trained or dropped for good, whichever comes first; this buffer decides it. It drops none
-for good by itself. RolloutWorkers and the manager propose to (failed too often, filtered, ...), and `give_up` decides:
-a prompt that is trained stays trained, and any other is used from then on, so that a live record of it is dropped.
+for good by itself. RolloutWorkers and the manager propose to (failed too often, filtered, ...), and `drop_for_good`
+decides: a prompt that is trained stays trained, and any other is used from then on, so that a live record of it is
+dropped.
 
 The rule at consumption. The step that takes the policy from version v to v + 1 may train tokens of versions v - η to
 v. Admission alone cannot guarantee it (a long rollout is overtaken by others), so `take(v)` checks the oldest token
@@ -99,6 +101,7 @@ class SampleBuffer:
             ids_remembered(batch_size, eta) if remembered is None else remembered
         )
         self._drops: list[Drop] = []
+        self._version = 0  # of the policy, as far as is known
 
     def __len__(self) -> int:
         """Live records."""
@@ -116,6 +119,8 @@ class SampleBuffer:
             self.received += 1
             if record.prompt_id in self._prompts or record.prompt_id in self.used:
                 self._drop(record, DropReason.duplicate_prompt)
+            elif self._expired(record, self._version):  # a next attempt, which comes with it, must not be its duplicate
+                self._drop(record, DropReason.stale)
             else:
                 self._live[record.rollout_id] = record
                 self._prompts[record.prompt_id] = record.rollout_id
@@ -128,13 +133,14 @@ class SampleBuffer:
 
         Looks at those alone: what a call costs grows with what it drops, and not with what it leaves.
         """
+        self._version = max(self._version, version)
         while self._live_by_age and version - (oldest := min(self._live_by_age)) > self.eta:
             for record in self._live_by_age.pop(oldest).values():
                 del self._live[record.rollout_id]
                 del self._prompts[record.prompt_id]
                 self._drop(record, DropReason.stale)
 
-    def give_up(self, prompt_id: str) -> bool:
+    def drop_for_good(self, prompt_id: str) -> bool:
         """Drop a prompt for good, with a live record of it; False if it is used already, or taken for a step."""
         received = self._prompts.get(prompt_id)
         if prompt_id in self.used or received in self._taken:

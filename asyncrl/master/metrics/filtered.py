@@ -83,5 +83,7 @@ async def watch_filters(
         except (HttpError, ManagerGone) as error:
             _log.info("it is not known what filters drop: %s", error)
             continue
+        if not status.rebuilt:
+            continue
         if (warning := filtered.take(version(), kept(), status.dropped)) is not None:
             tell(warning)

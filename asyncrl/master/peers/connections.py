@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, Protocol, Self
 
 from asyncrl.comm import names
+from asyncrl.comm.http.calls import HttpError
 from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.comm.request_reply import PeerGone, RequestClient
@@ -187,8 +188,8 @@ async def introduce_each(process: Callable[[], str | None], introduce: Callable[
             try:
                 if await introduce():
                     introduced = found
-            except ManagerGone as error:  # another one may come
-                _log.warning("%s", error)
+            except (ManagerGone, HttpError) as error:  # another one may come; what lasts, the next report fails with
+                _log.warning("the GserverManager could not be told what the trainer's side has: %s", error)
         await asyncio.sleep(MANAGER_LOOK_S)
 
 

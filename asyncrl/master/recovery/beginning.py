@@ -159,39 +159,39 @@ class Beginning:
 
     async def continue_metrics(self, standing: RecoveredState) -> None:
         """2."""
-        parts, dropped = self._parts, self._parts.reports.told.books.dropped
+        parts, dropped = self._parts, self._parts.reported.told.books.dropped
         await parts.reports.look()
-        idle_s = parts.reports.told.status.idle_s
+        idle_s = parts.reported.told.status.idle_s
         state = standing.state["metrics_log"]
         parts.metrics_log.open(
             parts.run_dir, standing.version, perf_counter(), dropped, state, standing.announced, idle_s
         )
-        write_books(parts.run_dir, standing.version, parts.reports.told.books)
+        write_books(parts.run_dir, standing.version, parts.reported.told.books)
 
     def continue_ledger(self, standing: RecoveredState) -> bool:
         """3. Returns True if the ledger has the last step."""
         parts, board = self._parts, self._parts.peers.board
         if standing.last is None and not board.ledger_has_begun():
-            parts.ledger.begin(standing.version, standing.state.get("ledger"), parts.reports.told.books)
+            parts.ledger.begin(standing.version, standing.state.get("ledger"), parts.reported.told.books)
             board.ledger_begun(parts.ledger.lineage)
             return True
         has_step = parts.ledger.go_on(0 if standing.last is None else standing.last.ledger_line)
-        parts.reports.continue_after(parts.ledger.recorded)
+        parts.reported.continue_after(parts.ledger.recorded)
         return has_step
 
     def take_up_last_step(self, standing: RecoveredState) -> None:
         """4."""
         if (step := standing.last) is not None:
             parts = self._parts
-            parts.reports.take_up(step.trained, step.measured_seq)
-            status = parts.reports.told.status
+            parts.reported.take_up(step.trained, step.measured_seq)
+            status = parts.reported.told.status
             parts.metrics_log.step_again(standing.version, step.batch, step.measured, status, perf_counter())
             _log.info("going on after step %d, which was complete", standing.version)
 
     async def publish(self, standing: RecoveredState) -> str:
         """5."""
         parts = self._parts
-        in_use = {*parts.reports.told.status.versions_in_use, standing.announced}
+        in_use = {*parts.reported.told.status.versions_in_use, standing.announced}
         if standing.last is None:
             await parts.publishing.forget_others(standing.version)
         return await parts.publishing.publish(standing.version, in_use, to_disk=True) if standing.version else ""
@@ -224,4 +224,4 @@ class Beginning:
             await parts.reports.report(standing.version)
         finally:
             if standing.last is not None and not written:
-                parts.ledger.step(standing.last.batch, parts.reports.reported_books)
+                parts.ledger.step(standing.last.batch, parts.reported.reported_books)

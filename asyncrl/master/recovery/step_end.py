@@ -67,9 +67,9 @@ class StepEnd:
     async def begin_keeping(self, step: CompleteStep) -> None:
         """1."""
         parts = self._parts
-        parts.reports.trained(step.batch)
+        parts.reported.trained(step.batch)
         if parts.steps.on:
-            due, measured = parts.reports.due.trained, parts.reports.told.measured
+            due, measured = parts.reported.due.trained, parts.reported.told.measured
             kept = StepState(step.batch, dict(step.measured), due, measured, parts.ledger.lines_written())
             await parts.steps.begin(step.version, parts.state(), kept)
 
@@ -98,10 +98,10 @@ class StepEnd:
 
     def write_down(self, step: CompleteStep) -> None:
         """6."""
-        parts, told = self._parts, self._parts.reports.told
+        parts, told = self._parts, self._parts.reported.told
         measured = step.measured | parts.checkpoints.figures()
         parts.metrics_log.step(step.version, step.batch, measured, told.status, perf_counter())
-        parts.ledger.step(step.batch, parts.reports.reported_books)
+        parts.ledger.step(step.batch, parts.reported.reported_books)
         write_books(parts.run_dir, step.version, told.books)
         parts.stall.progressed()
 

@@ -45,7 +45,13 @@ def standing_lines(history: History, verdict: Finding | None) -> list[str]:
     doing = [f"{name} {stage} ({seconds:.0f} s)" for name, stage, seconds in progress(history)]
     if len(doing) > MOST_LINES:
         doing = [*doing[: MOST_LINES - 1], f"and {len(doing) - MOST_LINES + 1} other processes"]
-    return doing or ["all processes are at work: the first batch is being generated"]
+    return doing or [_all_at_work(history)]
+
+
+def _all_at_work(history: History) -> str:
+    if not any(process.kind == "master_worker" for process in _workers(history)):
+        return "the processes are starting"
+    return "all processes are at work: the first batch is being generated"
 
 
 def _workers(history: History) -> list[Process]:
@@ -74,7 +80,7 @@ def _starting(history: History) -> Finding:
         "no-step-yet",
         Level.remark,
         "No train step yet",
-        (doing or "all processes are at work, and the first batch is being generated") + ".",
+        (doing or _all_at_work(history)) + ".",
         f"The others wait for {', '.join(waiting)}; see its log." if waiting and len(waiting) <= 3 else "",
     )
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from omegaconf import OmegaConf
 
 from asyncrl.comm import names
 from asyncrl.config.run_dir import (
@@ -23,6 +22,7 @@ from asyncrl.config.run_dir import (
     REMARKS_FILE,
     RESTARTS_FILE,
     SUMMARY_FILE,
+    read_settings,
 )
 from asyncrl.observe.history.appended import Appended, ReadAgain
 from asyncrl.observe.history.ledger import LedgerHistory, Rollout, StepOf
@@ -94,7 +94,7 @@ class History:
         """The resolved settings, as nested mappings."""
         changed = (self.folder / CONFIG_FILE).stat().st_mtime_ns
         if self._config[0] != changed:
-            loaded = OmegaConf.to_container(OmegaConf.load(self.folder / CONFIG_FILE))
+            loaded = read_settings(self.folder)
             assert isinstance(loaded, dict)
             self._config = (changed, {str(key): value for key, value in loaded.items()})
         return self._config[1]

@@ -15,6 +15,8 @@ Each stretch is tokenised by itself: P's tokens are then those of a prompt, at w
 Where the next turn's P continues W, the turns are one sequence; where the template shows earlier turns otherwise (Qwen3
 leaves out their reasoning), the conversation goes on as another sequence, so that each turn is learnt as it is asked
 for.
+
+Pictures are in the turns of users, tools and the system. Their placeholders carry no loss.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from asyncrl.api.picture import Picture, PictureError, PlacedPicture
 from asyncrl.config.import_paths import PluginError
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed, load_dataset
 from asyncrl.plugins.datasets.prompts import PromptFormat
@@ -33,7 +36,16 @@ from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.plugins.datasets.settings import TrainOn
 from asyncrl.plugins.datasets.templates.chat import ChatError, Message
 from asyncrl.plugins.datasets.templates.control_tokens import StandIns
-from asyncrl.plugins.datasets.templates.parts import IMAGE_FIELDS, pictures_of
+from asyncrl.plugins.datasets.templates.parts import (
+    PictureRules,
+    expanded,
+    pictures_of,
+    placed,
+    prompt_with_pictures,
+    with_content,
+    without_pictures,
+    wrong_parts,
+)
 from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 
 
@@ -43,10 +55,14 @@ class BadDemonstration(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A sequence with, for each token, whether it carries loss; the first never does."""
+    """A sequence with, for each token, whether it carries loss; the first never does.
+
+    `pictures` are those in it.
+    """
 
     token_ids: list[int]
     loss_mask: list[bool]
+    pictures: tuple[PlacedPicture, ...] = ()
 
     @property
     def answer_length(self) -> int:
@@ -65,10 +81,13 @@ class DemonstrationFormat:
         """The demonstrations of `row`: one, or several where the template shows earlier turns otherwise.
 
         Raises:
-            BadDemonstration: it has no answer, the template refuses it, or there are messages and no template.
+            BadDemonstration: it has no answer, the template refuses it, there are messages and no template, or it has
+                pictures that cannot be used.
         """
-        if any(name in row for name in IMAGE_FIELDS) or _has_pictures(row.get("prompt")):
-            raise BadDemonstration("it has pictures, which demonstrations do not support yet: leave the row out")
+        try:
+            row = {**row, "prompt": prompt_with_pictures(row)}
+        except PictureError as error:
+            raise BadDemonstration(str(error)) from None
         if self.prompts.chat is not None:
             return self._conversation(conversation_of(dataset, row), _tools_of(row))
         prompt, answer = row["prompt"], dataset.demonstration(row)
@@ -85,7 +104,8 @@ class DemonstrationFormat:
         if (wrong := wrong_conversation(messages)) is not None:
             raise BadDemonstration(wrong)
         assert self.prompts.chat is not None
-        whole = self.prompts.chat.messages(messages)
+        shown = self._with_pictures(messages)
+        pictures, whole = [*pictures_of(shown)], self.prompts.chat.messages(without_pictures(shown))
         places = StandIns(self.prompts.tokenizer, whole, tools)
         turns, offered = places.put(whole), places.put(tools)
         answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
@@ -94,13 +114,32 @@ class DemonstrationFormat:
             for number in answers if self.train_on is TrainOn.all else answers[-1:]:
                 before, after = self._around(turns[: number + 1], offered)
                 if not found or not before.startswith(found[-1].text):
-                    found.append(_Sequence(places, tuple(self.prompts.tokenizer.control_tokens)))
+                    control = tuple(self.prompts.tokenizer.control_tokens)
+                    found.append(_Sequence(places, control, self.prompts.pictures, pictures))
                 found[-1].add(before, after)
+            return [each.demonstration() for each in found]
         except ChatError as error:
             raise BadDemonstration(str(error)) from None
-        except ValueError as error:  # a character that an alphabet of few does not have
+        except ValueError as error:  # a character that an alphabet of few does not have, or a picture
             raise BadDemonstration(str(error)) from None
-        return [Demonstration(each.token_ids, each.loss_mask) for each in found]
+
+    def _with_pictures(self, messages: Sequence[Message]) -> list[Message]:
+        """`messages` with their pictures read.
+
+        Raises:
+            BadDemonstration: the model takes none, one cannot be used, or the assistant shows one.
+        """
+        try:
+            shown: list[Message] = [with_content(turn) for turn in messages]
+        except PictureError as error:
+            raise BadDemonstration(str(error)) from None
+        if any(True for _ in pictures_of(shown)) and self.prompts.pictures is None:
+            raise BadDemonstration(
+                "it has pictures, and this training takes none (docs/sft.md says which does): leave the row out"
+            )
+        if any(True for _ in pictures_of([turn for turn in shown if turn["role"] == "assistant"])):
+            raise BadDemonstration("an assistant's turn has a picture, which no model writes: leave the row out")
+        return shown
 
     def _around(self, turns: Sequence[Message], tools: Sequence[Message]) -> tuple[str, str]:
         """The text before the last of `turns`, an assistant's, and the text with it: P and W.
@@ -120,28 +159,43 @@ class DemonstrationFormat:
         return before, after
 
 
-def _has_pictures(prompt: Any) -> bool:
-    return isinstance(prompt, list) and any(True for _ in pictures_of(prompt))
-
-
 class _Sequence:
-    """A sequence in the making: text and tokens so far."""
+    """A sequence in the making: text and tokens so far. `pictures` are those of the conversation, in order."""
 
-    def __init__(self, places: StandIns, control: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        places: StandIns,
+        control: tuple[str, ...],
+        rules: PictureRules | None,
+        pictures: Sequence[Picture],
+    ) -> None:
         self._places, self._control = places, tuple(filter(None, control))
+        self._rules, self._pictures = rules, pictures
+        self._shown = 0
         self.text = ""
         self.token_ids: list[int] = []
         self.loss_mask: list[bool] = []
+
+    def demonstration(self) -> Demonstration:
+        """The sequence so far."""
+        own = placed(self.token_ids, self._pictures[: self._shown], self._rules)
+        return Demonstration(self.token_ids, self.loss_mask, own)
 
     def add(self, before: str, after: str) -> None:
         """Go on with an assistant's turn: `before` it, and `after` it, both from the beginning."""
         turn = after[len(before) :]
         end = max((turn.rfind(name) + len(name) for name in self._control if name in turn), default=len(turn))
         for part, learnt in ((before[len(self.text) :], False), (turn[:end], True), (turn[end:], False)):
-            ids = self._places.encode(part)
+            ids = self._places.encode(self._expanded(part))
             self.token_ids += ids
             self.loss_mask += [learnt] * len(ids)
         self.text = after
+
+    def _expanded(self, part: str) -> str:
+        """`part` of the text with the placeholders of its pictures, the next of the conversation."""
+        own = self._pictures[self._shown :][: 0 if self._rules is None else part.count(self._rules.marker)]
+        self._shown += len(own)
+        return expanded(part, own, self._rules)
 
 
 def conversation_of(dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Message]:
@@ -177,7 +231,10 @@ def wrong_conversation(messages: Sequence[Any]) -> str | None:
     for number, turn in enumerate(messages):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
             return f"message {number} is not an object with a role"
-        if not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
+        if isinstance(turn.get("content"), list):
+            if (wrong := wrong_parts(turn["content"])) is not None:
+                return f"message {number} has under 'content' {wrong}"
+        elif not isinstance(turn.get("content"), str) and not turn.get("tool_calls"):
             return f"message {number} has no text under 'content'"
     if not messages or messages[-1]["role"] != "assistant":
         return "its messages do not end with an assistant's: there is no answer to imitate"
@@ -189,16 +246,25 @@ Rows = Sequence[Sequence[Demonstration]]
 
 
 class LazyRows(Sequence[list[Demonstration]]):
-    """The rows of a dataset that is a class, encoded when they are asked for: there may be no end of them."""
+    """Rows of a dataset, encoded when they are asked for: there may be no end of them, or their pictures be large.
 
-    def __init__(self, dataset: DemonstrationDataset, form: DemonstrationFormat) -> None:
+    Args:
+        numbers: the rows; None: all of them.
+    """
+
+    def __init__(
+        self, dataset: DemonstrationDataset, form: DemonstrationFormat, numbers: Sequence[int] | None = None
+    ) -> None:
         self._dataset, self._form = dataset, form
+        self._numbers = range(len(dataset)) if numbers is None else numbers
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._numbers)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._form.encode(self._dataset, self._dataset.row(index))
+        if isinstance(index, slice):
+            return LazyRows(self._dataset, self._form, self._numbers[index])
+        return self._form.encode(self._dataset, self._dataset.row(self._numbers[index]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +281,8 @@ class EncodedRows:
         Raises:
             BadDemonstration: there is nothing to imitate in a row, or all are too long; names file and line.
         """
-        kept, longest, several = [], 0, 0
+        kept: list[list[Demonstration]] = []
+        numbers, longest, several, tokens, learnt, shown = [], 0, 0, 0, 0, 0
         for number in range(len(dataset)):
             try:
                 encoded = form.encode(dataset, dataset.row(number))
@@ -225,21 +292,27 @@ class EncodedRows:
             length = max(len(each.token_ids) for each in encoded)
             longest = max(longest, length)
             several += len(encoded) > 1
-            if length <= max_tokens:
+            if length > max_tokens:
+                continue
+            numbers.append(number)
+            learnt += sum(each.answer_length for each in encoded)
+            tokens += sum(len(each.token_ids) for each in encoded)
+            shown += len(encoded[-1].pictures)
+            if not shown:  # rows with pictures are read again when they are trained on
                 kept.append(encoded)
-        too_long = len(dataset) - len(kept)
-        if not kept:
+        too_long = len(dataset) - len(numbers)
+        if not numbers:
             raise BadDemonstration(
                 f"all {too_long} rows are longer than dataset.max_tokens={max_tokens} (up to {longest}); raise it"
             )
-        learnt = sum(each.answer_length for row in kept for each in row)
-        tokens = sum(len(each.token_ids) for row in kept for each in row)
-        notes = [f"{len(kept)} rows of up to {longest} tokens; {learnt} of {tokens} tokens carry loss"]
+        notes = [f"{len(numbers)} rows of up to {longest} tokens; {learnt} of {tokens} tokens carry loss"]
+        if shown:
+            notes.append(f"{shown} pictures")
         if too_long:
             notes.append(f"{too_long} rows are longer than dataset.max_tokens={max_tokens} and left out")
         if several:
             notes.append(f"{several} conversations are several sequences: the template shows earlier turns otherwise")
-        return cls(kept, tuple(notes))
+        return cls(LazyRows(dataset, form, numbers) if shown else kept, tuple(notes))
 
 
 def load_demonstrations(

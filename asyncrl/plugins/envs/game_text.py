@@ -2,8 +2,9 @@
 
 Defaults by space; for others, or for words of your own, name functions: `observe(observation, env)` and
 `act(text, env) -> action`, which raises ValueError for a text that is no action. `observe` returns text, or for a model
-that takes pictures a frame, uint8 [height, width, 3] (as `env.render()` of `render_mode="rgb_array"`), or a list of
-parts.
+that takes pictures a frame, uint8 [height, width, 3], or a list of parts. With `render_mode="rgb_array"` an observation
+is the frame that the game draws, with `ansi` its picture in text. An agent may also say numbers in place of a text
+(`asyncrl.plugins.agents.vla`); `act` then receives the list.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from gymnasium import Space, spaces
 from asyncrl.config.import_paths import load_plugin
 from asyncrl.plugins.datasets.templates.parts import Content, observed
 
+DRAWN = ("ansi", "rgb_array")
+"""Render modes in which an observation is what the game draws."""
 _NUMBER = re.compile(r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?")
 _COLOURED = re.compile("\x1b\\[[0-9;]*m(.*?)\x1b\\[0m")
 _SHOWN = (spaces.Discrete, spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Text)
@@ -38,7 +41,7 @@ class Game(Protocol):
 
     @property
     def render_mode(self) -> str | None:
-        """`ansi` where the game draws itself in text."""
+        """`ansi` where the game draws itself in text, `rgb_array` where it draws frames."""
         ...
 
 
@@ -62,7 +65,7 @@ class GameText:
             ValueError: there are none; the message names the setting.
         """
         seen, done = env.observation_space, env.action_space
-        if self._observe is None and env.render_mode != "ansi" and not _has_text(seen):
+        if self._observe is None and env.render_mode not in DRAWN and not _has_text(seen):
             raise ValueError(f"observations are {seen}: name a function observe(observation, env) as env.args.observe")
         if self._act is None and not isinstance(done, _SHOWN):
             raise ValueError(f"actions are {done}: name a function act(text, env) as env.args.act")
@@ -70,23 +73,28 @@ class GameText:
             raise ValueError(f"env.args.actions names {len(self._actions)} actions, and the game's are {done}")
 
     def observation(self, observation: Any, env: Game, rendered: Any = None) -> Content:
-        """Return the observation for the policy, text, or text and pictures; `rendered` is the game's own picture in
-        text, if it draws one.
+        """Return the observation for the policy, text, or text and pictures; `rendered` is what the game draws, a frame
+        or text, if it does.
         """
         if self._observe is not None:
             return observed(self._observe(observation, env))
+        if rendered is not None and env.render_mode == "rgb_array":
+            return observed(rendered)
         if rendered is not None:
             return _COLOURED.sub(r"[\1]", str(rendered)).strip("\n")
         return text_of(env.observation_space, observation)
 
-    def action(self, text: str, env: Game) -> Any:
-        """The action that `text` is.
+    def action(self, said: Any, env: Game) -> Any:
+        """The action that `said` is, a text or numbers.
 
         Raises:
             ValueError: it is none.
         """
         if self._act is not None:
-            return self._act(text, env)
+            return self._act(said, env)
+        if isinstance(said, Sequence) and not isinstance(said, str):
+            said = " ".join(f"{number:.9g}" for number in said)
+        text = str(said)
         if self._actions:
             found = {name: re.search(rf"\b{re.escape(name)}\b", text, re.IGNORECASE) for name in self._actions}
             said = {name: match.start() for name, match in found.items() if match}

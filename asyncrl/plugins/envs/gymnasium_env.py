@@ -9,7 +9,7 @@ import gymnasium
 
 from asyncrl.api import Environment, RewardFunction, StepResult
 from asyncrl.plugins.datasets.templates.parts import Content
-from asyncrl.plugins.envs.game_text import GameText
+from asyncrl.plugins.envs.game_text import DRAWN, GameText
 
 
 class GymnasiumEnv(Environment):
@@ -20,7 +20,8 @@ class GymnasiumEnv(Environment):
     Args:
         id: the registered name.
         reward: not called: the game has its own. Rewards of episodes and groups add to that.
-        kwargs: arguments of `gymnasium.make`; with `render_mode: ansi` an observation is the game's own picture.
+        kwargs: arguments of `gymnasium.make`; with `render_mode: ansi` or `rgb_array` an observation is what the game
+            draws, text or a frame.
         observe, act, actions: see `asyncrl.plugins.envs.game_text`.
         invalid_reward: of an answer that is no action.
     """
@@ -51,9 +52,9 @@ class GymnasiumEnv(Environment):
         return self._seen, info
 
     def step(self, action: Any) -> StepResult:  # type: ignore[override]
-        """Do what the text `action` says."""
+        """Do what `action` says, a text or numbers."""
         try:
-            meant = self._text.action(str(action), self._env)
+            meant = self._text.action(action, self._env)
         except ValueError as error:
             return self._seen, self._invalid_reward, True, False, {"invalid_action": str(error)}
         observation, reward, terminated, truncated, info = self._env.step(meant)
@@ -65,5 +66,5 @@ class GymnasiumEnv(Environment):
         self._env.close()
 
     def _words(self, observation: Any) -> Content:
-        rendered = self._env.render() if self._env.render_mode == "ansi" else None
+        rendered = self._env.render() if self._env.render_mode in DRAWN else None
         return self._text.observation(observation, self._env, rendered)

@@ -22,7 +22,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from asyncrl.api import Environment, StepResult
 from asyncrl.plugins.datasets.templates.parts import Content
-from asyncrl.plugins.envs.game_text import GameText
+from asyncrl.plugins.envs.game_text import DRAWN, GameText
 
 Call = Callable[..., Awaitable[Any]]
 """Calls a plain function with its arguments, off the event loop."""
@@ -77,12 +77,12 @@ class VectorGames:
             raise RuntimeError("a game in a vector is played once: reset is called again")
         return await self._together(member, seed)  # type: ignore[no-any-return]
 
-    async def step(self, member: int, text: str) -> StepResult:
+    async def step(self, member: int, said: Any) -> StepResult:
         """Apply the member's action once all members have chosen theirs, and return its result."""
         if member not in self._playing:
             raise RuntimeError("the game has ended")
         try:
-            action = self._text.action(text, _Single(self._vector))
+            action = self._text.action(said, _Single(self._vector))
         except ValueError as error:
             await self.leave(member)
             return "", self.invalid_reward, True, False, {"invalid_action": str(error)}
@@ -181,7 +181,7 @@ class VectorGames:
 
     def _words(self, observations: Any) -> list[Content]:
         vector, single = self._vector, _Single(self._vector)
-        rendered = vector.render() if vector.render_mode == "ansi" else [None] * self._size
+        rendered = vector.render() if vector.render_mode in DRAWN else [None] * self._size
         each = zip(iterate(vector.observation_space, observations), rendered, strict=True)
         return [self._text.observation(observation, single, picture) for observation, picture in each]
 
@@ -220,7 +220,7 @@ class _Member(Environment):
         return await self._games.reset(self._member, seed)
 
     async def step(self, action: Any) -> StepResult:
-        return await self._games.step(self._member, str(action))
+        return await self._games.step(self._member, action)
 
     async def close(self) -> None:
         await self._games.leave(self._member)

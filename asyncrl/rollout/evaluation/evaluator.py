@@ -1,9 +1,8 @@
-"""Evaluation on the running servers, outside the staleness count: a share of a named set, answered by the user's agent.
+"""Evaluate a share of a named set with the user's agent on the running servers, outside the staleness count.
 
-Each answer is an episode of its own, also where a prompt gets several (`n_samples`): its reward and verdict are told
-apart from the others', and rewards that compare a group see a group of one. An episode that fails is tried again; one
-that fails `ATTEMPTS` times ends the evaluation, because a mean over the answers that did not fail would be another
-measurement.
+Each answer is a separate episode, also if a prompt gets several (`n_samples`): it has its own reward and verdict, and
+rewards that compare a group see a group of one. A failed episode is retried. One that fails `ATTEMPTS` times ends the
+evaluation, because a mean over the other answers would be another measurement.
 """
 
 from __future__ import annotations

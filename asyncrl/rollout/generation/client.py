@@ -7,25 +7,25 @@ asks the manager for a server and sends all incomplete answers there in one HTTP
 exact token ids it has so far. What comes back is appended, with the version and log-probability of every token:
 
 - `stop`: the sample is complete.
-- `length`: complete if its budget is used up; else a chunk (`new_tokens_per_chunk`) is over and the next round goes on.
-- `abort`: a weight update interrupted it; the next round goes on where it was, under the new weights, so its versions
-  are mixed. Or this client asked for what there is, as the answer took long.
+- `length`: complete if its budget is used up; else a chunk (`new_tokens_per_chunk`) is over, and the next round
+  continues.
+- `abort`: a weight update interrupted it, and the next round continues under the new weights, so its versions are
+  mixed. Or this client aborted a round that took long.
 
-An answer may take as long as it wants, a server may not be silent. A round that has run for half of
-`request_timeout_s` is aborted: a server that lives answers with what it has, nothing is lost, and the next round goes
-on from there, at the same server. So short answers are one call, and a long one costs a prefill (of what the server
-has not cached) every so often. A server that gives no answer for the other half either is silent, which is a failure.
-As one may be only deaf to aborts (a proxy that does not know them stands before it), the next round asks for half as
-many tokens, and later ones for more again.
+An answer may take as long as it wants, but a server may not be silent. A round that has run for half of
+`request_timeout_s` is aborted: a live server answers with what it has, nothing is lost, and the next round continues at
+the same server. So short answers are one call, and a long one costs a prefill (of what the server has not cached) from
+time to time. A server that does not answer in the other half either is silent, which is a failure. It may only ignore
+aborts (a proxy in front of it does not know them), so the next round asks for half as many tokens, and later rounds for
+more again.
 
-Stop strings are looked for here, in an answer's token ids after each round (`asyncrl.plugins.chat.stop_strings`): so
-they may lie across rounds, and both engines end at the same token. A server that has a tokenizer is told of them too,
-to generate no more than needed; one that has none generates in rounds of `STOP_CHUNK` tokens, and what is too much is
-cut off.
+Stop strings are searched here, in an answer's token ids after each round (`asyncrl.plugins.chat.stop_strings`). So they
+may lie across rounds, and both engines end at the same token. A server with a tokenizer receives them too, so that it
+generates no more than needed. One without generates in rounds of `STOP_CHUNK` tokens, and the excess is cut off.
 
-SGLang serves what begins alike from its prefix cache, but computes it for every sample of a batch that finds it empty:
-of a new prompt, and of all after a weight update. So where that is much, a round first sends what its samples have in
-common, as a request for one token, and then the samples (`FORK_SAVES`).
+SGLang serves common prefixes from its cache, but computes them once for every sample of a batch that finds the cache
+empty: for a new prompt, and for all after a weight update. So if the common prefix is long, a round first sends it as a
+request for one token, and then the samples (`FORK_SAVES`).
 
 An answer's random stream is `derive_seed(seed, i)` from the first token to the last: a later round names how many
 numbers of it are used (`seed_offset`), so that under equal weights an interrupted answer is the answer that would

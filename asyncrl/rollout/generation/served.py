@@ -1,4 +1,4 @@
-"""An episode's client that can be asked over HTTP too."""
+"""An episode's client whose policy can also be called over HTTP."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from asyncrl.plugins.chat.template import ChatFormat
 
 
 class ServedEpisodeClient(EpisodeClient):
-    """See the module's docstring.
+    """An `EpisodeClient` with an address for clients of OpenAI's or Anthropic's API.
 
     Args:
-        endpoint: serves its session, the others as `EpisodeClient`.
+        endpoint: serves the episode's session; the other arguments as of `EpisodeClient`.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class ServedEpisodeClient(EpisodeClient):
     async def endpoint(self, group: str = "") -> Session:
         """Return the policy's address in this episode for clients of OpenAI's or Anthropic's API.
 
-        All that is asked there is recorded as if `chat` were called. It is closed when the episode is over. Each
-        comparison group has an address of its own: `endpoint("judge")` is that of `conversation("judge")`.
+        Calls there are recorded as if `chat` were called. The address is closed when the episode is over. Each
+        comparison group has its own address: `endpoint("judge")` is that of `conversation("judge")`.
 
         Raises:
             RuntimeError: the episode is over.
@@ -61,8 +61,8 @@ class ServedEpisodeClient(EpisodeClient):
         """As of `EpisodeClient`.
 
         Raises:
-            Exception: what the policy failed with, of which the agent was told by HTTP; it may have taken it for one of
-                its own errors, and what it did then is not to be learned from.
+            Exception: the policy failed, which the agent saw as an HTTP error. It may have handled that as an error of
+                its own, so its episode must not be trained.
         """
         if self._session is not None and self._session.failure is not None:
             raise self._session.failure

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 LENGTH = struct.Struct("<I")
-MAX_BYTES = 16 << 20
-"""Largest size of a call or a reply in bytes; a reward has no use for more."""
+MAX_BYTES = 64 << 20
+"""Largest size of a call or a reply in bytes. A reward may see the frames of a whole group: of eight episodes with 64
+frames each, a frame may have 128 KiB, as a PNG of 256 x 256 pixels."""
 
 
 class CodeTarget(msgspec.Struct, frozen=True):

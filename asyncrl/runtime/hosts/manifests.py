@@ -31,7 +31,7 @@ _LAUNCHER_REPLACED = 20
 _GRACE_S = int(SAVE_LIMIT_S) + 60
 """Longest time, in s, for a launcher to end, its last checkpoint included."""
 _HOST_GRACE_S = 60
-"""Longest time, in s, for a host's processes to end and free its GPUs: the keepers' own limits and some."""
+"""Longest time, in s, for a host's processes to end and free its GPUs: the supervisors' own limits and some."""
 
 
 def manifests(config: ExperimentConfig, plans: Sequence[WorkerPlan], command: Sequence[str]) -> list[dict[str, Any]]:

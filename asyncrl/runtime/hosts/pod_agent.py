@@ -2,10 +2,10 @@
 
     python -m asyncrl.runtime.hosts.pod_agent RUN_DIR HOST
 
-Every process runs below a keeper (`asyncrl.runtime.keeper`), whose standard input this program holds: whatever ends it
-ends the processes too. `asyncrl.runtime.hosts.pod_carrier` is the other end. Requests may come twice, since an answer
-can be lost: a start is known by its name, input and output by their offsets. The exit code is answered as often as it
-is asked for.
+Every process runs below a supervisor (`asyncrl.runtime.supervisor`). This program holds the standard input of all
+supervisors, so the processes end with it, however it ends. `asyncrl.runtime.hosts.pod_carrier` is the other end.
+Requests may come twice, since an answer can be lost: a start is known by its name, input and output by their offsets.
+The exit code is answered as often as it is asked for.
 
 The launcher finds this program by a file in the run's folder. Each start, and each new secret of the run (another
 launch), makes a new *incarnation*, which knows no process of the one before. An older incarnation ends when it finds
@@ -30,7 +30,7 @@ from aiohttp import web
 from asyncrl.comm.http.server import Body, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security import RunSecret, SecretError
 from asyncrl.config.run_dir import SECRET_FILE
-from asyncrl.runtime import keeper
+from asyncrl.runtime import supervisor
 from asyncrl.runtime.exit_codes import EXIT_FAILED
 from asyncrl.runtime.hosts.pod_carrier import agent_file
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
@@ -41,11 +41,11 @@ _HELD_BYTES = 16 << 20
 _ANSWER_BYTES = 1 << 20
 _ENTRY_LIMIT_BYTES = 2 << 20
 _LONGEST_WAIT_S = 5.0
-_END_LIMIT_S = keeper.GONE_LIMIT_S + 5.0
+_END_LIMIT_S = supervisor.GONE_LIMIT_S + 5.0
 
 
 class Start(msgspec.Struct):
-    """Start a keeper with `python`, and give it `order`, the first line of its input."""
+    """Start a supervisor with `python`, and give it `order`, the first line of its input."""
 
     name: str
     python: str
@@ -53,7 +53,7 @@ class Start(msgspec.Struct):
 
 
 class Tell(msgspec.Struct):
-    """Give the keeper these bytes, which begin at `offset` of its input after the order; `end` closes it."""
+    """Give the supervisor these bytes, which begin at `offset` of its input after the order; `end` closes it."""
 
     name: str
     offset: int
@@ -118,7 +118,7 @@ class _Process:
             return {"output": piece, "exit_code": self._code if whole else None}
 
     async def end(self) -> None:
-        """Close the keeper's input, upon which it ends everything; kill it if it does not."""
+        """Close the supervisor's input, upon which it ends everything; kill it if it does not."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         async with self._changed:  # nobody fetches any more: what is written now must not block the end
@@ -156,7 +156,7 @@ class _Incarnation:
         asked = _decoded(body, Start)
         if asked.name not in self._processes:
             process = await asyncio.create_subprocess_exec(
-                *(asked.python, "-I", "-S", keeper.__file__),
+                *(asked.python, "-I", "-S", supervisor.__file__),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

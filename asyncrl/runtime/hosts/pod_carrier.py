@@ -2,7 +2,7 @@
 
     python -I -S pod_carrier.py RUN_DIR HOST LIMIT_S PYTHON
 
-The first line of standard input is the keeper's order. Ends with the exit code that the agent
+The first line of standard input is the supervisor's order. Ends with the exit code that the agent
 (`asyncrl.runtime.hosts.pod_agent`) answers, and with 255 only where the process is lost: no agent has answered within
 LIMIT_S, an agent that had started it is silent for `GONE_S`, or another incarnation of it is there. A connection that
 is cut is made anew, and goes on where it ended; it never reads as an exit. Run by path: it imports the standard library

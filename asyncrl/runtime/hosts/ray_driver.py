@@ -1,4 +1,4 @@
-"""The one process of a launch that is a driver of Ray: reserves the hosts, and carries bytes to keepers on them.
+"""The one process of a launch that is a driver of Ray: reserves the hosts, and carries bytes to supervisors on them.
 
     python -m asyncrl.runtime.hosts.ray_driver FD        below `asyncrl.runtime.launchers.ray`, which alone starts it
 
@@ -13,12 +13,13 @@ Life of a driver
 2. Each process that the launcher starts has a carrier (`asyncrl.runtime.hosts.ray_carrier`), which connects to the
    listening socket, a descriptor that the command line names, and hands over its standard input and output with a
    `ProcessRequest`.
-3. The request's host has one actor, which holds the host's bundle and starts a keeper (`asyncrl.runtime.keeper`) for
-   each process. What comes from the carrier's standard input goes to the keeper's, what the keeper's tree prints comes
-   back; then the keeper's exit code. A host whose actor died, as with its node, gets a new one when a process is next
-   started there; Ray gives the bundle to another node where one fits.
-4. Its standard input ends when the launcher closes it or dies. The carriers' inputs end then too, the keepers end their
-   trees, and once they have, the driver ends. If it dies, Ray kills its actors, and the keepers notice the same.
+3. The request's host has one actor, which holds the host's bundle and starts a supervisor
+   (`asyncrl.runtime.supervisor`) for each process. The carrier's standard input goes to the supervisor. The output of
+   the supervisor's tree comes back, then its exit code. A host whose actor died, for example with its node, gets a new
+   one when a process is next started there; Ray gives the bundle to another node where one fits.
+4. Its standard input ends when the launcher closes it or dies. The carriers' inputs end then too, the supervisors end
+   their trees, and once they have, the driver ends. If it dies, Ray kills its actors, and the supervisors notice the
+   same.
 
 The actor's class travels by value, since this module is the program: the nodes need Ray, but asyncrl only at `python`.
 """
@@ -45,7 +46,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl.runtime.exit_codes import EXIT_LOST
 from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, Task, ambiguous_gpus
-from asyncrl.runtime.keeper import TOLD_FAILED
+from asyncrl.runtime.supervisor import TOLD_FAILED
 from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 _CHUNK = 64 << 10
@@ -53,7 +54,7 @@ _LONGEST_ORDER = 1 << 20
 _HANDOVER_LIMIT_S = 20.0
 _CONNECT_LIMIT_S = 10.0
 _ENDS_LIMIT_S = 20.0
-"""Longest time, in s, for the processes to end after the launcher; the keepers' own limits are shorter."""
+"""Longest time, in s, for the processes to end after the launcher; the supervisors' own limits are shorter."""
 
 
 class CannotStart(Exception):
@@ -61,14 +62,14 @@ class CannotStart(Exception):
 
 
 class HostActor:
-    """Runs keepers on one host, and holds its bundle. Methods take the number that the driver gave the process."""
+    """Runs supervisors on one host, and holds its bundle. Methods take the number that the driver gave the process."""
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
 
     async def start(self, number: int, request: tuple[str, str, str, list[int]], order: bytes) -> None:
-        """Start a keeper with its `order`; it is no child of this process, which Ray would kill with it."""
-        _, python, keeper, gpus = request
+        """Start a supervisor with its `order`; it is no child of this process, which Ray would kill with it."""
+        _, python, supervisor, gpus = request
         environment = dict(os.environ, **{HOST_VARIABLE: ray.util.get_node_ip_address()})
         if gpus:
             own = ray.get_runtime_context().get_accelerator_ids()["GPU"]
@@ -78,10 +79,10 @@ class HostActor:
         status, ended = os.pipe()
         run = functools.partial(subprocess.run, stdin=theirs, stdout=output, stderr=output, pass_fds=[ended])
         try:
-            command = [python, "-I", "-S", keeper, "--detached", str(ended)]
+            command = [python, "-I", "-S", supervisor, "--detached", str(ended)]
             await asyncio.to_thread(run, command, env=environment, check=True)
         except (OSError, subprocess.SubprocessError) as error:
-            os.write(output, f"a keeper cannot be started: {error}\n".encode())
+            os.write(output, f"a supervisor cannot be started: {error}\n".encode())
             os.write(ended, b"127")
         finally:
             for descriptor in (theirs, output, ended):
@@ -92,7 +93,7 @@ class HostActor:
         told_to.write(order)
 
     async def tell(self, number: int, what: bytes) -> None:
-        """Write to a keeper's standard input, unless it has ended; nothing ends the input."""
+        """Write to a supervisor's standard input, unless it has ended; nothing ends the input."""
         if number not in self._kept:
             return
         if what:
@@ -105,7 +106,7 @@ class HostActor:
         return await self._kept[number].printed.read(_CHUNK)
 
     async def exit_code(self, number: int) -> int:
-        """Return the exit code of a keeper that has ended, and forget the keeper."""
+        """Return the exit code of a supervisor that has ended, and forget the supervisor."""
         kept = self._kept.pop(number)
         kept.told.close()
         code = await kept.status.read()
@@ -113,7 +114,7 @@ class HostActor:
 
 
 class _Kept(NamedTuple):
-    """A keeper's standard input, its output and that of its tree, and where its exit code comes."""
+    """A supervisor's standard input, its output and that of its tree, and where its exit code comes."""
 
     told: asyncio.WriteTransport
     printed: asyncio.StreamReader
@@ -210,7 +211,7 @@ class Driver:
 
 
 async def _tell(actor: Any, number: int, commands: asyncio.StreamReader) -> None:
-    """Pass on what the launcher tells a keeper, its end included."""
+    """Pass on what the launcher tells a supervisor, its end included."""
     with contextlib.suppress(RayActorError):  # `carry` hears of it too
         while what := await commands.read(_CHUNK):
             await actor.tell.remote(number, what)

@@ -32,11 +32,11 @@ class Task(NamedTuple):
 
 
 class ProcessRequest(NamedTuple):
-    """Start a keeper with this interpreter on this host; the process sees these of the host's GPUs, counted from 0."""
+    """Start a supervisor with this interpreter on this host; the process sees these of its GPUs, counted from 0."""
 
     host: str
     python: str
-    keeper: str
+    supervisor: str
     gpus: list[int]
 
 

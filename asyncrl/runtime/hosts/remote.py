@@ -1,17 +1,20 @@
-"""Processes on other hosts: a command here (`ssh host`, `srun -w node`) that carries the standard input of a keeper
-there (`asyncrl.runtime.keeper`), which runs the process and ends it when that input ends, or falls silent.
+"""Run processes on other hosts, each below a supervisor there (`asyncrl.runtime.supervisor`).
 
-Nothing but the keeper's path is on a command line: what to run, and the environment with the user's keys, go over
-standard input. Logs come back over the connection into the run's folder. Where that is no folder that the host sees
-(`system.shared_filesystem=false`), settings and secret take the same way, into a folder on the host's own disk.
+A command here (`ssh host`, `srun -w node`) carries the supervisor's standard input. The supervisor runs the process,
+and ends it when that input ends or falls silent.
 
-The keeper is told every `_ALIVE_EVERY_S` that the launcher lives, and ends everything after `SILENCE_S` without that.
-So a host that is cut off for longer runs nothing that the launcher has given up. Until then, the keeper of what takes
-a lost process's place on that host kills it first (`keeper.end_earlier`); and whoever finds its names taken by a later
-incarnation, wherever that runs, ends by itself (`asyncrl.runtime.process.worker`).
+The command line has only the supervisor's path. What to run, and the environment with the user's keys, go over standard
+input. Logs come back over the connection into the run's folder. If the host does not see that folder
+(`system.shared_filesystem=false`), settings and secret go over standard input too, into a folder on the host's disk.
 
-A connection that ends counts as the death of its process at once (`EXIT_LOST`): there is nothing to come back to, as
-the keeper has ended it, or will by itself. Bridging a short cut is the new connection's part: ssh tries for 20 s.
+The launcher sends each supervisor a byte every `_ALIVE_EVERY_S`. One that receives none for `SILENCE_S` ends
+everything, so a host that is cut off for longer runs nothing that the launcher has replaced. Until then a replaced
+process is kept apart from its successor: on the same host the successor's supervisor kills it first
+(`supervisor.end_earlier`), and a process that finds its names taken by a later incarnation ends itself
+(`asyncrl.runtime.process.worker`).
+
+A connection that ends counts as the death of its process at once (`EXIT_LOST`). There is nothing to reconnect to: the
+supervisor has ended the process, or will. A new connection bridges a short failure of the network: ssh tries for 20 s.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import psutil
 from omegaconf import OmegaConf
 
 from asyncrl.config.run_dir import CONFIG_FILE, SECRET_FILE, read_run_config
-from asyncrl.runtime import keeper
+from asyncrl.runtime import supervisor
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
@@ -40,9 +43,9 @@ SILENCE_S = 120.0
 """Longer than a launcher may be paused, a virtual machine moved, or a network down."""
 _ALIVE_EVERY_S = 10.0
 _END_LIMIT_S = 20.0
-"""Longest time, in s, for the other end to end its processes, the keeper's own limits included."""
+"""Longest time, in s, for the other end to end its processes, the supervisor's own limits included."""
 _PIPE_BYTES = 60 << 10
-"""So much a pipe holds in any case."""
+"""Bytes that a pipe holds in any case."""
 _OF_THE_LOGIN = frozenset(
     {
         *("_", "DISPLAY", "DBUS_SESSION_BUS_ADDRESS", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD"),
@@ -64,7 +67,7 @@ def carried_environment(plan: WorkerPlan) -> dict[str, str]:
 
 
 class RemoteBackend(LauncherBackend):
-    """Starts processes on their hosts; those of the launcher's own host as the local back end does."""
+    """Starts processes on their hosts. Those of the launcher's host are started by the local back end."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
@@ -77,25 +80,25 @@ class RemoteBackend(LauncherBackend):
 
     @abstractmethod
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
-        """The command line here that runs `command` on `plan.host`, with this standard input and these outputs."""
+        """Return the command line here that runs `command` on `plan.host`, and carries its input and outputs."""
 
     def environment(self, plan: WorkerPlan) -> dict[str, str]:
-        """Environment of the process, on top of that of the login on its host."""
+        """Return the environment of the process, which is added to that of the login on its host."""
         place = f"{time.time_ns()} {plan.name} {self.run_dir}"
-        return carried_environment(plan) | self.mark | {keeper.PLACE_VARIABLE: place}
+        return carried_environment(plan) | self.mark | {supervisor.PLACE_VARIABLE: place}
 
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
-        """See the base class; `plan.host` says where."""
+        """Start the process on `plan.host`."""
         if not plan.host.name:
             self._local.lock = self.lock
             return await self._local.start(plan)
         file = self.make_log(plan)
-        command = [plan.host.python or sys.executable, "-I", "-S", keeper.__file__]
+        command = [plan.host.python or sys.executable, "-I", "-S", supervisor.__file__]
         folder, files = (os.getcwd(), {}) if self.config.system.shared_filesystem else self._own_folder(plan)
-        asked = keeper.Order(plan.command(self.run_dir), self.environment(plan), folder, SILENCE_S, files)
+        asked = supervisor.Order(plan.command(self.run_dir), self.environment(plan), folder, SILENCE_S, files)
         order = json.dumps(asked._asdict()).encode() + b"\n"
         theirs, ours = os.pipe()
-        if len(order) > _PIPE_BYTES:  # all of it has to go in, before anybody reads
+        if len(order) > _PIPE_BYTES:  # the pipe must take the whole order before anything reads it
             fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, len(order))
         try:
             with file.open("ab") as log:
@@ -115,7 +118,7 @@ class RemoteBackend(LauncherBackend):
         return worker
 
     def _own_folder(self, plan: WorkerPlan) -> tuple[str, dict[str, str]]:
-        """The run's folder on the disk of the host, and the files that the process finds there."""
+        """Return the run's folder on the disk of the host, and the files to write into it."""
         folder = plan.host.run_dir or str(self.run_dir)
         settings = OmegaConf.load(self.run_dir / CONFIG_FILE)
         OmegaConf.update(settings, "fileroot", str(Path(folder).parents[1]))
@@ -129,7 +132,7 @@ class RemoteBackend(LauncherBackend):
             await asyncio.sleep(_ALIVE_EVERY_S)
             self._remote = [worker for worker in self._remote if worker.exit_code is None]
             for worker in self._remote:
-                worker.tell(keeper.ALIVE)
+                worker.tell(supervisor.ALIVE)
 
     def close(self) -> None:
         """See the base class."""
@@ -137,7 +140,7 @@ class RemoteBackend(LauncherBackend):
         self._local.close()
 
     def end_remote(self) -> None:
-        """End what runs on other hosts, which is told by the end of its standard input."""
+        """End the processes on other hosts by closing the standard input of their supervisors."""
         for worker in self._remote:
             worker.kill()
         _, left = psutil.wait_procs([p for w in self._remote for p in w.carriers()], timeout=_END_LIMIT_S)
@@ -157,29 +160,29 @@ class _RemoteWorker(WorkerHandle):
         code = self._process.returncode
         if code is not None and 128 < code <= 128 + signal.NSIG:
             return 128 - code
-        return {keeper.TOLD_FAILED: EXIT_FAILED, EXIT_FAILED: EXIT_LOST}.get(code, code) if code else code
+        return {supervisor.TOLD_FAILED: EXIT_FAILED, EXIT_FAILED: EXIT_LOST}.get(code, code) if code else code
 
     async def wait(self) -> None:
         await self._process.wait()
         self._close()
 
     def terminate(self) -> None:
-        self.tell(keeper.STOP)
+        self.tell(supervisor.STOP)
 
     def kill(self) -> None:
         self._close()
 
     def kill_process(self) -> None:
-        self.tell(keeper.KILL)
+        self.tell(supervisor.KILL)
 
     def tell(self, what: bytes) -> None:
-        """Write to the keeper; nothing where it has ended, or the connection is stuck."""
+        """Write to the supervisor; do nothing if it has ended or the connection is stuck."""
         if self._pipe >= 0:
             with contextlib.suppress(BrokenPipeError, BlockingIOError):
                 os.write(self._pipe, what)
 
     def carriers(self) -> list[psutil.Process]:
-        """The command here, while it runs."""
+        """Return the command here while it runs."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if self._process.returncode is None:
                 return [psutil.Process(self._process.pid)]

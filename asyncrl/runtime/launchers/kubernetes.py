@@ -17,6 +17,6 @@ class Backend(RemoteBackend):
     """Starts processes in the pods of a JobSet."""
 
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
-        """The stand-in of a process in whichever pod the host has now; the pod's agent knows the keeper itself."""
+        """The stand-in of a process in whichever pod the host has now; the pod's agent knows the supervisor itself."""
         asked = [str(self.run_dir), plan.host.name, str(self.config.system.start_timeout_s), command[0]]
         return [sys.executable, "-I", "-S", pod_carrier.__file__, *asked]

@@ -1,4 +1,4 @@
-"""The local launcher back end: workers as processes on this machine, each below a keeper (`asyncrl.runtime.keeper`)."""
+"""Start workers as processes on this machine, each below a supervisor (`asyncrl.runtime.supervisor`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import os
 from pathlib import Path
 
-from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
-from asyncrl.runtime.process.process_tree import adopt_orphans, kept, kill_descendants
+from asyncrl.runtime.process.process_tree import adopt_orphans, kill_descendants, supervised
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
 from asyncrl.runtime.worker_plan import WorkerPlan
 
@@ -29,7 +29,7 @@ class Backend(LauncherBackend):
         with file.open("ab") as log:
             held = [self._launches, *([] if self.lock is None else [self.lock])] if plan.leads else []
             process = await asyncio.create_subprocess_exec(
-                *kept(plan.command(self.run_dir), SAVE_LIMIT_S if plan.leads else 0.0, held),
+                *supervised(plan.command(self.run_dir), SAVE_LIMIT_S if plan.leads else 0.0, held),
                 # Held open for as long as this process lives; the others' while the leading one does.
                 stdin=asyncio.subprocess.PIPE if plan.leads else self._launched,
                 pass_fds=held,

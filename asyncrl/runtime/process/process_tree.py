@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.runtime import keeper
+from asyncrl.runtime import supervisor
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SHARED_MEMORY_KEEPER = "torch_shm_manag"  # the kernel keeps 15 characters of a name
@@ -21,14 +21,14 @@ _LEFTOVERS_LIMIT_S = 10.0
 _POLL_S = 0.05
 
 
-def kept(command: list[str], grace_s: float = 0.0, held: Sequence[int] = ()) -> list[str]:
-    """The command line that runs `command` below a keeper of its own, which takes a pipe as its standard input.
+def supervised(command: list[str], grace_s: float = 0.0, held: Sequence[int] = ()) -> list[str]:
+    """The command line that runs `command` below a supervisor of its own, which takes a pipe as its standard input.
 
-    `grace_s`: once that is closed, `command` gets `keeper.STOP_SIGNAL` and so long. `held`: descriptors that the
-    keeper holds on to.
+    `grace_s`: once that is closed, `command` gets `supervisor.STOP_SIGNAL` and so long. `held`: descriptors that the
+    supervisor holds on to.
     """
     numbers = ",".join(map(str, held)) or "-"
-    return [sys.executable, "-I", "-S", keeper.__file__, str(grace_s), numbers, *command]
+    return [sys.executable, "-I", "-S", supervisor.__file__, str(grace_s), numbers, *command]
 
 
 def mark_of(launch: str) -> dict[str, str]:
@@ -50,7 +50,7 @@ def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:
 
     What `pid` has not buried itself stays as a zombie for as long as `pid` lives.
 
-    Torch's keeper of shared memory is left to itself: it frees what the others had, and ends once they have.
+    Torch's manager of shared memory is left to itself: it frees what the others had, and ends once they have.
     """
     try:
         descendants = psutil.Process(pid).children(recursive=True)
@@ -71,11 +71,11 @@ def end_launch(launch: str) -> list[int]:
     A process is known by the launch's mark in its environment, which is of 128 random bits, and killed as the very
     process that has it: its id and start time are looked at again once the kernel's handle on it is held.
     """
-    killed: set[keeper.Identity] = set()
+    killed: set[supervisor.Identity] = set()
     deadline = time.monotonic() + _LEFTOVERS_LIMIT_S
     while found := marked(launch):  # again: one may have forked meanwhile
         for process in found:
-            keeper.kill(process)
+            supervisor.kill(process)
         killed.update(found)
         if time.monotonic() > deadline:
             break
@@ -83,12 +83,12 @@ def end_launch(launch: str) -> list[int]:
     return sorted(process.pid for process in killed)
 
 
-def marked(launch: str) -> list[keeper.Identity]:
+def marked(launch: str) -> list[supervisor.Identity]:
     """The living processes of this user and machine that are of the launch, but for this one."""
     mark, found = f"{LAUNCH_VARIABLE}={launch}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
-        identity = keeper.identity_of(pid)
+        identity = supervisor.identity_of(pid)
         try:
             environment = (folder / "environ").read_bytes()  # a zombie's is empty
         except OSError:  # another user's, or it has ended

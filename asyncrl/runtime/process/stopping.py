@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from asyncrl.runtime.exit_codes import EXIT_OK
-from asyncrl.runtime.keeper import STOP_SIGNAL
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 
 LEAVE_LIMIT_S = 2.5
 """Just below what the launcher waits before it kills a process, which could not say any more where it was."""

@@ -3,20 +3,19 @@
 Life cycle of a worker process
 
 1. The launcher's back end runs `python -m asyncrl.runtime.main <kind> <index> --run-dir DIR`, which finds the class in
-   the registry of kinds; output goes to a log file of its own.
+   the registry of kinds. Each process has its own log file.
 2. `Worker.start` reads `<run_dir>/config.yaml`, opens name resolution and publishes `status/<kind>/<index>` with a
    lease. The lease is the heartbeat: the resolver's keep-alive thread renews it, and it lapses when the process dies.
-   While it starts the status counts the process's progress, for whoever waits for it
+   While the process starts, the status counts its progress, for the processes that wait for it
    (`asyncrl.runtime.process.starting`).
 3. `configure` binds sockets and registers their addresses; `run` works until it is done or `stop_requested` is set
-   (`keeper.STOP_SIGNAL`). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
-   Whoever finds that another process has this entry, or that it may add none, was given up while it was cut off or
-   stopped. All that it would still do is its successor's to do, so it ends at once, and puts nothing back before
-   (`NameResolver.fences`).
+   (`supervisor.STOP_SIGNAL`). A stop ends `configure` wherever it is, and `run` where it is `interruptible`.
+   A process that finds its entry taken, or may add none, was replaced while it was cut off or stopped. It ends at
+   once and puts nothing back (`NameResolver.fences`): its work belongs to its successor.
 4. The last status (`done`, or `failed` with the reason) is published without a lease, so that it outlives the process.
 
-A worker never outlives the launcher that started it, nor does what it started outlive it: a keeper between the two sees
-to that (`asyncrl.runtime.keeper`).
+A worker never outlives the launcher that started it, and what a worker started never outlives the worker. The
+supervisor between the two ensures both (`asyncrl.runtime.supervisor`).
 """
 
 from __future__ import annotations
@@ -50,28 +49,28 @@ from asyncrl.config.run_dir import NAMES_DIR, SECRET_FILE, read_run_config
 from asyncrl.config.setting import ConfigError
 from asyncrl.observe import observer
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_OK, EXIT_RESTART_TRAINER
-from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE
 from asyncrl.runtime.process.starting import Effort, StartLimit, StartWait
 from asyncrl.runtime.process.stopping import LEAVE_LIMIT_S, explain_delay
 from asyncrl.runtime.process.waiting import await_name
 from asyncrl.runtime.settings import etcd_access
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 
 _LOOKS_PER_LEASE = 3
 """Checks for progress per lease while a process starts: as often as the lease is renewed."""
 
 
 class RestartTrainer(Exception):  # it asks for something; nothing went wrong here
-    """This process cannot go on with the others as they stand; all of its side can, from the last step."""
+    """This process cannot continue with the others as they are; the whole trainer can, from the last step."""
 
 
 class CannotContinue(RuntimeError):
-    """The message says what stands still and why; where in the code that was found says nothing more."""
+    """The run cannot continue. The message says why; a traceback would add nothing."""
 
 
 class _Stopped(BaseException):
-    """Asked to stop: ends what the main thread is at."""
+    """Ends the main thread's work after a stop request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +141,10 @@ class Worker(ABC):
         self.log = logging.getLogger(f"asyncrl.{self.kind}")
         self.resolver = open_resolver(self.config, spec.run_dir)
         self.resolver.fences = {names.incarnation_key(self.kind, self.index): str(spec.incarnation)}
-        if launch := os.environ.get(LAUNCH_VARIABLE):
-            self.resolver.fences[names.LAUNCH_KEY] = launch
+        self.launch = os.environ.get(LAUNCH_VARIABLE, "")
+        """The launch that the process belongs to; "" if it was started by hand."""
+        if self.launch:
+            self.resolver.fences[names.LAUNCH_KEY] = self.launch
         self.resolver.on_lost, self.resolver.on_fenced = self._name_lost, self._fenced
         secret = RunSecret.load(spec.run_dir / SECRET_FILE) if self.config.system.encrypt else None
         self.http_security = None if secret is None else secret.http(self.config.generation.sglang.urls)

@@ -1,16 +1,16 @@
-"""One launch at a time has a trial: its folder, and its names in name resolution, which launches elsewhere may share.
+"""Give a trial to one launch at a time: its folder, and its names in name resolution, which other folders may share.
 
-Two things are held for as long as the launcher lives, each taken before anything of an earlier launch is touched:
+A launcher holds two things while it lives, and takes both before it touches anything of an earlier launch:
 
-- the lock on `<run_dir>/lock`, an advisory one that the kernel gives back when its holder dies. The file says who has
-  it, and after a death who had it;
-- where name resolution is shared (an etcd server, or `system.name_resolve_root`), the entry `run` of the trial, under a
-  lease. The same trial name under another `fileroot` has other locks but the same names.
+- The lock on `<run_dir>/lock`, an advisory one that the kernel releases when its holder dies. The file names the
+  holder, also after its death.
+- If name resolution is shared (an etcd server, or `system.name_resolve_root`): the entry `run` of the trial, under a
+  lease. The same trial name under another `fileroot` has another lock but the same names.
 
-Who finds the entry taken is refused, with who has it. If that one is dead, the claim is free once its lease has run
-out, or at once where it can be seen from here: a claim names its holder's process by id and start time, and the boot of
-the machine and the pid namespace in which these mean something. Only that very claim is removed, and only one of
-several that do so gets the next: the removal compares, and `add` has one winner.
+A launch that finds the entry taken is refused, and its message names the holder. The claim of a dead launch is free
+once its lease has run out, or at once if the death can be seen from here: a claim names its holder's process by id and
+start time, and the boot of the machine and the pid namespace in which these are valid. Exactly that claim is removed
+(compare and delete), and `add` has one winner. So only one of several launches gets the trial.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from asyncrl.comm.files.private_files import NotPrivate, check_owned, check_tree
 from asyncrl.comm.name_resolve import NameBackend, NameEntryExists, NameEntryNotFound, NameResolveError, NameResolver
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import LOCK_FILE, run_dir_of
-from asyncrl.runtime.keeper import GONE_LIMIT_S, identity_of
 from asyncrl.runtime.process.worker import open_resolver
+from asyncrl.runtime.supervisor import GONE_LIMIT_S, identity_of
 from asyncrl.runtime.trials.resume import TrialError, TrialHeld
 
 LEASE_S = 60.0
@@ -51,23 +51,25 @@ class TrialClaim:
     def __init__(self, holder: names.TrialHolder, lock: int, former: names.TrialHolder | None) -> None:
         self.holder = holder
         self.former = former
-        """The last launch in this folder; None if there was none or it did not say."""
+        """The last launch in this folder; None if the lock file names none."""
         self.lock = lock
-        """Descriptor of the lock; it is held for as long as any process has it open."""
+        """Descriptor of the lock, which is held while any process has it open."""
         self._resolver: NameResolver | None = None
 
     @classmethod
     def take(
         cls, config: ExperimentConfig, note: Callable[[str], None] = lambda text: None, *, detached: bool = False
     ) -> Self:
-        """Have the trial for this process; `detached`: others may attach to it. `note` tells a person of waits.
+        """Take the trial for this process. If its launcher was killed, wait until the leading process has saved.
 
-        Where its launcher was killed, the leading process is still saving: its end is waited for.
+        Args:
+            note: shows a person what is waited for.
+            detached: terminals may attach to this launch.
 
         Raises:
-            TrialHeld: another launch has it.
-            TrialError: its folder is another user's, or others can write there; or name
-                resolution cannot be reached.
+            TrialHeld: another launch has the trial.
+            TrialError: the folder belongs to another user, or others can write there; or name resolution does not
+                answer.
         """
         run_dir = run_dir_of(config)
         try:
@@ -126,18 +128,18 @@ class TrialClaim:
         return holder
 
     def announce(self, resolver: NameResolver) -> None:
-        """Say in name resolution that the trial's names are those of this launch. From now on the claim is put back
-        where it was deleted, and lost for good once another launch has announced itself.
+        """Register this launch as the owner of the trial's names. From now on the claim is put back if it is deleted,
+        and lost for good once another launch has registered.
         """
         resolver.add(names.LAUNCH_KEY, self.holder.launch, replace=True)
         if self._resolver is not None:
             self._resolver.fences = {names.LAUNCH_KEY: self.holder.launch}
 
     def is_lost(self) -> bool:
-        """True if another launch has the names, or had them, because this one was silent for longer than `LEASE_S`.
+        """True if another launch has or had the names, because this one was silent for longer than `LEASE_S`.
 
         Raises:
-            NameResolveError: it cannot be told now.
+            NameResolveError: name resolution does not answer.
         """
         if self._resolver is None:
             return False
@@ -149,7 +151,7 @@ class TrialClaim:
             return False
 
     def release(self) -> None:
-        """Let others have the trial."""
+        """Release the trial for other launches."""
         if self._resolver is not None:
             with contextlib.suppress(NameResolveError):  # its lease runs out
                 self._resolver.close()
@@ -157,7 +159,7 @@ class TrialClaim:
 
 
 def _locked(lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
-    """Try to take the lock; return True if this process has it. A killed launch on this machine is waited for."""
+    """Take the lock, after waiting for a killed launch on this machine; return True if this process has it."""
     if take_lock(lock):
         return True
     holder = read_holder(run_dir)
@@ -168,12 +170,12 @@ def _locked(lock: int, run_dir: Path, note: Callable[[str], None]) -> bool:
 
 
 def shares_names(config: ExperimentConfig) -> bool:
-    """True if launches in other folders find the trial's names too."""
+    """True if launches in other folders see the trial's names too."""
     return config.system.name_resolve == NameBackend.etcd3 or bool(config.system.name_resolve_root)
 
 
 def read_holder(run_dir: Path) -> names.TrialHolder | None:
-    """The launch that has, or last had, the folder; None if there was none or it did not say."""
+    """Return the launch that holds, or last held, the folder; None if the lock file names none."""
     try:
         check_owned(run_dir / LOCK_FILE)
         return names.TrialHolder.decode((run_dir / LOCK_FILE).read_text())
@@ -182,7 +184,7 @@ def read_holder(run_dir: Path) -> names.TrialHolder | None:
 
 
 def detached_holder(run_dir: Path) -> names.TrialHolder | None:
-    """The launch on this machine that goes on in `run_dir` without a terminal; None if there is none."""
+    """Return the launch on this machine that runs in `run_dir` without a terminal; None if there is none."""
     holder = read_holder(run_dir)
     runs = holder is not None and holder.detached and is_here(holder) and not _is_dead(holder)
     return holder if runs else None
@@ -204,7 +206,7 @@ def _this_launch(run_dir: Path, detached: bool) -> names.TrialHolder:
 
 
 def _machine() -> str:
-    """Within which process ids mean the same: this boot of this machine, and this pid namespace. Empty: not known."""
+    """Identify the scope of process ids: this boot of this machine, and this pid namespace. Empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -7,9 +7,9 @@ import signal
 from collections.abc import Sequence
 
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_LOST, EXIT_RESTART_TRAINER
-from asyncrl.runtime.keeper import TOLD_OUT_OF_MEMORY
 from asyncrl.runtime.launchers import WorkerHandle
 from asyncrl.runtime.process_kinds import PROCESS_KINDS, Restart
+from asyncrl.runtime.supervisor import TOLD_OUT_OF_MEMORY
 
 
 def trains(worker: WorkerHandle) -> bool:

@@ -1,7 +1,7 @@
-"""The folder of a trial and its names, as a launch finds, holds and leaves them.
+"""Prepare the folder and the names of a trial for a launch.
 
-`prepare` claims the trial (`asyncrl.runtime.trials.claim`), ends what a killed launch left running, applies `resume`,
-says what is continued, clears what an earlier launch left in name resolution, and writes the secret and the resolved
+`prepare` claims the trial (`asyncrl.runtime.trials.claim`), ends processes that a killed launch left, applies `resume`,
+shows what is continued, clears an earlier launch's entries in name resolution, and writes the secret and the resolved
 config.
 """
 
@@ -41,12 +41,12 @@ from asyncrl.runtime.trials.resume import CheckFolder, TrialError, continuation
 
 
 class Trial:
-    """See the module's docstring.
+    """The trial of one launch.
 
     Args:
-        note: tells a person.
-        detached: this launch has no terminal, and others may attach to it.
-        check_checkpoint: finds out whether a checkpoint is whole, before it is said that the run continues from it.
+        note: shows a line to a person.
+        detached: this launch has no terminal; terminals may attach to it.
+        check_checkpoint: checks that a checkpoint is complete, before the launch says that it continues from it.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Trial:
             meeting.unlink(missing_ok=True)
 
     def _end_leftovers(self, claim: TrialClaim) -> None:
-        """End what a launch that was killed with all its processes' keepers left running: it holds ports and memory."""
+        """End the processes that a launch left when it was killed with all supervisors: they hold ports and memory."""
         if claim.former is not None and is_here(claim.former) and (pids := end_launch(claim.former.launch)):
             self._note(f"ended what an earlier launch left running: {', '.join(f'pid {pid}' for pid in pids)}")
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from asyncrl.algorithms.arithmetic.sums import Stats
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.trainer.batches.micro_batch import MicroBatch
@@ -140,11 +141,20 @@ class PolicyEngine(TrainingEngine):
         """Log-probabilities [T] of the tokens of `wanted_T` (bool), 0 elsewhere. No gradient."""
 
     @abstractmethod
-    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score_sequences(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
+    ) -> list[list[float]]:
         """Log-probabilities of the tokens of `sequences` at temperature 1, whatever the engine's own; 0 for first ones.
 
         They are computed in one micro-batch, as training computes them.
+
+        Args:
+            pictures: those of each sequence; none where it is empty.
         """
+
+    @abstractmethod
+    def placeholders(self, picture: Picture) -> list[int]:
+        """Token ids that stand for `picture` in a prompt; none if the model is used for text alone."""
 
     @abstractmethod
     def distributions(self, micro_batch: MicroBatch) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,13 +16,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.algorithms.kl import ema_update_
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.token_ids import token_ids
-from asyncrl.models.parity import Tokens, UnsupportedModelError, in_rms, plain_hidden, plain_logprobs
-from asyncrl.models.picture_processor import PictureModelError
-from asyncrl.models.pictures import Pictures, tower_parameters
+from asyncrl.models.parity import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import trunk_of
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
@@ -42,7 +40,14 @@ from asyncrl.trainer.engines.flat_adamw import FlatAdamW
 from asyncrl.trainer.engines.role import RoleEngine
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import refuse_longer_than_independent, select_attention
-from asyncrl.trainer.model.loading import Critic, attention_kind, load_causal_lm, load_critic, load_reward_model
+from asyncrl.trainer.model.loading import (
+    Critic,
+    attention_kind,
+    load_causal_lm,
+    load_critic,
+    load_reward_model,
+    prepare_vision,
+)
 from asyncrl.trainer.model.lora import (
     Merged,
     WholeAdapters,
@@ -100,14 +105,6 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         outcome = self.optimizer.step()
         self._weights_changed()
         return outcome
-
-    def load_state(self, meta: Mapping[str, Any]) -> None:
-        super().load_state(meta)
-        self._weights_changed()
-
-    def _weights_changed(self) -> None:
-        if self.pictures is not None:
-            self.pictures.weights_changed()
 
     def _proof_engine(self) -> dict[str, Any]:
         return {"attention": self.attention, "tokens_per_micro_batch": self._budget}
@@ -209,8 +206,11 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
         return logprobs_T
 
     @torch.no_grad()
-    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [[0.0, *logprobs.tolist()] for logprobs in self.together(sequences)]
+    def score_sequences(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
+    ) -> list[list[float]]:
+        ids, _held = self._shown_ids(sequences, pictures)
+        return [[0.0, *logprobs.tolist()] for logprobs in self.together(ids)]
 
     @property
     def network(self) -> PreTrainedModel:
@@ -235,7 +235,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        with adapters_off(self._model), self.choosing_freely():
+        with adapters_off(self._model), self.choosing_freely(), self.with_other_weights():
             yield
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
@@ -287,13 +287,15 @@ class FlatValueEngine(FlatEngine, ValueEngine):
         return _weights_of(self._critic.trunk)
 
     def around(self, network: PreTrainedModel) -> FlatValueEngine:
-        return FlatValueEngine(Critic(network), **self._proof_engine())
+        pictures = None if self.pictures is None else self.pictures.around(network)
+        return FlatValueEngine(Critic(network), pictures=pictures, **self._proof_engine())
 
     def plain(self, tokens: Tokens) -> Tensor:
-        return plain_hidden(self._critic.trunk, tokens)
+        return plain_hidden(self._critic.trunk, tokens, self.pictures)
 
     def together(self, sequences: Sequence[Tokens]) -> Sequence[Tensor]:
-        packed = one_micro_batch(sequences, self.attention, self._critic.trunk.device, wanted=False)
+        device = self._critic.trunk.device
+        packed = one_micro_batch(sequences, self.attention, device, wanted=False, pictures=self.pictures)
         hidden_IH = self._hidden(packed).index_select(0, packed.places_I)
         in_order = hidden_IH.index_select(0, packed.sources_I.argsort())
         return torch.split(in_rms(in_order), [len(tokens) for tokens in sequences])
@@ -317,7 +319,7 @@ class FlatLoader(EngineLoader):
     def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None:
         self._config, self._place, self._device = config, place, device
         self._attention = config.model.attn_implementation
-        self._dtype = config.model.dtype.on(device.type)
+        self._dtype, self._vision = config.model.dtype.on(device.type), config.model.vision
         self._share_prefixes = config.trainer.share_prefixes
         self._engine = {
             "attention": attention_kind(self._attention),
@@ -329,11 +331,10 @@ class FlatLoader(EngineLoader):
     def policy(self, path: str, dtype: Dtype, optimizer: OptimizerConfig | None) -> FlatPolicyEngine:
         def load() -> FlatPolicyEngine:
             model = load_causal_lm(path, dtype.on(self._device.type), self._attention, self._device)
-            pictures = self._pictures(model, path)
+            pictures = prepare_vision(model, path, self._vision)
             lora = self._config.model.lora if optimizer is not None and self._config.model.lora.rank else None
             if lora is not None:
-                model.requires_grad_(False)
-                add_adapters(trunk_of(model), lora)
+                add_adapters(model, lora, vision=self._vision == VisionMode.train)
                 initialise(model.named_parameters(), self._config.seed)
             # Greedy answers report their log-probabilities at temperature 1.
             temperature = self._config.rollout.sampling.temperature or 1.0
@@ -355,23 +356,12 @@ class FlatLoader(EngineLoader):
 
         return self._together(load, path)
 
-    def _pictures(self, model: PreTrainedModel, path: str) -> Pictures | None:
-        """The pictures of `model`, whose vision tower is frozen where `model.vision` says so."""
-        mode = self._config.model.vision
-        if mode != VisionMode.train:
-            for parameter in tower_parameters(model):
-                parameter.requires_grad_(False)
-        if mode == VisionMode.none:
-            return None
-        try:
-            return Pictures.of(model, Path(path))
-        except PictureModelError as error:
-            raise UnsupportedModelError(f"{error}. Use model.vision=none for text alone, or another model") from error
-
     def critic(self, path: str, optimizer: OptimizerConfig) -> FlatValueEngine:
         def load() -> FlatValueEngine:
             critic = load_critic(path, self._dtype, self._attention, self._device)
-            return FlatValueEngine(critic, optimizer=self._optimizer(critic, optimizer), **self._engine)
+            pictures = prepare_vision(critic.trunk, path, self._vision)
+            made = self._optimizer(critic, optimizer)
+            return FlatValueEngine(critic, optimizer=made, pictures=pictures, **self._engine)
 
         return self._together(load, path)
 

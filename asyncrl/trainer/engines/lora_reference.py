@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from asyncrl.algorithms.arithmetic.sums import Stats
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, StepOutcome, TensorSpec
@@ -53,9 +54,14 @@ class LoraReference(PolicyEngine):
         with self._actor.without_adapters():
             return self._actor.logprobs(batch, wanted_T)
 
-    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def placeholders(self, picture: Picture) -> list[int]:
+        return self._actor.placeholders(picture)
+
+    def score_sequences(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
+    ) -> list[list[float]]:
         with self._actor.without_adapters():
-            return self._actor.score_sequences(sequences)
+            return self._actor.score_sequences(sequences, pictures)
 
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
         with self._actor.without_adapters():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from asyncrl.api.picture import Picture, PlacedPicture
+from asyncrl.models.picture_ids import SeenPicture
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.routing import Routers
 from asyncrl.trainer.batches.micro_batch import MicroBatch, ShownTokens, micro_batches, wanted_lengths
@@ -52,6 +53,8 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         self.attention = attention
         self.routers, self.pictures = routers, pictures
         self._shown: WeakKeyDictionary[StepBatch, ShownTokens] = WeakKeyDictionary()
+        tower = () if pictures is None or optimizer is None else pictures.tower_parameters()
+        self._trains_vision = any(parameter.requires_grad for parameter in tower)
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
         self._offload: HostOffload | None = None
 
@@ -105,6 +108,21 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def load_state(self, meta: Mapping[str, Any]) -> None:
         if self._optimizer is not None:
             self._optimizer.load_state(meta)
+        self._weights_changed()
+
+    @contextmanager
+    def with_other_weights(self) -> Iterator[None]:
+        """Within it the role computes with other weights, as with its adapters off: rows of pictures are made again."""
+        self._weights_changed()
+        try:
+            yield
+        finally:
+            self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        """Forget the rows of pictures that other weights made."""
+        if self.pictures is not None:
+            self.pictures.weights_changed()
 
     def offload(self) -> None:
         own_storage(self.root)
@@ -174,6 +192,21 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             self._shown[batch] = shown
         return shown
 
+    def placeholders(self, picture: Picture) -> list[int]:
+        """See `PolicyEngine`."""
+        if self.pictures is None:
+            return []
+        return [self.pictures.ids.token_id] * self.pictures.ids.seen(picture).rows
+
+    def _shown_ids(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]]
+    ) -> tuple[list[Sequence[int]], list[SeenPicture]]:
+        """`sequences` with the ids of their pictures' rows, and the pictures, which the caller holds meanwhile."""
+        if self.pictures is None or not pictures:
+            return list(sequences), []
+        made = [self.pictures.ids.shown(*each) for each in zip(sequences, pictures, strict=True)]
+        return [ids for ids, _ in made], [seen for _, held in made for seen in held]
+
     def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Within it the model knows the pictures of `micro_batch`: with gradients by the vision tower where it is
         trained, and gradients are recorded; else their rows are made once for a version of the weights.
@@ -182,7 +215,3 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             return nullcontext()
         keep = not (self._trains_vision and torch.is_grad_enabled())
         return self.pictures.holding(micro_batch.model_inputs["input_ids"], keep=keep)
-
-    @cached_property
-    def _trains_vision(self) -> bool:
-        return self.pictures is not None and any(each.requires_grad for each in self.pictures.tower_parameters())

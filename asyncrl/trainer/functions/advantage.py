@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.sums import Stats, mean_stat
+from asyncrl.algorithms.arithmetic.sums import Stats, count_stat, mean_stat
 from asyncrl.algorithms.critic import align_values
 from asyncrl.algorithms.inputs import AdvantageInputs, KLInputs
 from asyncrl.algorithms.kl import kl_token_rewards
@@ -30,7 +30,8 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
     `args.rewards` is the key of the rewards, or a list of keys that are added up; `rewards` by default. The rewards of
     turns add to them. Samples that `keep` leaves out have no advantage. With `algorithm.kl_in=advantage` each token's
     advantage is lowered by kl_coef (log pi - log pi_ref) after the estimator: on-policy distillation with discount 0
-    (Thinking Machines 2025), on top of any estimator; k1's gradient over sampled tokens is that of the reverse KL.
+    (Thinking Machines 2025), on top of any estimator; k1's gradient over sampled tokens is that of the reverse KL. With
+    `algorithm.kl_in=reward` the KL coefficient adapts to `kl_target` here, for the next step.
     """
     algorithm = ctx.config.algorithm
     estimate = resolve("advantage", algorithm.advantage.name, algorithm.advantage.params, algorithm.plugins)
@@ -76,7 +77,12 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
         batch["returns"] = output.returns_T
         batch["value_mask"] = mask_T if output.value_mask_T is None else output.value_mask_T
     stats["advantage/abs_mean"] = mean_stat(advantages_T.abs(), mask_T)
-    return ctx.reduce(stats)
+    stats["samples/penalised"] = count_stat(torch.tensor(batch.num_seqs, device=batch.device))
+    reduced = ctx.reduce(stats)
+    samples = int(reduced.pop("samples/penalised"))
+    if place == KLPlace.reward and "kl/reference" in reduced:  # of the loss `actor_train` has it
+        ctx.state.kl.update(reduced["kl/reference"], samples)
+    return reduced
 
 
 def _roles_of_all_ranks(batch: StepBatch, ranks: Ranks) -> tuple[str, ...]:

@@ -14,10 +14,13 @@ from transformers import (
 )
 
 from asyncrl.config.setting import Dtype
+from asyncrl.models.parity import UnsupportedModelError
+from asyncrl.models.picture_processor import PictureModelError
+from asyncrl.models.pictures import Pictures, tower_parameters
 from asyncrl.models.transformers_internals import language_model, set_attention
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.model.layout_parity import first_layout
-from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.trainer.settings import AttentionImplementation, VisionMode
 
 
 def attention_kind(attn_implementation: AttentionImplementation) -> AttentionKind:
@@ -37,6 +40,29 @@ def load_causal_lm(
     model.train(False)
     nn.Module.to(model, device)
     return model
+
+
+def prepare_vision(
+    model: PreTrainedModel, path: str | Path, mode: VisionMode, *, attach: bool = True
+) -> Pictures | None:
+    """The pictures of `model`, whose vision tower is frozen where `mode` says so; None if it is used for text alone.
+
+    Args:
+        path: its folder.
+        attach: as of `Pictures`.
+
+    Raises:
+        UnsupportedModelError: its folder lacks what reads pictures in.
+    """
+    if mode != VisionMode.train:
+        for parameter in tower_parameters(model):
+            parameter.requires_grad_(False)
+    if mode == VisionMode.none:
+        return None
+    try:
+        return Pictures.of(model, Path(path), attach=attach)
+    except PictureModelError as error:
+        raise UnsupportedModelError(f"{error}. Use model.vision=none for text alone, or another model") from error
 
 
 def _pretrained(kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation) -> Any:

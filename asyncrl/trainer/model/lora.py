@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from asyncrl.models.transformers_internals import language_model_on_meta, text_part, trunk_of
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig
 from asyncrl.weights.model_files.adapters import Adapters, model_name, published_name
 from asyncrl.weights.model_files.folder import FolderTensor, held_tensors
@@ -36,14 +37,19 @@ BASE_LAYER = ".base_layer"
 """In the name of a parameter of the base, which a model folder does not know."""
 
 
-def add_adapters(trunk: PreTrainedModel, config: LoraConfig) -> None:
-    """Freeze `trunk` and give the layers that `config` names adapters, in fp32; on any device, without values.
+def add_adapters(model: PreTrainedModel, config: LoraConfig, *, vision: bool = False) -> None:
+    """Freeze `model` and give the layers that `config` names adapters, in fp32; on any device, without values.
+
+    Args:
+        vision: of a model that takes pictures, give the layers of its vision tower and its projector adapters too.
 
     Raises:
         ValueError: no layer has such a name, or some of them keep their weights transposed and others do not.
     """
     from peft import inject_adapter_in_model
 
+    model.requires_grad_(False)
+    trunk = trunk_of(model) if vision else text_part(trunk_of(model))
     head = trunk.get_output_embeddings()  # type: ignore[no-untyped-call]
     linear = {
         name: module
@@ -161,8 +167,7 @@ def adapted_layer(published: str) -> str:
 
 def are_transposed(model_config: PretrainedConfig, specs: Iterable[TensorSpec]) -> bool:
     """Return True if the layers of the published adapters `specs` keep their weights as [in, out]."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+    model = language_model_on_meta(model_config)
     return any(isinstance(model.get_submodule(adapted_layer(spec.name)), Conv1D) for spec in specs)
 
 

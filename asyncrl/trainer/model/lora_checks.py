@@ -10,6 +10,7 @@ from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.settings import GenerationBackend
+from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.trainer.settings import ALL_LINEAR, LoraConfig, LoraPublish
 
 _LAYER_WEIGHT = re.compile(r"(?:^|\.)\w+\.\d+\.(?:.*\.)?(\w+)\.weight$")
@@ -37,6 +38,8 @@ def _needs_whole_weights(config: ExperimentConfig) -> Iterator[str]:
         yield f"generation.backend={str(config.generation.backend)!r} loads whole weights"
     if config.manager.weight_transport != "disk":
         yield f"manager.weight_transport={config.manager.weight_transport!r} sends whole weights"
+    if config.model.path is not None and placeholder_in(config.model.path) is not None:
+        yield f"model.path={config.model.path!r} takes pictures: in its folder layers have other names than adapters do"
     if not config.system.shared_filesystem:
         yield (
             "system.shared_filesystem=false: adapters name the folder of their base model, which is another on each "

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from asyncrl.comm.files.private_files import NotPrivate, make_private_folder
 from asyncrl.config.load import experiments_dir
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, model_files
+from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
 from asyncrl.weights import atomic_dir
 
@@ -82,6 +83,8 @@ def _name(config: SFTConfig) -> str:
         decisive["tokenizer"] = _content(Path(tokenizer).expanduser())
     if decisive["model"]["lora"]["rank"] == 0:
         del decisive["model"]["lora"]
+    if decisive["model"]["vision"] == VisionMode.train:
+        del decisive["model"]["vision"]
     if decisive["trainer"]["parallel"] == "d1":  # the sums' order is another elsewhere
         del decisive["trainer"]
     digest = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=4).hexdigest()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.setting import ConfigError, Device
+from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.plugins.datasets.checks import source_problems
 from asyncrl.plugins.datasets.readers import is_data_path
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
@@ -67,6 +68,8 @@ def _engine(config: SFTConfig) -> Iterator[str]:
     """Yield what is wrong with the settings of optimizer, adapters and layout."""
     lora, parallel = config.model.lora, config.trainer.parallel
     if config.optimizer == SupervisedOptimizer.muon:
+        if config.model.path is not None and placeholder_in(config.model.path) is not None:
+            yield f"model.path={config.model.path!r}: it takes pictures, which optimizer=muon does not train; use adamw"
         given: dict[str, Any] = {
             "model.lora.rank": lora.rank,
             "trainer.gradient_checkpointing": config.trainer.gradient_checkpointing,

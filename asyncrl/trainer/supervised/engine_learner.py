@@ -23,11 +23,13 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
+from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.plugins.datasets.demonstrations import Demonstration
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs, engine_loader
 from asyncrl.trainer.model.lora import adapter_config
+from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig
@@ -61,10 +63,9 @@ class EngineLearner:
         self, model: Path, run_dir: Path, config: SFTConfig, total: int, world: World, device: torch.device
     ) -> None:
         self._run_dir, self._checkpoint, self._device, self._world = run_dir, config.checkpoint, device, world
-        self._lora = config.model.lora if config.model.lora.rank else None
-        self._model = model
+        self._model, settings = model, engine_settings(config, model, total)
+        self._lora = config.model.lora if publishes_adapters(settings) else None
         self._place = world.place(ACTOR)
-        settings = engine_settings(config, model, total)
         make = engine_loader(engine_of(settings))
         self._engine = make(settings, self._place, device).policy(str(model), Dtype.float32, settings.optimizer)
         engines = {ACTOR: self._engine}
@@ -156,13 +157,17 @@ class EngineLearner:
             "minibatches": torch.zeros(len(own), 1, dtype=torch.int64),
         }
         columns = {name: column.to(self._device) for name, column in columns.items()}
-        return StepBatch(columns, version=0, num_minibatches=1, rollout_ids=[str(n) for n in range(len(own))])
+        pictures = [item.pictures for item in own] if any(item.pictures for item in own) else ()
+        names = [str(n) for n in range(len(own))]
+        return StepBatch(columns, version=0, num_minibatches=1, rollout_ids=names, pictures=pictures)
 
 
 def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentConfig:
     """Translate `config` into the settings of an RL experiment, which are the ones that the engines read."""
     told = ExperimentConfig(seed=config.seed, total_train_steps=total)
-    told.model.path, told.model.lora = str(model), replace(config.model.lora, publish=LoraPublish.adapter)
+    publish = LoraPublish.adapter if placeholder_in(model) is None else LoraPublish.merged
+    told.model.path, told.model.lora = str(model), replace(config.model.lora, publish=publish)
+    told.model.vision = config.model.vision
     told.trainer.parallel, told.trainer.device = config.trainer.parallel, config.device
     told.trainer.gradient_checkpointing = config.trainer.gradient_checkpointing
     told.trainer.tokens_per_micro_batch = config.tokens_per_micro_batch

@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from asyncrl.api import Tokenizer
 from asyncrl.comm.files.private_files import make_private_folder
 from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE
+from asyncrl.models.picture_rules import picture_rules
 from asyncrl.observe.metrics import read_rows
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed
 from asyncrl.plugins.datasets.demonstrations import (
@@ -51,6 +52,7 @@ from asyncrl.plugins.datasets.tokenizers import (
     model_files,
 )
 from asyncrl.runtime.process.torch_device import choose_device
+from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.engine_learner import EngineLearner
 from asyncrl.trainer.supervised.muon import MuonLearner
 from asyncrl.trainer.supervised.ranks import joined
@@ -132,8 +134,9 @@ def demonstration_format(config: SFTConfig, tokenizer: ChatTokenizer) -> Demonst
     """
     named = config.model.path or config.model.tokenizer
     folder = Path(named).expanduser() if named else Path("a tokenizer of single letters")
+    rules = None if config.model.path is None or config.model.vision == VisionMode.none else picture_rules(folder)
     return DemonstrationFormat(
-        PromptFormat(tokenizer, load_chat_template(folder, config.dataset)), config.dataset.train_on
+        PromptFormat(tokenizer, load_chat_template(folder, config.dataset), pictures=rules), config.dataset.train_on
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from asyncrl.config.setting import MOST_SEED, Device, setting
 from asyncrl.plugins.datasets.settings import AUTO, TrainOn
-from asyncrl.trainer.settings import LoraConfig
+from asyncrl.trainer.settings import LoraConfig, VisionMode
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
 # ruff: noqa: UP045
@@ -64,6 +64,11 @@ class SFTModelConfig:
         "model.architecture.vocab_size; null: the characters of the arithmetic demo",
     )
     lora: LoraConfig = field(default_factory=LoraConfig)
+    vision: VisionMode = setting(
+        VisionMode.train,
+        "of a model that takes pictures: train its vision tower and projector too, freeze them, or none: use it for "
+        "text alone",
+    )
 
 
 @dataclass

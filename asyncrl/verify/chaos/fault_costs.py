@@ -114,7 +114,7 @@ def _went_on(
     """When what replaced it was ready; after the death of a launcher there is no line but the next step's."""
     if each.kind == LAUNCHER:
         return next((seen for seen, _ in steps if seen > each.at), None)
-    what = (replaced_as(each.fault.target), WHOLE_RUN)
+    what = (each.fault.target, replaced_as(each.fault.target), WHOLE_RUN)  # a MasterWorker may restart alone
     return next((line["time"] for line in restarts if line.get("went_on") in what and line["time"] > each.at), None)
 
 

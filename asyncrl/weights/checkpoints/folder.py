@@ -2,10 +2,10 @@
 
     <root>/v<N>/    shard-<rank>-of-<world>.safetensors ... state.json manifest.json
 
-A checkpoint appears at once, by a rename (`atomic_dir`), and its manifest lists every file with its checksum. So one
-that is there is whole, unless the disk lost something later. Such a one is passed over for the one before it, and
-named `v<N>.damaged` from then on: the run goes on from the older one, so what was later is of steps that it has
-forgotten, and a checkpoint that cannot be used must not count among those that are kept.
+A checkpoint appears at once, by a rename (`atomic_dir`), and its manifest lists every file with its checksum. So each
+is complete unless the disk lost something later. A damaged checkpoint is skipped for the one before it, and renamed to
+`v<N>.damaged`: the run continues from the older one, and a checkpoint that cannot be used must not count among those
+that are kept.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 
 def latest(root: Path) -> Path | None:
-    """The newest whole checkpoint in `root`; None if there is none at all. Damaged ones that are newer are set aside.
+    """Return the newest complete checkpoint in `root`; None if there is none at all. Newer damaged ones are renamed.
 
     Raises:
-        ManifestError: there are some, but none can be used: whoever began anew here would lose them.
+        ManifestError: all checkpoints are damaged. A run that started over here would lose them.
     """
     newest: ManifestError | None = None
     damaged = []
@@ -57,10 +57,10 @@ def which_to_keep(
     """Return the versions of the checkpoints to keep.
 
     Args:
-        newest: so many of the newest do.
-        every: those of every so manieth version do; 0: none.
-        scores: by version, higher is better; the best that still has a checkpoint stays, of equal ones the newest.
-        undecided: versions that may turn out to be the best, and stay until that is known.
+        newest: number of newest checkpoints to keep.
+        every: keep versions divisible by this; 0: none.
+        scores: by version, higher is better; the best that still has a checkpoint is kept, of equal ones the newest.
+        undecided: versions without a score yet, which are kept.
     """
     ordered = sorted(versions)
     kept = set(ordered[-newest:]) | {version for version in ordered if every and version % every == 0}

@@ -4,6 +4,9 @@
 
     {"sequences": [{"token_ids": [31, 4, 90], "logprobs": [0.0, -3.1, -2.7]}, {"token_ids": [...], ...}]}
 
+Of a model that takes pictures one sequence more has a picture of noise, with its bytes and its place, so that a server
+whose vision tower is stale shows too.
+
 The tokens are drawn once from the vocabulary and never change; the log-probabilities (nats, temperature 1) are those of
 the model that was published, computed as training computes them: all sequences in one micro-batch. A generation server
 that has loaded the version scores the same sequences, as requests of their own; where it differs, it serves other
@@ -17,14 +20,37 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.weights.versions.manifest import ManifestError
 
 PROBE_FILE = "logprob_probe.json"
 PROBE_LENGTHS = (16, 11, 6)
 """Tokens of the sequences: long enough that every layer attends to something, short enough to cost a few milliseconds,
 several because training computes several at once."""
+PICTURE_SIDE = 32
+"""Pixels of a side of the picture."""
+_AROUND = 6
+"""Tokens before the picture, and after it."""
 _SEED = 20_112
+
+
+class ProbePicture(msgspec.Struct, frozen=True):
+    """A picture at `length` tokens from `position` on, with its encoded bytes."""
+
+    position: int
+    length: int
+    data: bytes
+
+    @property
+    def placed(self) -> PlacedPicture:
+        """It as requests have it.
+
+        Raises:
+            PictureError: the bytes are no picture.
+        """
+        return PlacedPicture(self.position, self.length, Picture.from_bytes(self.data))
 
 
 class ProbeSequence(msgspec.Struct, frozen=True):
@@ -32,6 +58,12 @@ class ProbeSequence(msgspec.Struct, frozen=True):
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    picture: ProbePicture | None = None
+
+    @property
+    def start(self) -> int:
+        """The position after which tokens are compared: what is before may come from a cache."""
+        return len(self.token_ids) // 2 if self.picture is None else self.picture.position + self.picture.length
 
 
 class LogprobProbe(msgspec.Struct, frozen=True):
@@ -40,10 +72,19 @@ class LogprobProbe(msgspec.Struct, frozen=True):
     sequences: tuple[ProbeSequence, ...]
 
     @classmethod
-    def of(cls, token_ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]]) -> LogprobProbe:
-        """The probe of sequences and their log-probabilities."""
+    def of(
+        cls,
+        token_ids: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+        picture: PlacedPicture | None = None,
+    ) -> LogprobProbe:
+        """The probe of sequences and their log-probabilities; `picture` is in the last."""
         pairs = zip(token_ids, logprobs, strict=True)
-        return cls(tuple(ProbeSequence(tuple(tokens), tuple(scores)) for tokens, scores in pairs))
+        made = [ProbeSequence(tuple(tokens), tuple(scores)) for tokens, scores in pairs]
+        if picture is not None:
+            shown = ProbePicture(picture.position, picture.length, picture.picture.data)
+            made[-1] = msgspec.structs.replace(made[-1], picture=shown)
+        return cls(tuple(made))
 
 
 def probe_tokens(vocabulary: int, context: int) -> list[tuple[int, ...]]:
@@ -53,6 +94,23 @@ def probe_tokens(vocabulary: int, context: int) -> list[tuple[int, ...]]:
     draw = random.Random(_SEED)
     lengths = [min(length, context - 1) for length in PROBE_LENGTHS]
     return [tuple(draw.randrange(vocabulary) for _ in range(length)) for length in lengths if length > 1]
+
+
+def probe_picture() -> Picture:
+    """The fixed picture of noise."""
+    pixels = random.Random(_SEED).randbytes(3 * PICTURE_SIDE * PICTURE_SIDE)
+    return Picture.from_array(np.frombuffer(pixels, np.uint8).reshape(PICTURE_SIDE, PICTURE_SIDE, 3))
+
+
+def with_picture(
+    vocabulary: int, context: int, placeholders: Sequence[int], picture: Picture
+) -> tuple[tuple[int, ...], PlacedPicture] | None:
+    """The fixed prompt with `picture`, for which `placeholders` stand; None if it does not fit in `context`."""
+    if len(placeholders) + 2 * _AROUND >= context:
+        return None
+    draw = random.Random(_SEED)
+    before, after = (tuple(draw.randrange(vocabulary) for _ in range(_AROUND)) for _ in range(2))
+    return (*before, *placeholders, *after), PlacedPicture(_AROUND, len(placeholders), picture)
 
 
 def encode_probe(probe: LogprobProbe) -> bytes:
@@ -79,4 +137,6 @@ def read_probe(directory: Path) -> LogprobProbe | None:
             f"{path} has sequences of {[tokens for tokens, _ in lengths]} tokens and {[n for _, n in lengths]} "
             f"log-probabilities; give at least one, as many of one as of the other, at least 2; remove {directory}"
         )
+    if any(each.start >= len(each.token_ids) or each.start < 1 for each in probe.sequences):
+        raise ManifestError(f"{path} has a picture outside of its sequence; remove {directory}")
     return probe

@@ -175,7 +175,7 @@ async def test_measured_success_is_part_of_a_checkpoint_and_told_when_the_run_go
     first.manager.measured = [("e0-1", 1.0), ("e0-2", 0.5)]
     await first.deliver(range(4))
     await first.loop.run()
-    assert first.loop.parts.reports.curriculum.state() == [(1, 0, 1.0), (2, 0, 0.5)]
+    assert first.loop.parts.reported.curriculum.state() == [(1, 0, 1.0), (2, 0, 0.5)]
 
     config = dataclasses.replace(config, total_train_steps=2)
     second = Run(tmp_path, config, FakeWorkers(stored=first.workers.stored))

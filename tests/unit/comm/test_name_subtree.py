@@ -156,7 +156,7 @@ def test_a_lease_that_runs_out_and_one_that_comes_back_are_seen_though_the_folde
 ) -> None:
     folder = tmp_path / "names"
     resolver.add("w/0", "x", lease_s=3600.0)
-    resolver._keeper.stop()
+    resolver._renewer.stop()
     _age(folder, 60.0)
     scan = _Scan(folder, "w", _FileSystemClock(folder))
     assert scan.look() == {"w/0": "x"}

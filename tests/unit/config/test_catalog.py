@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from asyncrl.algorithms.registry import KINDS, policy_loss
 from asyncrl.config import catalog
 from asyncrl.config.catalog import check, known, resolve
 from asyncrl.config.import_paths import PluginError
-from asyncrl.config.signatures import Param
+from asyncrl.config.signatures import Param, registers
 
 USER_MODULE = '''
 """A user's algorithms."""
@@ -204,3 +205,21 @@ def test_the_catalog_reads_this_package_only_once(monkeypatch):
     known("filter")
     monkeypatch.setattr(catalog, "registrations", lambda *_: pytest.fail("the source was read again"))
     assert known("filter")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ('@policy_loss("mine")\ndef mine(inputs): ...', True),
+        ('if True:\n    @registry.filter_ (\n        "mine"\n    )\n    def mine(group): ...', True),
+        ('@my.registry().kl_estimator("mine")\ndef mine(a, b): ...', True),
+        ("from asyncrl.algorithms.registry import policy_loss\n\n# policy_loss() of ...\n@other('policy_loss')", False),
+        ("def known(kind): ...", False),
+    ],
+)
+def test_files_of_a_package_that_register_something_are_found_by_their_decorators(
+    source: str, expected: bool, tmp_path: Path
+) -> None:
+    file = tmp_path / "algo.py"
+    file.write_text(source)
+    assert registers(file) is expected

@@ -28,6 +28,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,6 +219,7 @@ class Schedule(RuleBasedStateMachine):
     def launch(self) -> None:
         state = self.checkpoint
         self.all_heard = True
+        self.granted_before = defaultdict[str, set[str]](set)  # by managers that died; a worker may not have read it
         self.network: list[Call[Any]] = []  # calls to the manager that arrive late
         self.delayed: list[Callable[[], None]] = []  # replies that arrive late
         self.kept: dict[str, Any] | None = None
@@ -245,6 +247,7 @@ class Schedule(RuleBasedStateMachine):
         if state is not None:
             trainer.version = state["version"]
             trainer.buffer.restore(state["buffer"])
+            trainer.buffer.expire(trainer.version)
             trainer.trained = [list(step) for step in trained[: trainer.version]]
             count, dropped = trainer.version * self.batch, state["dropped"]
             trainer.books = m.GateBooks(count + sum(dropped.values()), count, dropped, 0)
@@ -272,6 +275,8 @@ class Schedule(RuleBasedStateMachine):
 
     @move()
     def the_manager_dies(self) -> None:
+        for worker in self.workers:
+            self.granted_before[worker.name] |= set(self.service.gate.prompts_of(worker.name))
         self.service = self.new_manager()
         self.the_roll_is_called()
 
@@ -282,7 +287,7 @@ class Schedule(RuleBasedStateMachine):
             silent = [each for each in self.workers if each.manager != self.service.number]
             self.all_heard &= not silent
             for worker in silent:
-                self.doubtful |= worker.in_hand
+                self.doubtful |= worker.in_hand | self.granted_before[worker.name]
         ready = {} if over else {worker.name: worker.incarnation for worker in self.workers}
         self.service.await_workers(ready)
 
@@ -292,6 +297,7 @@ class Schedule(RuleBasedStateMachine):
         worker = self.at(pick)
         if worker.manager == self.service.number:
             return
+        worker.manager = None
         number = self.service.number
         report = m.HeldReport(worker.name, worker.incarnation, worker.held.all())
 
@@ -407,8 +413,12 @@ class Schedule(RuleBasedStateMachine):
         if prompt_id not in self.doubtful:
             assert not any(prompt_id in step for step in self.trainer.trained)
             assert prompt_id not in self.given_up | self.proposed()
-            others = [each.prompt_id for worker in self.workers for each in worker.running.values()]
-            assert prompt_id not in others, "a prompt is played twice at a time"
+            playing = [
+                worker.running[name].prompt_id
+                for worker in self.workers
+                for name in worker.running.keys() - worker.arrived
+            ]
+            assert prompt_id not in playing, "a prompt is played twice at a time"
             over = self.ledger.recorded.ended
             there = [each for each in [*self.trainer.buffer.live(), *self.inbox] if each.rollout_id not in over]
             oldest = self.trainer.version - self.eta  # what is older may be reported before the master died

@@ -284,6 +284,17 @@ def test_a_prompt_is_not_lost_where_a_stale_attempt_is_received_again_and_hides_
     assert manager.play("r3") == ["e0-0"]
 
 
+def test_a_stale_attempt_that_is_received_again_does_not_cost_the_next_one() -> None:
+    """As above; the next master knows the version that the run continues at."""
+    second = SampleBuffer(1, 1, OnStale.drop)
+    second.expire(2)
+    second.add([record("r1", 0), record("r2", 2)])
+    assert [drop.record.rollout_id for drop in second.pop_drops()] == ["r1"]
+    batch = second.take(2)
+    assert batch is not None
+    assert [each.rollout_id for each in batch.records] == ["r2"]
+
+
 def test_a_prompt_that_is_trained_unheard_is_not_played_for_ever() -> None:
     """Its worker said that it failed, though the trainer had it: the next one is a duplicate of a used prompt."""
     manager = Manager()

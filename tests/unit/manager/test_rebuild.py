@@ -12,7 +12,7 @@ from msgspec import structs
 from asyncrl.comm.ledger_lines import Admitted
 from asyncrl.manager import messages as m
 from asyncrl.manager.rebuild import rebuild
-from asyncrl.manager.rollout_books import RolloutBooks
+from asyncrl.manager.rollout_state import RolloutState
 from asyncrl.manager.service import ManagerService
 from asyncrl.master.books.reports import run_report
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
@@ -36,7 +36,7 @@ def settle(schedule: Schedule) -> None:
     schedule.report_step()
 
 
-def rebuilt(schedule: Schedule) -> RolloutBooks:
+def rebuilt(schedule: Schedule) -> RolloutState:
     trainer = schedule.trainer
     run = run_report(schedule.ledger.recorded, trainer.buffer, Curriculum(0.0, 1.0, 1), trainer.due, trainer.version)
     reports = [m.HeldReport(each.name, each.incarnation, each.held.all()) for each in schedule.workers]
@@ -45,7 +45,7 @@ def rebuilt(schedule: Schedule) -> RolloutBooks:
     return books
 
 
-def what_matters(books: RolloutBooks, orders: int) -> dict[str, Any]:
+def what_matters(books: RolloutState, orders: int) -> dict[str, Any]:
     gate, queue = books.gate, books.queue
     live = {key: (gate.ticket(key), gate.admitted_at(key), gate.has_ended(key)) for key in gate.live_ids}
     used = [queue.is_used(order) for order in range(orders)]
@@ -157,3 +157,23 @@ def test_a_call_that_waits_for_a_rollout_that_died_with_the_manager_is_told_as_t
 
     reply = asyncio.run(ask())
     assert (reply.granted, reply.gone) == ([], ["r1"])
+
+
+async def test_a_worker_of_an_earlier_launch_opens_no_session() -> None:
+    """A joined worker may outlive its launch; the rollouts that it holds were played again since."""
+    service = ManagerService(
+        batch_size=2,
+        max_staleness=0,
+        routing="least_requests",
+        lease_s=30.0,
+        order=DataOrder(4, 0),
+        number=2,
+        launch="second",
+    )
+    service.begin(m.RunReport())
+    held = [m.HeldRollout(m.GrantedRollout("r1", "e0-0", 0, 0, 0, 0, 0))]
+    with pytest.raises(m.BadRequest, match="rollout_worker/0 belongs to launch first, second is there"):
+        await service.open_session(m.HeldReport(WORKER, 0, held, "first"))
+    assert service.gate.books().running == 0
+    await service.open_session(m.HeldReport(WORKER, 0, held, "second"))
+    assert service.gate.books().running == 1

@@ -8,7 +8,7 @@ from asyncrl.comm.ledger_lines import Abandoned, Admitted, Dropped, Finished, Pr
 from asyncrl.manager import messages as m
 from asyncrl.manager.rollout_events import NumberedLog, RolloutEvents
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.staleness_gate import Ticket
+from asyncrl.manager.staleness_gate import RolloutTicket
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
 MASTER = "rollout_worker/0"
@@ -16,7 +16,7 @@ MASTER = "rollout_worker/0"
 
 def test_a_line_is_told_until_its_number_is_named() -> None:
     events = RolloutEvents(after=100, now=lambda: 5.0)
-    events.admitted(Ticket("r1", MASTER, "e0-3", 7, 1), 2)
+    events.admitted(RolloutTicket("r1", MASTER, "e0-3", 7, 1), 2)
     events.finished("r1", 12)
     told = [Admitted("r1", "e0-3", 7, 1, MASTER, 2, 5.0), Finished("r1", 12, 5.0)]
     assert (events.unrecorded, events.last_seq) == (told, 102)

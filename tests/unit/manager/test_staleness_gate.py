@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.manager.staleness_gate import TRAINED, WORKER_LOST, StalenessGate, Ticket
+from asyncrl.manager.staleness_gate import TRAINED, WORKER_LOST, RolloutTicket, StalenessGate
 
 
 def start(gate: StalenessGate, *names: str, owner: str = "w0") -> list[int | None]:
-    return [gate.start(Ticket(name, owner, prompt_id=f"p-{name}")) for name in names]
+    return [gate.start(RolloutTicket(name, owner, prompt_id=f"p-{name}")) for name in names]
 
 
 def test_the_worked_example_of_the_docstring() -> None:
@@ -75,21 +75,21 @@ def test_a_train_report_may_overtake_the_finish() -> None:
 def test_a_rollout_of_a_silent_worker_comes_back_when_it_finishes() -> None:
     gate = StalenessGate(batch_size=1, max_staleness=1)
     start(gate, "a")
-    assert gate.give_up("a") == Ticket("a", "w0", prompt_id="p-a")
+    assert gate.lose("a") == RolloutTicket("a", "w0", prompt_id="p-a")
     assert gate.books().dropped == {WORKER_LOST: 1}
-    assert gate.finish("a") == Ticket("a", "w0", prompt_id="p-a")
+    assert gate.finish("a") == RolloutTicket("a", "w0", prompt_id="p-a")
     books = gate.books()
     assert books.dropped == {}
     assert books.finished_untrained == 1
     assert books.balanced
 
 
-@pytest.mark.parametrize("before", [["give_up"], ["drop"], ["give_up", "drop"]])
+@pytest.mark.parametrize("before", [["lose"], ["drop"], ["lose", "drop"]])
 def test_what_the_optimizer_consumed_is_trained_whatever_was_said_before(before: list[str]) -> None:
     gate = StalenessGate(batch_size=1, max_staleness=1)
     start(gate, "a")
     for what in before:
-        _ = gate.give_up("a") if what == "give_up" else gate.drop("a", "stale")
+        _ = gate.lose("a") if what == "lose" else gate.drop("a", "stale")
     gate.train(1, ["a"])
     books = gate.books()
     assert (books.trained, books.dropped, books.submitted) == (1, {}, 1)
@@ -107,7 +107,7 @@ def test_a_drop_of_a_rollout_that_was_given_up_is_final() -> None:
     """The trainer drops what it got of it before the worker's report arrives: nobody would take it out again."""
     gate = StalenessGate(batch_size=1, max_staleness=0)
     start(gate, "a")
-    gate.give_up("a")
+    gate.lose("a")
     assert gate.drop("a", "duplicate_prompt") is None
     assert gate.finish("a") is None
     assert gate.books().finished_untrained == 0
@@ -129,7 +129,7 @@ def test_a_rollout_has_ended_once_it_finished_or_left_for_good() -> None:
     assert not any(map(gate.has_ended, ["a", "b", "c", "unknown"]))
     gate.finish("a")
     gate.drop("b", "rejected")
-    gate.give_up("c")
+    gate.lose("c")
     assert [gate.has_ended(name) for name in "abc"] == [True, True, False]
     gate.drop("c", "stale")
     assert gate.has_ended("c")
@@ -260,11 +260,11 @@ def test_what_it_tells_of_owners_and_blocking_is_what_a_look_at_every_rollout_fi
         known = [row[0] for row in live_rows(gate)]
         turn = chance.random()
         if turn < 0.4:
-            gate.start(Ticket(f"r{number}", chance.choice(["w0", "w1"]), f"p{chance.randrange(9)}", number))
+            gate.start(RolloutTicket(f"r{number}", chance.choice(["w0", "w1"]), f"p{chance.randrange(9)}", number))
         elif turn < 0.7 and known:
             gate.finish(chance.choice(known))
         elif turn < 0.8 and known:
-            gate.give_up(chance.choice(known))
+            gate.lose(chance.choice(known))
             gate.drop(chance.choice(known), "rejected")
         elif turn < 0.9:
             gate.train(gate.trained_version + 1, [row[0] for row in live_rows(gate) if row[-1]][:2])
@@ -299,7 +299,7 @@ def blocking_by_hand(gate: StalenessGate, step: int) -> list[str]:
 def test_whether_a_step_is_blocked_looks_at_versions_and_not_at_rollouts() -> None:
     gate = StalenessGate(1_000, 3)
     for number in range(4_000):
-        gate.start(Ticket(f"r{number}", f"w{number % 7}", f"p{number}", number))
+        gate.start(RolloutTicket(f"r{number}", f"w{number % 7}", f"p{number}", number))
     looked = []
 
     class Untouchable(dict[str, Any]):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.manager.staleness_gate import WORKER_LOST, StalenessGate, Ticket
+from asyncrl.manager.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
 
 PICK = st.integers(0, 10_000)
 
@@ -35,7 +35,7 @@ class TrainerAndWorkers(RuleBasedStateMachine):
     def start(self, worker: str, wanted: int) -> None:
         for _ in range(wanted):
             name = f"r{self.submitted}"
-            version = self.gate.start(Ticket(name, worker))
+            version = self.gate.start(RolloutTicket(name, worker))
             if version is None:
                 return
             assert version == self.gate.version
@@ -73,7 +73,7 @@ class TrainerAndWorkers(RuleBasedStateMachine):
     def lease_runs_out(self, worker: str, dead: bool) -> None:
         """A worker that is not dead goes on with what it had."""
         for name in self.gate.running_of(worker):
-            self.gate.give_up(name)
+            self.gate.lose(name)
         for name in [name for name in self.running if dead and self.owner[name] == worker]:
             del self.running[name]
             self.history.append(name)
@@ -212,7 +212,7 @@ def test_waiting_never_lets_a_rollout_expire_when_the_newest_finish_first(batch:
     delivered: dict[str, int] = {}
     step = started = 0
     while step < 30:
-        while (version := gate.start(Ticket(f"r{started}", "w0"))) is not None:
+        while (version := gate.start(RolloutTicket(f"r{started}", "w0"))) is not None:
             running[f"r{started}"] = version
             started += 1
         if running and (chance.random() < 0.7 or len(delivered) < batch):

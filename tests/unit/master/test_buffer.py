@@ -114,10 +114,10 @@ def test_a_second_attempt_at_a_prompt_is_dropped(state: str) -> None:
 def test_a_prompt_that_is_dropped_for_good_takes_its_live_record_along() -> None:
     buffer = SampleBuffer(1, 1, "drop")
     buffer.add([record(0)])
-    assert buffer.give_up("e0-0")
+    assert buffer.drop_for_good("e0-0")
     assert (len(buffer), buffer.take(9)) == (0, None)
     assert [drop.message for drop in buffer.pop_drops()] == [DroppedRollout("r0", "duplicate_prompt", used=True)]
-    assert not buffer.give_up("e0-0"), "it is used"
+    assert not buffer.drop_for_good("e0-0"), "it is used"
 
 
 @pytest.mark.parametrize("state", ["taken", "trained"])
@@ -128,7 +128,7 @@ def test_a_prompt_that_a_step_trains_is_not_dropped_for_good(state: str) -> None
     assert batch is not None
     if state == "trained":
         buffer.mark_trained(batch)
-    assert not buffer.give_up("e0-0")
+    assert not buffer.drop_for_good("e0-0")
     assert buffer.pop_drops() == []
 
 

@@ -352,13 +352,19 @@ def served_embedded(candidate: Candidate) -> str:
 
 Found = tuple[NDArray[np.float32], dict[str, NDArray[np.float32]]]
 """Log-probabilities of a rank's samples, gradients of its parameters."""
+Findings = Callable[[str, str, int, Path], Found]
 WAIT_S = 300.0
 
 
 class TwoRanks:
-    """Two processes that train one model after the other, each in a world of its own."""
+    """Two processes that train one model after the other, each in a world of its own.
 
-    def __init__(self, scratch: Path) -> None:
+    Args:
+        findings: called in each with the model's folder, the layout, the rank and a folder for the world.
+    """
+
+    def __init__(self, scratch: Path, findings: Findings | None = None) -> None:
+        self._findings = findings or spread
         context = multiprocessing.get_context("fork")  # which has torch loaded already
         self._jobs: list[Any] = [context.SimpleQueue() for _ in range(2)]
         self._told: Any = context.Queue()
@@ -395,7 +401,7 @@ class TwoRanks:
             place = scratch / f"world{number}"
             place.mkdir(parents=True, exist_ok=True)
             try:
-                self._told.put((rank, spread(folder, parallel, rank, place)))
+                self._told.put((rank, self._findings(folder, parallel, rank, place)))
             except LayoutError as error:
                 self._told.put((rank, error))
             except Exception:

@@ -26,6 +26,7 @@ from asyncrl.api import (
     SamplingParams,
     ToolCall,
 )
+from asyncrl.api.picture import Picture
 from asyncrl.rollout.user_code_pool.child.agent import ChildAgent, answer, outcome_of
 from asyncrl.rollout.user_code_pool.messages import LENGTH, ChildReply, CodeTarget, PolicyAnswer, packed
 
@@ -65,8 +66,9 @@ SAMPLE = Sample(
     reward_parts={"a": 1.0},
     metrics={"b": 2.0},
     group="judge",
+    frames=(Picture.from_array(np.zeros((2, 2, 3), np.uint8)),),
 )
-PROMPT = Prompt("p", 4, {"prompt": "?", "more": [1]}, (1, 2), 3, SamplingParams(seed=7), 2)
+PROMPT = Prompt("p", 4, {"prompt": "?", "more": [1]}, (1, 2), 3, SamplingParams(seed=7, allowed_token_ids=(1, 2)), 2)
 
 
 class Client:
@@ -125,7 +127,7 @@ def same(one: Sample, other: Sample) -> bool:
     arrays = ("tokens", "loss_mask", "behave_logprobs", "versions", "token_rewards")
     equal = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
     types = all(getattr(one, name).dtype == getattr(other, name).dtype for name in arrays)
-    names = ("reward", "truncated", "episode", "reward_parts", "metrics", "group")
+    names = ("reward", "truncated", "episode", "reward_parts", "metrics", "group", "frames")
     return equal and types and all(getattr(one, name) == getattr(other, name) for name in names)
 
 

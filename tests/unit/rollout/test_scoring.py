@@ -25,6 +25,7 @@ from asyncrl.api import (
     Sample,
     SamplingParams,
 )
+from asyncrl.api.picture import Picture
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
@@ -499,13 +500,23 @@ def test_the_settings_of_rewards_are_checked(config: ExperimentConfig) -> None:
 def test_an_episode_is_what_the_policy_wrote_and_what_it_was_told() -> None:
     tokens = TOKENIZER.encode("1+2=3;42")[:6]
     mask = np.array([0, 0, 1, 1, 0, 1], np.uint8)
-    sample = Sample(
-        np.array(tokens, np.int32), mask, np.zeros(6, np.float32), np.where(mask, 0, -1).astype(np.int32), 0.5
-    )
+    versions = np.where(mask, np.arange(6), -1).astype(np.int32)
+    frame = Picture.from_array(np.zeros((2, 2, 3), np.uint8))
+    known: dict[str, Any] = {"metrics": {"success": 1.0}, "frames": (frame,)}
+    sample = Sample(np.array(tokens, np.int32), mask, np.zeros(6, np.float32), versions, 0.5, episode=3, **known)
     prompt = Prompt("p", 0, {"answer": "3"}, tuple(tokens[:2]), 1, SamplingParams())
     text = [TOKENIZER.decode([token]) for token in tokens]
     assert episode_of(prompt, sample, TOKENIZER) == Episode(
-        {"answer": "3"}, text[0] + text[1], (text[2] + text[3], text[5]), "".join(text[2:]), 3, False, 0.5
+        {"answer": "3"},
+        text[0] + text[1],
+        (text[2] + text[3], text[5]),
+        "".join(text[2:]),
+        3,
+        False,
+        0.5,
+        3,
+        5,
+        **known,
     )
 
 

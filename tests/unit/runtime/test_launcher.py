@@ -19,13 +19,13 @@ from asyncrl.config.run_dir import METRICS_FILE, run_dir_of
 from asyncrl.observe.display import Row
 from asyncrl.runtime import launcher as launcher_module
 from asyncrl.runtime.exit_codes import EXIT_LOST, EXIT_RESTART_TRAINER
-from asyncrl.runtime.keeper import STOP_SIGNAL
 from asyncrl.runtime.launcher import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Launcher
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
 from asyncrl.runtime.process.remarks import remark
 from asyncrl.runtime.process.worker import open_resolver
 from asyncrl.runtime.process_kinds import PROCESS_KINDS, ProcessKind, Restart
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.trials.restart_log import TRAINER, WHOLE_RUN, count_restarts
 from asyncrl.runtime.worker_plan import WorkerPlan
 

@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.comm.http.calls import HttpRefused, HttpUnreachable, JsonHttp
 from asyncrl.comm.security import RunSecret
-from asyncrl.runtime import keeper
+from asyncrl.runtime import supervisor
 from asyncrl.runtime.hosts import pod_carrier
 from asyncrl.runtime.hosts.pod_carrier import agent_file
 
@@ -111,7 +111,7 @@ class Cluster:
 
     def run(self, code: str, limit_s: float = LIMIT_S) -> subprocess.Popen[bytes]:
         """A carrier whose process runs this Python code."""
-        order = keeper.Order([sys.executable, "-c", code], {}, str(self.run_dir), LIMIT_S)
+        order = supervisor.Order([sys.executable, "-c", code], {}, str(self.run_dir), LIMIT_S)
         command = [sys.executable, "-I", "-S", pod_carrier.__file__, str(self.run_dir), "far", str(limit_s)]
         carrier = subprocess.Popen([*command, sys.executable], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.started.append(carrier)
@@ -211,10 +211,10 @@ def test_a_process_ends_with_its_launcher_and_passes_its_signals_on(cluster: Clu
     assert ended.stdin is not None
     assert stopped.stdin is not None
     ended.stdin.close()
-    stopped.stdin.write(keeper.STOP)
+    stopped.stdin.write(supervisor.STOP)
     stopped.stdin.flush()
     assert ended.wait(LIMIT_S) == 128 + signal.SIGKILL
-    assert stopped.wait(LIMIT_S) == 128 + keeper.STOP_SIGNAL
+    assert stopped.wait(LIMIT_S) == 128 + supervisor.STOP_SIGNAL
     assert not any(process.is_running() for process in processes)
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
 
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.runtime.process.worker import Worker
 from asyncrl.runtime.process_kinds import PROCESS_KINDS, Purpose
 
 
 def test_every_kind_names_a_worker_and_one_kind_leads() -> None:
-    program = (
-        "import pkgutil; from asyncrl.runtime.process_kinds import PROCESS_KINDS; "
-        "from asyncrl.runtime.process.worker import Worker; "
-        "assert all(issubclass(pkgutil.resolve_name(kind.path), Worker) for kind in PROCESS_KINDS.values())"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=170)
+    assert all(issubclass(pkgutil.resolve_name(kind.path), Worker) for kind in PROCESS_KINDS.values())
     config = ExperimentConfig()
     leaders = [
         [name for name, kind in PROCESS_KINDS.items() if kind.leads and run in kind.runs and kind.count(config)]

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import write_run_config
-from asyncrl.runtime import keeper
+from asyncrl.runtime import supervisor
 from asyncrl.runtime.checks import check
 from asyncrl.runtime.hosts import ray_carrier
 from asyncrl.runtime.hosts.ray_requests import HostRequest, ProcessRequest, address_of, ambiguous_gpus
@@ -93,9 +93,11 @@ def test_a_process_is_told_which_of_its_hosts_gpus_are_its_own(
     plans = {plan.name: plan for plan in plan_workers(a_run())}
     for name, gpus in (("generation_server/1", [1]), ("rollout_worker/0", [])):
         plan = plans[name]
-        *command, request = backend.carrier(plan, ["python3", "-I", "-S", keeper.__file__])
+        *command, request = backend.carrier(plan, ["python3", "-I", "-S", supervisor.__file__])
         assert command[:4] == [sys.executable, "-I", "-S", ray_carrier.__file__]
-        assert ProcessRequest(*json.loads(request)) == ProcessRequest(plan.host.name, "python3", keeper.__file__, gpus)
+        assert ProcessRequest(*json.loads(request)) == ProcessRequest(
+            plan.host.name, "python3", supervisor.__file__, gpus
+        )
         environment = backend.environment(plan)
         assert environment.get("CUDA_VISIBLE_DEVICES") == (None if gpus else "")  # Ray says which, or none at all
         assert "ASYNCRL_HOST" not in environment  # that of the launcher's host is not theirs

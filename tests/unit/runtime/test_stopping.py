@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from asyncrl.runtime.keeper import STOP_SIGNAL
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 
 STUCK = """
 import ctypes, logging, os, signal, sys, threading, time
-from asyncrl.runtime.keeper import STOP_SIGNAL
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.process.stopping import heard_at_once
 
 logging.basicConfig(level=logging.INFO)

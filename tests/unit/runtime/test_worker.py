@@ -17,7 +17,7 @@ from asyncrl.runtime.exit_codes import EXIT_LOST
 STOPPED_AT_ONCE = """
 import os, signal, sys
 from pathlib import Path
-from asyncrl.runtime.keeper import STOP_SIGNAL
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 
 class Early(Worker):
@@ -232,7 +232,7 @@ def test_what_was_given_up_and_announces_something_ends_there_and_writes_nothing
 DOES_NOT_STOP = """
 import asyncio, logging, os, signal, sys, time
 from pathlib import Path
-from asyncrl.runtime.keeper import STOP_SIGNAL
+from asyncrl.runtime.supervisor import STOP_SIGNAL
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 
 logging.basicConfig(level=logging.INFO)

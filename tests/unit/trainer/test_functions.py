@@ -250,6 +250,16 @@ def test_kl_in_the_reward_lowers_advantages_where_the_policy_left_the_reference(
     assert not torch.allclose(batch["advantages"], plain["advantages"])
 
 
+def test_the_coefficient_of_a_kl_in_the_reward_moves_towards_its_target(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep
+) -> None:
+    config.algorithm.kl_coef, config.algorithm.kl_in = 0.1, "reward"
+    config.algorithm.kl_target, config.algorithm.kl_horizon = 1.0, 100
+    rank = make_rank(config)
+    stats = run_step(config, rank, make_batch())["actor_train"]
+    assert stats["kl/coef"] == rank.state.kl.coef == pytest.approx(0.1 * (1 - 0.2 * 16 / 100))
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "zero"])
 def test_a_teacher_lowers_the_advantage_of_each_token_that_it_finds_less_likely(
     estimator: str, config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch, run_step: RunStep

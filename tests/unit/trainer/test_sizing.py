@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from asyncrl.config.setting import Dtype
+from asyncrl.models.pictures import tower_parameters
 from asyncrl.trainer.batches.micro_batch import upload
 from asyncrl.trainer.batches.micro_batch_layout import blocks
 from asyncrl.trainer.model.loading import Critic
@@ -110,6 +113,19 @@ def test_the_layers_of_a_vision_tower_are_not_taken_for_the_models() -> None:
         p.numel for p in alone.parameters if p.layer == 1
     )
     assert both.embedding.endswith("embed_tokens.weight")
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava_onevision", "idefics3"])
+def test_a_vision_tower_is_counted_on_the_first_stage(kind: str, vlm_folder: Callable[[str], Path]) -> None:
+    folder = vlm_folder(kind)
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    tower = sum(parameter.numel() for parameter in tower_parameters(model))
+    for value_model in (False, True):
+        counted = count(described, value_model=value_model)
+        first = [each for each in counted.stage(Layout.parse("p2"), 0) if each.layer is None]
+        assert sum(each.numel for each in first if each.name != counted.embedding) == tower > 0
+    assert count(described).numel == sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextmanager

@@ -18,13 +18,13 @@ from asyncrl.api import Sample, Trajectory
 from asyncrl.comm.ledger_lines import PromptGoes, RunSettings
 from asyncrl.manager.messages import GateBooks
 from asyncrl.manager.rollout_events import RolloutEvents
-from asyncrl.manager.staleness_gate import WORKER_LOST, StalenessGate, Ticket
+from asyncrl.manager.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.metrics.metric_rows import batch_statistics
 from asyncrl.observe.samples import forget_after, rows_of, write_samples
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import PromptQueue, Turn
+from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
 from asyncrl.trainer.messages import RolloutRecord
 from asyncrl.weights.versions.manifest import FileEntry, Manifest, TensorEntry, write_manifest
 
@@ -51,39 +51,39 @@ class Launch:
         self.queue = PromptQueue(ROWS, map(self.order.order_of, self.used), retries)
         self.seen = self.events.last_seq
         self.number = 0
-        self.finished: list[tuple[Ticket, int]] = []
+        self.finished: list[tuple[RolloutTicket, int]] = []
         self.held: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = list(state["evaluations"]) if state else []
         self.saved = self.version if state else 0
         self.rows_dropped = dict(state["dropped"]) if state else {}
         write_books(folder, self.version, self.gate.books())
 
-    def admit(self, worker: int) -> Ticket | None:
+    def admit(self, worker: int) -> RolloutTicket | None:
         if not self.gate.capacity:
             return None
         turn = self.queue.next()
         self.number += 1
         name = f"r{self.ledger.lineage}-{self.number}"
-        ticket = Ticket(name, f"rollout_worker/{worker}", self.order.ref(turn.order).prompt_id, *turn)
+        ticket = RolloutTicket(name, f"rollout_worker/{worker}", self.order.ref(turn.order).prompt_id, *turn)
         version = self.gate.start(ticket)
         assert version is not None
         self.events.admitted(ticket, version)
         return ticket
 
-    def finish(self, ticket: Ticket) -> None:
+    def finish(self, ticket: RolloutTicket) -> None:
         version = self.gate.admitted_at(ticket.rollout_id)
         assert self.gate.finish(ticket.rollout_id)
         assert version is not None
         self.events.finished(ticket.rollout_id, 10)
         self.finished.append((ticket, version))
 
-    def drop(self, ticket: Ticket, reason: str, goes: PromptGoes, *, again: int = 0) -> None:
+    def drop(self, ticket: RolloutTicket, reason: str, goes: PromptGoes, *, again: int = 0) -> None:
         assert self.gate.drop(ticket.rollout_id, reason)
         self.events.dropped(ticket.rollout_id, reason, goes, ticket.attempt + again)
         if goes is PromptGoes.given_up:
             self.queue.use(ticket.order)
             self.used.append(ticket.prompt_id)
-        self.queue.leave(Turn(ticket.order, ticket.attempt + again))
+        self.queue.leave(NextTry(ticket.order, ticket.attempt + again))
 
     def step(self, *, reported: bool = True, evaluated: bool = True) -> None:
         """Fill the gate's room, drop one for a filter, and train the oldest; a row waits for its evaluation."""
@@ -96,7 +96,7 @@ class Launch:
             self.drop(running.pop(), "zero_variance", PromptGoes.returned, again=1)
             self.drop(running.pop(), "invalid_prompt", PromptGoes.given_up)
             lost = running.pop()
-            self.gate.give_up(lost.rollout_id)
+            self.gate.lose(lost.rollout_id)
             self.events.dropped(lost.rollout_id, WORKER_LOST, PromptGoes.returned)
             self.finish_after(lost)
             running += [ticket for worker in (0, 1) if (ticket := self.admit(worker))]
@@ -135,7 +135,7 @@ class Launch:
         with (self.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def finish_after(self, ticket: Ticket) -> None:
+    def finish_after(self, ticket: RolloutTicket) -> None:
         assert self.gate.finish(ticket.rollout_id)
         self.events.finished(ticket.rollout_id, 10)
         self.finished.append((ticket, 0))
@@ -216,7 +216,7 @@ class Launch:
         self.ledger.take(self.events.unrecorded)
         self.seen = self.events.last_seq
 
-    def _record(self, ticket: Ticket, version: int) -> RolloutRecord:
+    def _record(self, ticket: RolloutTicket, version: int) -> RolloutRecord:
         versions = {version: 3, self.version: 2} if version < self.version else {version: 5}
         rewards = (float(ticket.order % 2), 0.5)
         head = (ticket.rollout_id, ticket.prompt_id, ticket.order, 0, version)

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
+from asyncrl.inference.settings import GenerationBackend
 from asyncrl.manager.fleet.logprob_check import FLOAT32_TOLERANCE
+from asyncrl.models.pictures import Pictures
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, blocks
-from asyncrl.trainer.engines.flat import FlatPolicyEngine
+from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.messages import Publish
 from asyncrl.trainer.model.loading import attention_kind, load_causal_lm
+from asyncrl.trainer.parallel.rank_position import RankPosition, World
 from asyncrl.trainer.settings import AttentionImplementation
+from asyncrl.trainer.versions import Versions
 from asyncrl.weights.versions import publishing as weights
 from asyncrl.weights.versions.logprob_probe import (
     PROBE_FILE,
     PROBE_LENGTHS,
     LogprobProbe,
+    ProbePicture,
+    ProbeSequence,
     encode_probe,
+    probe_picture,
     probe_tokens,
     read_probe,
+    with_picture,
 )
 from asyncrl.weights.versions.manifest import ManifestError, verify
 from asyncrl.weights.versions.published import WholeModel
@@ -119,3 +132,61 @@ def test_the_probe_is_part_of_the_version_and_no_asset_of_the_next_model(qwen_di
     (path / PROBE_FILE).write_text(json.dumps({"sequences": [{"token_ids": [3, 1], "logprobs": [0.0, -1.5]}]}))
     with pytest.raises(ManifestError, match=PROBE_FILE):
         verify(path)
+
+
+def test_a_picture_in_the_probe_is_read_as_it_was_written_and_scored_as_transformers_does(
+    vlm_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = vlm_folder("qwen2_5_vl")
+    config = ExperimentConfig()
+    config.model.path, config.generation.context_length = str(folder), 256
+    config.model.dtype = config.generation.dtype = Dtype.float32
+    engine = FlatLoader(config, RankPosition(), torch.device("cpu")).policy(str(folder), Dtype.float32, None)
+    picture = probe_picture()
+    found = with_picture(40, 256, engine.placeholders(picture), picture)
+    assert found is not None
+    prompt, placed = found
+    assert with_picture(40, len(prompt), engine.placeholders(picture), picture) is None
+    probe = LogprobProbe.of([(3, 1, 4), prompt], engine.score_sequences([(3, 1, 4), prompt], [(), (placed,)]), placed)
+    (tmp_path / PROBE_FILE).write_bytes(encode_probe(probe))
+    read = read_probe(tmp_path)
+    assert read == probe
+    shown = read.sequences[1]
+    assert shown.picture is not None
+    assert shown.picture.placed == placed
+    assert shown.start == placed.end
+
+    plain = AutoModelForImageTextToText.from_pretrained(str(folder), attn_implementation="eager").eval()
+    pictures = Pictures.of(plain, folder)
+    assert pictures is not None
+    ids, _held = pictures.ids.shown(prompt, [placed])
+
+    def scored() -> list[float]:
+        with torch.no_grad():
+            all_LV = plain(**pictures.plain_inputs(ids), use_cache=False).logits[0].log_softmax(-1)
+        return [float(all_LV[t - 1, prompt[t]]) for t in range(shown.start + 1, len(prompt))]
+
+    assert list(shown.logprobs[shown.start + 1 :]) == pytest.approx(scored(), abs=1e-4)
+    with torch.no_grad():
+        plain.model.visual.merger.mlp[0].weight.mul_(1.5)
+    assert max(abs(a - b) for a, b in zip(shown.logprobs[shown.start + 1 :], scored(), strict=True)) > FLOAT32_TOLERANCE
+
+
+def test_a_picture_outside_of_its_sequence_is_refused(tmp_path: Path) -> None:
+    sequence = ProbeSequence((1, 2), (0.0, -1.0), ProbePicture(1, 1, b""))
+    (tmp_path / PROBE_FILE).write_bytes(encode_probe(LogprobProbe((sequence,))))
+    with pytest.raises(ManifestError, match="a picture outside of its sequence"):
+        read_probe(tmp_path)
+
+
+@pytest.mark.parametrize(("backend", "shown"), [("embedded", True), ("sglang", False)])
+def test_servers_that_take_no_pictures_are_probed_with_text(
+    backend: str, shown: bool, vlm_folder: Callable[[str], Path], make_rank: Any, tmp_path: Path
+) -> None:
+    config = ExperimentConfig()
+    config.model.path, config.generation.context_length = str(vlm_folder("llava")), 256
+    config.model.dtype, config.generation.backend = Dtype.float32, GenerationBackend(backend)
+    versions = Versions(config, tmp_path, World(), make_rank(config), None, torch.device("cpu"))
+    read = read_probe(versions.publish(Publish("actor", 0, to_disk=True)))
+    assert read is not None
+    assert [each.picture is not None for each in read.sequences] == [False] * 3 + [True] * shown

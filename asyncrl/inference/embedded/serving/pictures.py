@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from asyncrl.api.picture import Picture, PictureRef, PlacedPicture
 
 CACHE_BYTES = 512 << 20
-"""Some 2000 pictures of 448 x 448 as PNG."""
+"""`max_bytes` of a server that is no part of a run."""
 
 
 class MissingPicture(LookupError):

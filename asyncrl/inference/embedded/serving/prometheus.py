@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.serving.pictures import PictureCache
 
 LATENCY_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
@@ -17,12 +18,12 @@ LATENCY_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 class EngineCollector(Collector):
     """Reads the engine's snapshot when scraped."""
 
-    def __init__(self, engine: GenerationEngine, model_name: str) -> None:
-        self._engine, self._model_name = engine, model_name
+    def __init__(self, engine: GenerationEngine, model_name: str, pictures: PictureCache | None = None) -> None:
+        self._engine, self._model_name, self._pictures = engine, model_name, pictures
 
     def collect(self) -> Iterator[Metric]:
         """The metric families of one scrape."""
-        stats = self._engine.stats()
+        stats, kept = self._engine.stats(), self._pictures
         cached_share = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
         gauges = (
             ("num_running_reqs", "Samples being decoded", stats.running),
@@ -32,6 +33,7 @@ class EngineCollector(Collector):
             ("token_usage", "Share of the KV cache in use", stats.used_tokens / stats.max_total_tokens),
             ("cache_hit_rate", "Share of prompt tokens copied instead of prefilled", cached_share),
             ("gen_throughput", "Generated tokens per second", stats.gen_throughput),
+            *(() if kept is None else (("kept_picture_bytes", "Bytes of pictures that are kept", kept.nbytes),)),
         )
         counters = (
             ("prompt_tokens", "Prompt tokens", stats.prompt_tokens),
@@ -41,6 +43,7 @@ class EngineCollector(Collector):
             ("num_aborted_requests", "Aborted samples", stats.aborted_requests),
             ("num_retracted_reqs", "Samples sent back to the queue", stats.retractions),
             ("encoded_pictures", "Pictures that the vision tower has computed", stats.encoded_pictures),
+            *(() if kept is None else (("received_pictures", "Pictures whose bytes were received", kept.received),)),
             ("busy_seconds", "Seconds spent in engine steps", stats.busy_seconds),
         )
         for family_type, readings in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
@@ -50,10 +53,12 @@ class EngineCollector(Collector):
                 yield family
 
 
-def build_registry(engine: GenerationEngine, model_name: str) -> tuple[CollectorRegistry, Histogram]:
+def build_registry(
+    engine: GenerationEngine, model_name: str, pictures: PictureCache | None
+) -> tuple[CollectorRegistry, Histogram]:
     """A registry of its own for one server, and the histogram of whole-request latencies to observe."""
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, model_name))
+    registry.register(EngineCollector(engine, model_name, pictures))
     latency = Histogram(
         "sglang:e2e_request_latency_seconds",
         "Seconds from a call's arrival to its reply",

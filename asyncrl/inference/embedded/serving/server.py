@@ -35,7 +35,7 @@ from asyncrl.api.picture import MAX_BYTES, Picture, PictureError
 from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.inference.embedded.engine import COMMAND_TIMEOUT_S, GenerationEngine
 from asyncrl.inference.embedded.serving import info
-from asyncrl.inference.embedded.serving.pictures import MissingPicture, PictureCache
+from asyncrl.inference.embedded.serving.pictures import CACHE_BYTES, MissingPicture, PictureCache
 from asyncrl.inference.embedded.serving.prometheus import build_registry
 from asyncrl.inference.embedded.serving.replies import sample_reply
 from asyncrl.inference.embedded.serving.requests import (
@@ -84,15 +84,21 @@ class GenerationApp:
         token: bearer token asked of every call but health, readiness and metrics; None for none.
         tls: makes it https.
         tokenizer: enables `text` in and out.
+        picture_bytes: memory for pictures that are kept.
     """
 
     def __init__(
-        self, engine: GenerationEngine, token: str | None, tls: ssl.SSLContext | None, tokenizer: Tokenizer | None
+        self,
+        engine: GenerationEngine,
+        token: str | None,
+        tls: ssl.SSLContext | None,
+        tokenizer: Tokenizer | None,
+        picture_bytes: int = CACHE_BYTES,
     ) -> None:
         self._engine, self._tokenizer = engine, tokenizer
         self._name = engine.model_path or engine.model.config.model_type
-        self._pictures = PictureCache() if engine.takes_pictures else None
-        self._registry, self._latency = build_registry(engine, self._name)
+        self._pictures = PictureCache(picture_bytes) if engine.takes_pictures else None
+        self._registry, self._latency = build_registry(engine, self._name, self._pictures)
         routes = {
             "/generate": HttpRoute(_refusing(self._generate), "POST", MAX_PROMPTS_BYTES),
             "/pictures": HttpRoute(_refusing(self._picture), "POST", MAX_PICTURE_BODY),
@@ -271,9 +277,10 @@ async def serve(
     token: str | None = None,
     tls: ssl.SSLContext | None = None,
     tokenizer: Tokenizer | None = None,
+    picture_bytes: int = CACHE_BYTES,
 ) -> Server:
     """Start serving a started engine on the running event loop; `port` 0 takes a free one (see `Server.url`)."""
-    http = GenerationApp(engine, token, tls, tokenizer).http
+    http = GenerationApp(engine, token, tls, tokenizer, picture_bytes).http
     url = await http.start(host, port)
     logger.info("serving %s on %s", Path(engine.model_path).name, url)
     return Server(url, http)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 
-class Turn(NamedTuple):
+class NextTry(NamedTuple):
     """A prompt to play: the one at `order`, as its attempt number `attempt`, after `failures` failed attempts."""
 
     order: int
@@ -50,10 +50,10 @@ class PromptQueue:
         self._used = set(used)
         self._heap: list[tuple[tuple[int, int], int]] = []
         for order, (attempt, failures) in (retries or {}).items():
-            self._wait(Turn(order, attempt, failures))
+            self._wait(NextTry(order, attempt, failures))
         self._advance()
 
-    def peek(self, may: Callable[[int], bool] = lambda order: True) -> Turn:
+    def peek(self, may: Callable[[int], bool] = lambda order: True) -> NextTry:
         """The first prompt that waits and `may` be begun now. Only prompts that wait again are asked about."""
         passed_over = []
         try:
@@ -66,23 +66,23 @@ class PromptQueue:
                     passed_over.append(heapq.heappop(self._heap))
                 else:
                     heapq.heappop(self._heap)  # used or live by now, or waits as another attempt
-            return Turn(self._cursor)
+            return NextTry(self._cursor)
         finally:
             for entry in passed_over:
                 heapq.heappush(self._heap, entry)
 
-    def next(self) -> Turn:
+    def next(self) -> NextTry:
         """Take the first prompt that waits; it is live from now on."""
         turn = self.peek()
         self.enter(turn.order)
         return turn
 
-    def waiting(self, order: int) -> Turn | None:
+    def waiting(self, order: int) -> NextTry | None:
         """Return the prompt at `order` if it waits for another attempt; None if it does not wait, or was never
         begun.
         """
         tries = self.back.get(order)
-        return None if tries is None else Turn(order, *tries)
+        return None if tries is None else NextTry(order, *tries)
 
     def enter(self, order: int) -> None:
         """A rollout of the prompt is live from now on, whoever began it."""
@@ -92,7 +92,7 @@ class PromptQueue:
         self.back.pop(order, None)
         self._advance()
 
-    def leave(self, turn: Turn) -> bool:
+    def leave(self, turn: NextTry) -> bool:
         """A rollout of the prompt is live no more; True if the prompt waits, to be tried again as `turn`.
 
         It does not where it is used, or where another rollout of it is live.
@@ -133,13 +133,13 @@ class PromptQueue:
                 self._used.discard(self._cursor)
             self._cursor += 1
 
-    def _wait(self, turn: Turn) -> None:
+    def _wait(self, turn: NextTry) -> None:
         untried = not turn.attempt and not turn.failures
         if turn.order in self._used or (turn.order >= self._cursor and untried):
             return  # the cursor comes to it
         self._put_back(turn)
 
-    def _put_back(self, turn: Turn) -> None:
+    def _put_back(self, turn: NextTry) -> None:
         self.back[turn.order] = turn.attempt, turn.failures
         heapq.heappush(self._heap, (self._place(turn.order, turn.attempt), turn.order))
         self._advance()

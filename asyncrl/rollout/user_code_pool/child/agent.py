@@ -26,7 +26,7 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.agent import agent_of
-from asyncrl.api.picture import PlacedPicture
+from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.api.trajectory import check_group
 from asyncrl.config.import_paths import load_plugin
 from asyncrl.plugins.datasets.templates.parts import with_content
@@ -165,4 +165,5 @@ def _sample_of(raw: Mapping[str, Any]) -> Sample:
         token_columns={name: np.array(column, np.float32) for name, column in raw["token_columns"].items()},
         pictures=msgspec.convert(raw["pictures"], tuple[PlacedPicture, ...]),
         group=raw["group"],
+        frames=msgspec.convert(raw["frames"], tuple[Picture, ...]),
     )

@@ -21,9 +21,14 @@ _BOTH = frozenset(
         "gemma2",
         "gemma3_text",
         "glm4",
+        "glm4v",
         "gpt_oss",
         "granite",
+        "idefics3",
+        "internvl",
         "llama",
+        "llava",
+        "llava_onevision",
         "mistral",
         "mixtral",
         "nemotron",
@@ -31,14 +36,17 @@ _BOTH = frozenset(
         "olmo3",
         "phi3",
         "qwen2",
+        "qwen2_5_vl",
+        "qwen2_vl",
         "qwen3",
         "qwen3_moe",
         "smollm3",
+        "smolvlm",
     }
 )
 TENSOR_PARALLEL = _BOTH | {"phi"}
 """`model_type`s of transformers that are cut into tensor slices."""
-PIPELINE_PARALLEL = _BOTH | {"deepseek_v2", "granitemoehybrid", "qwen3_5_text", "qwen3_next", "stablelm"}
+PIPELINE_PARALLEL = _BOTH | {"deepseek_v2", "granitemoehybrid", "qwen3_5_text", "qwen3_next", "qwen3_vl", "stablelm"}
 """`model_type`s of transformers that are cut into pipeline stages."""
 
 

@@ -18,10 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
+from asyncrl.models.pictures import Pictures
 from asyncrl.models.routing import Routers
-from asyncrl.models.transformers_internals import has_more_than_head, set_attention, trunk_of
+from asyncrl.models.transformers_internals import (
+    has_more_than_head,
+    language_model,
+    set_attention,
+    text_part,
+    trunk_of,
+)
 from asyncrl.trainer.engines.decay_groups import embedding_names
 from asyncrl.trainer.engines.sharded.gathering import own_parts
 from asyncrl.trainer.engines.sharded.stage import (
@@ -37,10 +44,12 @@ from asyncrl.trainer.engines.sharded.stage import (
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import SequenceLayout
+from asyncrl.trainer.model.loading import prepare_vision
 from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
 from asyncrl.trainer.model.scoring import logits_function
-from asyncrl.trainer.settings import LoraConfig
+from asyncrl.trainer.settings import LoraConfig, VisionMode
 from asyncrl.weights.checkpoints.distributed import StoredTensors
+from asyncrl.weights.model_files.adapters import model_name
 from asyncrl.weights.model_files.folder import FolderTensor, folder_tensors
 from asyncrl.weights.versions.published import TensorSpec
 
@@ -61,6 +70,7 @@ class BuildPlan:
         seed: of the adapters' first values.
         recompute: keep no activations but each layer's input, and compute the rest again in the backward pass.
         replay_routing: of a policy, whether its routers choose as the engine that generated did.
+        vision: of a model that takes pictures, what becomes of its vision tower.
     """
 
     mesh: DeviceMesh
@@ -73,6 +83,7 @@ class BuildPlan:
     seed: int = 0
     recompute: bool = False
     replay_routing: bool = False
+    vision: VisionMode = VisionMode.train
 
     @property
     def stage(self) -> StagePlace:
@@ -103,6 +114,7 @@ class Built:
         embeddings: names of the embeddings' weights among `names`.
         tied: name of the embedding that is input and output embedding in one; None where they are two.
         routers: of the stage's layers, where their choices are replayed.
+        pictures: of the model; None: it is used for text alone.
     """
 
     stage: Stage
@@ -116,6 +128,7 @@ class Built:
     embeddings: frozenset[str] = frozenset()
     tied: str | None = None
     routers: Routers | None = None
+    pictures: Pictures | None = None
 
 
 def build_policy(path: str | Path, plan: BuildPlan) -> Built:
@@ -125,15 +138,15 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         LayoutError: the model cannot be spread so.
         OSError: `path` holds no model.
     """
-    model = _on_meta(AutoModelForCausalLM, path, plan)
+    model = _on_meta(language_model(path), path, plan)
+    pictures = prepare_vision(model, path, plan.vision, attach=False)
     folder = folder_tensors(model)
     place, tensor = plan.stage, plan.mesh["tensor"]
     trunk = trunk_of(model)
     if trunk is not model.base_model or has_more_than_head(model):
         raise LayoutError(f"{type(model).__name__} is not one trunk and its output embedding; use trainer.engine=flat")
     if plan.lora is not None:
-        model.requires_grad_(False)
-        add_adapters(trunk, plan.lora)
+        add_adapters(model, plan.lora, vision=plan.vision == VisionMode.train)
     routers = Routers(trunk, model.config.get_text_config().model_type) if plan.replay_routing else None
     published = _published(model, folder, plan.dtype)
     adapters = published_adapters(model, plan.dtype)
@@ -143,20 +156,21 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         raise LayoutError(f"{type(model).__name__} ties its embeddings in an unknown way; use trainer.engine=flat")
     if tied:  # a parameter of its own while layers are cut; one storage again at the end
         head.weight = nn.Parameter(torch.empty_like(cast(Tensor, head.weight)), requires_grad=plan.lora is None)
-    layers = len(getattr(trunk, LAYERS, ()))
+    stages = _StageOf(model, place.stages)
     inputs = trunk.get_input_embeddings()
     embedding = next(name for name, module in trunk.named_modules() if module is inputs)
-    cut_stage(trunk, place)
+    logits_of = logits_function(model)
+    if not place.last:
+        model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
+    cut_stage(trunk, place)  # after which a model without its input embedding may not say where its head is
     stage = PolicyStage(
         trunk,
         place,
         head if place.last else None,
-        logits_function(model) if place.last else None,
+        logits_of if place.last else None,
         vocabulary=model.config.get_text_config().vocab_size,
         slices=tensor.get_group() if tensor.size() > 1 else None,
     )
-    if not place.last:
-        model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
     _cut(stage, model, plan)
     names = _names(stage, model, tied, embedding)
     built = Built(
@@ -166,11 +180,13 @@ def build_policy(path: str | Path, plan: BuildPlan) -> Built:
         model,
         published,
         adapters,
-        {spec.name: _stage_of(spec.name, layers, place.stages) for spec in (*published, *adapters)},
+        {part.name: stages(part.parameter) for part in folder}
+        | {spec.name: stages(model_name(spec.name)) for spec in adapters},
         {part.name: part for part in folder},
         frozenset(names[name] for name in embedding_names(stage)),
         f"{model.base_model_prefix}.{embedding}.weight" if tied else None,
         routers,
+        pictures,
     )
     _shard(built, plan)
     _materialise(built, path, plan, names, folder)
@@ -182,8 +198,7 @@ def build_critic(path: str | Path, plan: BuildPlan) -> Built:
 
     Raises: as `build_policy`.
     """
-    model = _on_meta(AutoModelForCausalLM, path, plan)
-    return _build_value(path, model, None, plan)
+    return _build_value(path, _on_meta(language_model(path), path, plan), None, plan)
 
 
 def build_reward_model(path: str | Path, plan: BuildPlan) -> Built:
@@ -201,18 +216,19 @@ def build_reward_model(path: str | Path, plan: BuildPlan) -> Built:
 
 
 def _build_value(path: str | Path, model: PreTrainedModel, head: nn.Linear | None, plan: BuildPlan) -> Built:
+    pictures = None if head is not None else prepare_vision(model, path, plan.vision, attach=False)
     folder = folder_tensors(model)
     place, trunk = plan.stage, cast(PreTrainedModel, model.base_model)
     hidden = trunk.config.get_text_config().hidden_size
     bias = head is None or head.bias is not None
     with torch.device("meta"):
         score = nn.Linear(hidden, 1, bias=bias, dtype=torch.float32) if place.last else None
+    model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
     cut_stage(trunk, place)
     stage = ValueStage(trunk, place, score)
-    model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
     _cut(stage, model, plan)
     names = {name: name for name, _ in stage.named_parameters()}
-    built = Built(stage, names, _buffers(stage, model), model, embeddings=embedding_names(stage))
+    built = Built(stage, names, _buffers(stage, model), model, embeddings=embedding_names(stage), pictures=pictures)
     _shard(built, plan)
     untrained = () if head is not None else ("head.weight", "head.bias")
     _materialise(built, path, plan, _names(stage, model, tied=False), folder, untrained)
@@ -235,13 +251,25 @@ def _published(model: PreTrainedModel, folder: list[FolderTensor], dtype: torch.
     return [TensorSpec(tensor.name, tensor.shape, types.get(tensor.name, dtype)) for tensor in folder]
 
 
-def _stage_of(name: str, layers: int, stages: int) -> int:
-    """The pipeline stage of the tensor `name`, of a model of so many layers."""
-    if stages == 1:
-        return 0
-    if match := re.search(rf"(?:^|\.){LAYERS}\.(\d+)\.", name):
-        return next(i for i in range(stages) if int(match[1]) in StagePlace(i, stages).layers(layers))
-    return 0 if f"{EMBEDDING}." in name else stages - 1
+class _StageOf:
+    """The pipeline stage of each parameter of `model`, by its name in it; a vision tower's is the first."""
+
+    def __init__(self, model: PreTrainedModel, stages: int) -> None:
+        decoder = text_part(trunk_of(model))
+        self._decoder = next(name for name, module in model.named_modules() if module is decoder)
+        self._trunk = f"{model.base_model_prefix}."
+        self._layers, self._stages = len(getattr(decoder, LAYERS, ())), stages
+
+    def __call__(self, parameter: str) -> int:
+        if self._stages == 1:
+            return 0
+        inner = parameter.removeprefix(f"{self._decoder}.")
+        if inner == parameter:  # of the tower, or the head
+            return 0 if parameter.startswith(self._trunk) else self._stages - 1
+        if match := re.match(rf"{LAYERS}\.(\d+)\.", inner):
+            stages = range(self._stages)
+            return next(i for i in stages if int(match[1]) in StagePlace(i, self._stages).layers(self._layers))
+        return 0 if inner.startswith(f"{EMBEDDING}.") else self._stages - 1
 
 
 def _buffers(stage: Stage, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -296,7 +324,7 @@ def _shard(built: Built, plan: BuildPlan) -> None:
         fully_shard(stage.head, mesh=mesh)  # stays in fp32
     # Adapters are small: whole on all data-parallel ranks, their gradients summed by the engine.
     adapters = {parameter for name, parameter in stage.named_parameters() if is_adapter(name)}
-    for layer in getattr(stage.trunk, LAYERS, ()):
+    for layer in getattr(text_part(stage.trunk), LAYERS, ()):
         if isinstance(layer, Absent):
             continue
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=adapters)
@@ -324,6 +352,8 @@ def _materialise(
     stage = built.stage
     stage.to_empty(device=plan.device)
     _tie(built)
+    if built.pictures is not None and stage.place.first:
+        built.pictures.attach()
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
             if name in untrained:

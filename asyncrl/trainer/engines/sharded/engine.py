@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from asyncrl.algorithms.arithmetic.sums import Stats, merge_stats
 from asyncrl.algorithms.kl import ema_update_
+from asyncrl.api.picture import PlacedPicture
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import (
@@ -85,7 +86,10 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             optimizer=None if optimizer is None else self._make_optimizer(*optimizer),
             place=place,
             routers=built.routers,
+            pictures=built.pictures,
         )
+        if self.stage.place.first:
+            self.stage.seeing = self.seeing
         if optimizer is None:
             self.stage.requires_grad_(False)
 
@@ -112,7 +116,9 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         return self._parameters
 
     def step(self) -> StepOutcome:
-        return self.optimizer.step()
+        outcome = self.optimizer.step()
+        self._weights_changed()
+        return outcome
 
     def _make_optimizer(self, config: OptimizerConfig, total_steps: int) -> ShardedAdamW:
         parameters = self.parameters()
@@ -281,8 +287,11 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         return self._collect(batch, own, lambda micro_batch: micro_batch.targets_N, **outputs)
 
     @torch.no_grad()
-    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        together = one_micro_batch(sequences, self.attention, self._plan.device, wanted=True)
+    def score_sequences(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
+    ) -> list[list[float]]:
+        ids, _held = self._shown_ids(sequences, pictures)
+        together = one_micro_batch(ids, self.attention, self._plan.device, wanted=True, pictures=self.pictures)
         lengths = [len(tokens) for tokens in sequences]
         found_T = torch.zeros(sum(lengths), device=self._plan.device)
 
@@ -297,7 +306,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        with adapters_off(self.stage.trunk), self.choosing_freely():
+        with adapters_off(self.stage.trunk), self.choosing_freely(), self.with_other_weights():
             yield
 
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
@@ -306,6 +315,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         mine, theirs = self.parameters(), source.parameters()
         self._reshard()
         ema_update_((local(mine[n].detach()) for n in mine), (local(theirs[n].detach()) for n in mine), decay)
+        self._weights_changed()
 
     def published_specs(self) -> list[TensorSpec]:
         return self._published.published_specs()

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.token_ids import token_ids
+from asyncrl.models.picture_rules import TOKEN_FIELDS
+from asyncrl.models.transformers_internals import language_model
 from asyncrl.trainer.engines.base import EngineLoader
 from asyncrl.trainer.engines.flat import FlatPolicyEngine
 from asyncrl.trainer.engines.sharded.architectures import refusals
@@ -33,6 +35,7 @@ from asyncrl.trainer.model.layout_parity import (
     refuse_longer_than_independent,
     select_attention,
 )
+from asyncrl.trainer.model.loading import prepare_vision
 from asyncrl.trainer.model.lora_checks import publishes_adapters
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import LoraConfig, OptimizerConfig
@@ -98,6 +101,7 @@ class ShardedLoader(EngineLoader):
             seed=self._config.seed,
             recompute=trained and self._config.trainer.gradient_checkpointing,
             replay_routing=trained and self._config.moe.replay_routing,
+            vision=self._config.model.vision,
         )
 
     def _engine(self, optimizer: OptimizerConfig | None, tied: bool) -> dict[str, Any]:
@@ -142,7 +146,13 @@ def settled_layout(
             return
         model = _surrogate(path, dtype)
         nn.Module.to(model, device)
-        engine = FlatPolicyEngine(model, temperature=1.0, attention=choices[0].kind, tokens_per_micro_batch=1)
+        engine = FlatPolicyEngine(
+            model,
+            temperature=1.0,
+            attention=choices[0].kind,
+            tokens_per_micro_batch=1,
+            pictures=prepare_vision(model, path, config.model.vision),
+        )
         longest = context_length(config, model.config.to_dict())
         refuse_longer_than_independent(model, longest)
         settled = select_attention(
@@ -164,12 +174,15 @@ def _surrogate(path: str, dtype: torch.dtype) -> PreTrainedModel:
     kinds: list[str] = list(getattr(text, "layer_types", None) or [])
     _shorten(text, max(_LAYERS, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else _LAYERS)
     text.vocab_size = min(text.vocab_size, _VOCABULARY)
+    for name in TOKEN_FIELDS:
+        if getattr(config, name, None) is not None:
+            setattr(config, name, min(getattr(config, name), text.vocab_size - 1))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         token = getattr(text, name, None)
         if isinstance(token, int) and token >= text.vocab_size:
             setattr(text, name, None)
     with torch.random.fork_rng(devices=[]):  # which random weights are drawn must not move the run's own
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = language_model(path).from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     model.train(False)
     return model
 

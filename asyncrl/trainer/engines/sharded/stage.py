@@ -10,6 +10,8 @@ largest logit, then the sums of exp and of exp times logit, with the target's lo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from asyncrl.models.transformers_internals import text_part
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.engines.sharded.collectives import Group
-from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, local_parameters
 from asyncrl.trainer.model.scoring import EntropyMode, LogitsOf, restricted, token_logprobs
 from asyncrl.trainer.parallel.layout import stage_layers
 
@@ -59,14 +62,16 @@ class Absent(nn.Module):
         return hidden_states
 
 
-def cut_stage(trunk: nn.Module, place: StagePlace) -> None:
-    """Leave of `trunk` what belongs to the stage at `place`.
+def cut_stage(model: PreTrainedModel, place: StagePlace) -> None:
+    """Leave of the trunk `model` what belongs to the stage at `place`. A vision tower belongs to the first.
 
     Raises:
-        LayoutError: it is not made of an embedding, a list of layers and a norm, or has fewer layers than stages.
+        LayoutError: it is not made of an embedding, a list of layers and a norm, or has fewer layers than stages, or
+            its pictures go into more layers than the first stage has.
     """
     if place.stages == 1:
         return
+    trunk = text_part(model)
     children = dict(trunk.named_children())
     layers = children.get(LAYERS)
     if not isinstance(layers, nn.ModuleList) or not {EMBEDDING, NORM} <= children.keys():
@@ -74,10 +79,22 @@ def cut_stage(trunk: nn.Module, place: StagePlace) -> None:
     mine = place.layers(len(layers))
     if not mine:
         raise LayoutError(f"{len(layers)} layers cannot be cut into {place.stages} stages; lower p in trainer.parallel")
+    deep = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    if deep > len(first := StagePlace(0, place.stages).layers(len(layers))):
+        raise LayoutError(
+            f"the pictures of {type(model).__name__} go into its first {deep} layers, and the first of {place.stages} "
+            f"stages has {len(first)}; lower p in trainer.parallel"
+        )
     for index in range(len(layers)):
         if index not in mine:
             layers[index] = Absent()
     if not place.first:
+        if model is not trunk:
+            others = [name for name, child in model.named_children() if trunk not in child.modules()]
+            own = [name for name, _ in model.named_parameters(recurse=False)]  # between the rows of a picture
+            for name in (*others, *own):
+                setattr(model, name, None)
+            model._is_hf_initialized = True  # transformers would look for them
         setattr(trunk, EMBEDDING, None)
         if hasattr(trunk, "embedding_multiplier"):  # Granite's, which its forward applies to whatever comes in
             trunk.embedding_multiplier = cast(Any, 1.0)
@@ -96,6 +113,11 @@ class Stage(nn.Module, ABC):
         super().__init__()
         self.trunk = trunk
         self.place = place
+        self.seeing: Callable[[MicroBatch], AbstractContextManager[None]] = lambda micro_batch: nullcontext()
+        """Within it the trunk knows the pictures of a micro-batch. Set by the engine; called where FSDP2 has gathered
+        the vision tower."""
+        tower = [module for module in trunk.modules() if module not in set(text_part(trunk).modules())]
+        self._tower = [module for module in tower if any(True for _ in module.parameters(recurse=False))]
 
     def forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None, **outputs: Any) -> Any:
         """One micro-batch; `hidden` are the hidden states of the stage before, None on the first."""
@@ -103,11 +125,29 @@ class Stage(nn.Module, ABC):
         if not self.place.first:
             del inputs["input_ids"]
             inputs["inputs_embeds"] = hidden
-        output: Tensor = self.trunk(use_cache=False, **inputs).last_hidden_state
+        output = self._seen(micro_batch, inputs) if self._tower else self._hidden(inputs)
         if not self.place.last:
             return output
         # No views: FSDP hooks the tensors themselves, and warns of what is written into a view.
         return tuple(given.clone() for given in self.finish(output.flatten(0, 1), micro_batch, **outputs))
+
+    def _hidden(self, inputs: dict[str, Any]) -> Tensor:
+        part = self.trunk if self.place.first else text_part(self.trunk)
+        output: Tensor = part(use_cache=False, **inputs).last_hidden_state
+        return output
+
+    def _seen(self, micro_batch: MicroBatch, inputs: dict[str, Any]) -> Tensor:
+        """As `_hidden`, with pictures. Every parameter of a trained tower gets a gradient, also on a rank whose
+        micro-batch has no pictures: data-parallel ranks reduce the same parameters.
+        """
+        with ExitStack() as stack:
+            for module in self._tower:
+                stack.enter_context(local_parameters(module, None))
+            stack.enter_context(self.seeing(micro_batch))
+            output = self._hidden(inputs)
+            trained = [parameter for module in self._tower for parameter in module._parameters.values()]
+            nothing = [each.sum() * 0.0 for each in trained if each is not None and each.requires_grad]
+        return output + torch.stack(nothing).sum().to(output.dtype) if nothing else output
 
     @abstractmethod
     def finish(self, hidden_IH: Tensor, micro_batch: MicroBatch, **outputs: Any) -> tuple[Tensor, ...]:

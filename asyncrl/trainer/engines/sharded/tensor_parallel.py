@@ -31,9 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.models.transformers_internals import EXPERTS_MODULE
+from asyncrl.models.transformers_internals import EXPERTS_MODULE, text_part
 from asyncrl.trainer.engines.sharded.collectives import enter, gather, leave, split
 
 Forward = Callable[..., Tensor]
@@ -43,7 +43,7 @@ class LayoutError(ValueError):
     """A model that this engine cannot spread over ranks in the layout asked for."""
 
 
-def cut_layers(model: nn.Module, plan: dict[str, str], config: PretrainedConfig, mesh: DeviceMesh) -> None:
+def cut_layers(model: PreTrainedModel, plan: dict[str, str], config: PretrainedConfig, mesh: DeviceMesh) -> None:
     """Make every parameter of `model` (on any device) a DTensor on `mesh`, and its layers compute on their parts.
 
     Args:
@@ -66,7 +66,7 @@ def cut_layers(model: nn.Module, plan: dict[str, str], config: PretrainedConfig,
             raise LayoutError(f"{name} wants the tensor-parallel style {style!r} at {path}, which is not supported")
         _STYLES[style or "whole"](module, mesh)
     if heads.replicated:
-        for module in model.modules():
+        for module in text_part(model).modules():
             if hasattr(module, "num_key_value_groups"):  # of eager attention; the other kinds look at the shapes
                 module.num_key_value_groups = cast(Any, max(1, heads.queries // heads.ranks))
 
@@ -198,7 +198,7 @@ def _embedding(module: nn.Module, mesh: DeviceMesh) -> None:
         if width == 0:
             rows = torch.zeros(*ids.shape, module.embedding_dim, dtype=module.weight.dtype, device=ids.device)
         else:
-            with _local_parameters(module, None):
+            with local_parameters(module, None):
                 rows = original(torch.where(mine, local, 0))
         return leave(torch.where(mine[..., None], rows, 0), group)
 
@@ -218,7 +218,7 @@ def _keep_whole(module: nn.Module, mesh: DeviceMesh, grad: Placement) -> None:
     original = cast(Forward, module.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        with _local_parameters(module, grad):
+        with local_parameters(module, grad):
             return original(*args, **kwargs)
 
     _replace_forward(module, forward)
@@ -252,7 +252,7 @@ def _deal_experts(module: nn.Module, mesh: DeviceMesh) -> None:
             pairs_M = pairs_M.new_zeros(1)
         expert_M = torch.where(mine_P, local_P, 0)[pairs_M]
         weight_M = torch.where(mine_P, weights_TK.flatten(), 0.0)[pairs_M]
-        with _local_parameters(module, None):
+        with local_parameters(module, None):
             out_MH = original(hidden_TH[pairs_M // choices], expert_M[:, None], weight_M[:, None])
         out_PH = out_MH.new_zeros(tokens * choices, out_MH.shape[-1]).index_copy(0, pairs_M, out_MH)
         return leave(out_PH.view(tokens, choices, -1).sum(1), group)
@@ -271,7 +271,7 @@ def _repeat_heads(module: nn.Module, heads: _Heads, mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def _local_parameters(module: nn.Module, grad: Placement | None) -> Iterator[None]:
+def local_parameters(module: nn.Module, grad: Placement | None) -> Iterator[None]:
     """The module's own parameters as plain local tensors, for a forward that knows nothing of DTensors."""
     saved = dict(module._parameters)
     try:

@@ -89,16 +89,18 @@ def random_knobs(seed: int) -> Knobs:
 
 
 def test_the_named_stage_is_one_whose_relief_gains_most(tmp_path: Path) -> None:
-    """In all but one of thirty random runs, or there is none whose relief alone gains much."""
+    """In all but one of fifteen random runs, or there is none whose relief alone gains much."""
     wrong = []
-    for seed in range(30):
+    for seed in range(15):
         knobs = random_knobs(seed)
         step_s, diagnosis = played(knobs, tmp_path / f"{seed}")
         gains = {
-            kind: step_s - played(relieve(knobs), tmp_path / f"{seed}-{kind}")[0] for kind, relieve in RELIEF.items()
+            kind: step_s - VirtualRun(relieved, tmp_path / f"{seed}-{kind}").play()
+            for kind, relieve in RELIEF.items()
+            if (relieved := relieve(knobs)) != knobs
         }
         named = next((each.kind for each in diagnosis.findings if each.kind in RELIEF), None)
         most = max(gains.values())
-        if most > 0.25 * step_s and (named is None or gains[named] < 0.6 * most):
+        if most > 0.25 * step_s and (named is None or gains.get(named, 0.0) < 0.6 * most):
             wrong.append((seed, named, gains))
     assert len(wrong) <= 1, wrong

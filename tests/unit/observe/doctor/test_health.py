@@ -17,6 +17,7 @@ from asyncrl.comm import names
 from asyncrl.comm.files.file_lock import take_lock
 from asyncrl.commands.doctor_run import main
 from asyncrl.observe.doctor import Level, examine
+from asyncrl.observe.doctor.standing import standing_lines
 from asyncrl.observe.history import History
 from tests.unit.observe.doctor.virtual_run import Knobs, VirtualRun
 
@@ -156,6 +157,18 @@ def test_a_run_without_a_step_says_which_process_is_not_ready(tmp_path: Path) ->
     assert found.kind == "no-step-yet"
     assert "generation_server/0 loads the model since 42 s" in found.sentence
     assert found.advice == "The others wait for generation_server/0; see its log."
+
+
+def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    VirtualRun(Knobs(steps=0), run)._write()
+    (run / "config.yaml").write_text('{"total_train_steps": 5}')
+    for file in (run / "observed").glob("*"):
+        file.unlink()
+    lock = hold(run)
+    history = History(run)
+    os.close(lock)
+    assert standing_lines(history, examine(history).verdict) == ["the processes are starting"]
 
 
 def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:

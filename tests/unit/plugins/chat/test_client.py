@@ -112,11 +112,11 @@ async def test_three_turns_are_one_sample_of_the_very_ids(chat_format: MakeForma
     assert client.metrics == {"chat/calls": 3, "chat/branches": 1, "chat/extended": 2, "chat/malformed_calls": 0}
 
 
-async def test_a_thousand_episodes_of_three_turns_do_not_drift(chat_format: MakeFormat, prompt: Prompt) -> None:
+async def test_two_hundred_episodes_of_three_turns_do_not_drift(chat_format: MakeFormat, prompt: Prompt) -> None:
     """The recorded ids equal those that the policy saw and sampled; tokenised again, most would differ."""
     chat = chat_format("qwen3")
     drifting = 0
-    for number in range(1000):
+    for number in range(200):
         policy = random_policy(chat)
         one = replace(prompt, prompt_id=str(number), sampling=replace(prompt.sampling, seed=number))
         client = EpisodeClient(policy, one, 0, chat)
@@ -125,7 +125,7 @@ async def test_a_thousand_episodes_of_three_turns_do_not_drift(chat_format: Make
         assert_exact(sample, policy.said)
         assert sample.tokens.tolist() == [*policy.asked[2].input_ids, *policy.said[2].token_ids]
         drifting += chat.tokenizer.encode(chat.tokenizer.decode_all(sample.tokens.tolist())) != sample.tokens.tolist()
-    assert drifting > 900, "the policy's tokens are not those of the tokenizer, so that a drift would show"
+    assert drifting > 180, "the policy's tokens are not those of the tokenizer, so that a drift would show"
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

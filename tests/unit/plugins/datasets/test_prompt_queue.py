@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import PromptQueue, Turn
+from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 
 def run_without_lag(
     timing: random.Random, rows: int, batch: int, rejected: float
-) -> tuple[list[list[int]], list[Turn]]:
+) -> tuple[list[list[int]], list[NextTry]]:
     """Steps at η = 0, and what was played for them.
 
     Ends come in any order; what they are depends on the attempt and the step alone, as seeds and weights do.
@@ -23,8 +23,8 @@ def run_without_lag(
     queue = PromptQueue(rows)
     batches, played = [], []
     for step in range(6):
-        running: list[Turn] = []
-        kept: list[Turn] = []
+        running: list[NextTry] = []
+        kept: list[NextTry] = []
         while len(kept) < batch:
             if len(kept) + len(running) < batch and timing.random() < 0.5:
                 running.append(queue.next())
@@ -64,26 +64,26 @@ MOVES = st.lists(
 @given(MOVES)
 def test_a_prompt_waits_if_and_only_if_it_is_neither_used_nor_live(moves: list[tuple[str, int]]) -> None:
     """And a queue made of what is used and of the tries of what waits hands out the same prompts as this one."""
-    queue, live, used, tries = PromptQueue(6), list[Turn](), set[int](), dict[int, Turn]()
+    queue, live, used, tries = PromptQueue(6), list[NextTry](), set[int](), dict[int, NextTry]()
     highest = -1
     for move, pick in moves:
         if move == "next":
             live.append(queue.next())
             highest = max(highest, live[-1].order)
-            assert live[-1] == tries.pop(live[-1].order, Turn(live[-1].order))
+            assert live[-1] == tries.pop(live[-1].order, NextTry(live[-1].order))
         elif move == "use":
             order = pick % (highest + 3)
             queue.use(order)
             used.add(order)
         elif move == "again":  # a rollout that was given up came back
-            turn = Turn(pick % (highest + 1)) if highest >= 0 else None
+            turn = NextTry(pick % (highest + 1)) if highest >= 0 else None
             if turn is not None:
                 queue.enter(turn.order)
                 live.append(turn)
                 tries.pop(turn.order, None)
         elif live:
             turn = live.pop(pick % len(live))
-            again = Turn(turn.order, turn.attempt + (move == "later"), turn.failures + (move == "failed"))
+            again = NextTry(turn.order, turn.attempt + (move == "later"), turn.failures + (move == "failed"))
             waits = turn.order not in used and all(other.order != turn.order for other in live)
             assert queue.leave(again) == waits
             if waits:
@@ -102,7 +102,7 @@ def test_what_comes_back_is_next_and_another_attempt_waits_for_the_end_of_its_ep
     first, second = queue.next(), queue.next()
     queue.leave(first._replace(attempt=1))
     queue.leave(second)
-    assert [queue.next() for _ in range(4)] == [second, Turn(2), Turn(0, attempt=1), Turn(3)]
+    assert [queue.next() for _ in range(4)] == [second, NextTry(2), NextTry(0, attempt=1), NextTry(3)]
 
 
 def test_a_prompt_that_may_not_be_begun_now_keeps_its_place() -> None:
@@ -111,7 +111,7 @@ def test_a_prompt_that_may_not_be_begun_now_keeps_its_place() -> None:
     queue.leave(first)
     queue.leave(second)
     assert queue.peek(lambda order: order != 0) == second
-    assert queue.peek(lambda order: order > 1) == Turn(2)
+    assert queue.peek(lambda order: order > 1) == NextTry(2)
     assert queue.next() == first
 
 

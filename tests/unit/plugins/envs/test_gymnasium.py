@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
 import psutil
 import pytest
 from gymnasium import spaces
 
 from asyncrl.api import Completion, FinishReason, GenerationRequest, GenerationResult, Prompt, RunIn, SamplingParams
+from asyncrl.api.picture import Picture
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.plugins.agents.game import GameAgent
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer
@@ -338,3 +340,63 @@ async def test_what_a_vector_cannot_do_is_refused_by_name(words: str) -> None:
         assert (await asyncio.gather(*(member.step("1") for member in members)))[0][1] == 1.0
         for member in members:
             await member.close()
+
+
+class Drawn(gymnasium.Env[Any, Any]):
+    """Draws black, and is worth the sum of its action."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
+    observation_space, action_space = spaces.Discrete(2), spaces.Box(-1, 1, (2,))
+
+    def __init__(self, render_mode: str) -> None:
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        return 0, float(action.sum()), True, False, {"success": True}
+
+    def render(self) -> Any:
+        return FRAME
+
+
+FRAME = np.zeros((4, 6, 3), np.uint8)
+SHOWN = [{"type": "image", "image": Picture.from_array(FRAME)}]
+gymnasium.register("Drawn-v0", entry_point=Drawn)
+
+
+async def test_the_frames_of_a_vector_are_its_games_own() -> None:
+    async def call(function: Any, *args: Any) -> Any:
+        return function(*args)
+
+    games = VectorGames(call, 2, id="Drawn-v0", kwargs={"render_mode": "rgb_array"})
+    members = [games.member(), games.member()]
+    assert [shown for shown, _ in await asyncio.gather(*(member.reset() for member in members))] == [SHOWN, SHOWN]
+    ends = await asyncio.gather(*(member.step([0.5, number / 4]) for number, member in enumerate(members)))
+    assert [end[1] for end in ends] == [0.5, 0.75]
+
+
+def test_a_game_that_draws_frames_is_seen_and_takes_numbers() -> None:
+    env = GymnasiumEnv(id="Drawn-v0", kwargs={"render_mode": "rgb_array"})
+    shown, _ = env.reset(seed=1)
+    assert shown == SHOWN
+    observation, reward, terminated, _, info = env.step([0.25, -0.125])
+    assert (observation, reward, terminated, info) == (shown, 0.125, True, {"success": True})
+    env.reset()
+    assert "no action of Box" in env.step([0.25, 3.0])[4]["invalid_action"]
+
+
+def test_minigrid_is_played_from_pixels() -> None:
+    pytest.importorskip("minigrid", reason="minigrid is not installed")
+    words = ["left", "right", "forward", "pickup", "drop", "toggle", "done"]
+    kwargs = {"render_mode": "rgb_array", "tile_size": 8}
+    env = GymnasiumEnv(id="minigrid:MiniGrid-Empty-5x5-v0", kwargs=kwargs, actions=words)
+    ((first,), _) = env.reset(seed=0)
+    assert first["image"].pixels().shape == (40, 40, 3)
+    steps = [env.step(word) for word in ("forward", "forward", "right", "forward", "forward")]
+    seen = [first["image"].sha256, *(step[0][0]["image"].sha256 for step in steps)]
+    assert len(set(seen)) == len(seen)
+    assert [step[2] for step in steps] == [False] * 4 + [True]
+    assert steps[-1][1] > 0
+    env.close()

@@ -2,87 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
 
 from asyncrl.algorithms.arithmetic.sums import Stats
-from asyncrl.api.picture import PlacedPicture
-from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.models.parity import UnsupportedModelError
-from asyncrl.models.pictures import Pictures
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.model.lora import is_adapter, plain_name
 from asyncrl.trainer.parallel.rank_position import RankPosition
-from asyncrl.trainer.settings import VisionMode
-from tests.tiny_vlm import picture, render
+from asyncrl.trainer.settings import LoraConfig, VisionMode
+from tests.vlm_batches import adapter_gradients, vlm_batch, vlm_expected, vlm_expected_hidden, vlm_trajectories
 
-CAUSAL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "smolvlm", "idefics3", "llava", "llava_onevision", "internvl")
 Folder = Callable[[str], Path]
 
 
-def _engine(folder: Path, vision: VisionMode = VisionMode.train, *, checkpointing: bool = False) -> FlatPolicyEngine:
+def _config(folder: Path, vision: VisionMode = VisionMode.train) -> ExperimentConfig:
     config = ExperimentConfig()
     config.model.path, config.model.vision, config.generation.context_length = str(folder), vision, 256
-    config.model.dtype, config.trainer.gradient_checkpointing = Dtype.float32, checkpointing
+    config.model.dtype = Dtype.float32
+    return config
+
+
+def _engine(
+    folder: Path, vision: VisionMode = VisionMode.train, *, checkpointing: bool = False, rank: int = 0
+) -> FlatPolicyEngine:
+    config = _config(folder, vision)
+    config.trainer.gradient_checkpointing, config.model.lora.rank = checkpointing, rank
     loader = FlatLoader(config, RankPosition(), torch.device("cpu"))
     return loader.policy(str(folder), config.model.dtype, config.optimizer)
 
 
-def _sample(ids: Sequence[int], placed: Sequence[PlacedPicture], answer: Sequence[int]) -> Sample:
-    tokens = np.array([*ids, *answer], np.int32)
-    mask = np.array([0] * len(ids) + [1] * len(answer), np.uint8)
-    versions = mask.astype(np.int32) - 1
-    return Sample(tokens, mask, -mask.astype(np.float32), versions, 0.0, pictures=tuple(placed))
-
-
 def _batch(folder: Path) -> StepBatch:
-    """A group over each of two pictures, which share their text; a conversation with both; text alone."""
-    first, second = picture(1), picture(2)
-    asked = [render(folder, "<u>how ", each, "?<end><a>") for each in (first, second)]
-    later = render(folder, "<u>how ", first, "?<end><a>3<end><u>", picture(3, 112, 56), "red<end><a>")
-    alone = render(folder, "<u>how many red?<end><a>")
-    placeholder = next(token for token in asked[0].ids if asked[0].ids.count(token) > 1)
-    answers = ([20, 21, 1], [20, 22, 1], [20, placeholder, 23, 1])
-    groups = [[_sample(each.ids, each.placed, answer) for answer in answers] for each in asked]
-    groups += [[_sample(later.ids, later.placed, answer) for answer in answers[:2]]]
-    groups += [[_sample(alone.ids, (), answer) for answer in answers[:2]]]
-    trajectories = [Trajectory(f"r{n}", f"p{n}", n, samples) for n, samples in enumerate(groups)]
-    return build_step_batch(trajectories, [0] * len(groups), version=0, num_minibatches=1)
-
-
-def _expected(folder: Path, batch: StepBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities [T] of generated tokens, and the gradients of the mean of their sines, one sample at a time.
-
-    A plain forward that takes sampled placeholders for ordinary tokens; `tests/unit/models/test_pictures.py` compares
-    it with transformers' of pixels.
-    """
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
-    pictures = Pictures.of(model, folder)
-    assert pictures is not None
-    logprobs_T = torch.zeros(batch.num_tokens)
-    for start, size, placed in zip(batch.starts_S.tolist(), batch.lengths_S.tolist(), batch.pictures, strict=True):
-        tokens_L = batch["tokens"][start : start + size]
-        shown, _held = pictures.ids.shown(tokens_L.tolist(), placed)
-        ids, places = torch.tensor([shown]), torch.from_numpy(pictures.positions(shown).copy())
-        with pictures.holding(ids, keep=False):
-            positions = places[:, None] if pictures.three_positions else places[:1]
-            logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, :-1]
-        chosen = logits.log_softmax(-1).gather(1, tokens_L[1:, None])[:, 0]
-        wanted = batch["loss_mask"][start + 1 : start + size]
-        (chosen[wanted].sin().sum() / 8).backward()
-        logprobs_T[start + 1 : start + size] = torch.where(wanted, chosen, 0.0).detach()
-    return logprobs_T, {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return vlm_batch(vlm_trajectories(folder))
 
 
 def _loss(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, Stats]:
@@ -94,12 +56,12 @@ def _gradients(engine: FlatPolicyEngine, batch: StepBatch) -> dict[str, Tensor]:
     return engine.optimizer._views(engine.optimizer.grad)
 
 
-@pytest.mark.parametrize("kind", CAUSAL)
+@pytest.mark.parametrize("kind", ["qwen3_vl"])  # every family: `tests/unit/models/test_every_picture_model.py`
 def test_tries_with_pictures_are_what_transformers_computes_of_each_sample(kind: str, vlm_folder: Folder) -> None:
     folder = vlm_folder(kind)
     engine, batch = _engine(folder), _batch(folder)
     assert engine.attention == AttentionKind.tree
-    expected_T, expected = _expected(folder, batch)
+    expected_T, expected = vlm_expected(folder, batch)
     assert torch.allclose(engine.logprobs(batch, batch["loss_mask"]), expected_T, atol=2e-4)
     assert engine.pictures is not None
     engine.pictures.encoded = 0
@@ -120,7 +82,7 @@ def test_tries_with_pictures_are_what_transformers_computes_of_each_sample(kind:
 def test_a_frozen_tower_has_no_gradient_and_is_computed_once_for_the_step(vlm_folder: Folder) -> None:
     folder = vlm_folder("qwen2_5_vl")
     engine, batch = _engine(folder, VisionMode.freeze, checkpointing=True), _batch(folder)
-    _, expected = _expected(folder, batch)
+    _, expected = vlm_expected(folder, batch)
     assert engine.pictures is not None
     engine.pictures.encoded = 0
     engine.logprobs(batch, batch["loss_mask"])
@@ -142,3 +104,36 @@ def test_pictures_that_no_layout_computes_are_refused_by_name(vlm_folder: Folder
     with pytest.raises(UnsupportedModelError, match=r"Gemma3.* with pictures, .*model.vision=none"):
         _engine(vlm_folder("gemma3"))
     assert _engine(vlm_folder("gemma3"), VisionMode.none).pictures is None
+
+
+@pytest.mark.parametrize("vision", [VisionMode.train, VisionMode.freeze])
+def test_adapters_are_of_the_text_part_or_of_the_tower_too(vision: VisionMode, vlm_folder: Folder) -> None:
+    folder = vlm_folder("llava")
+    engine, batch = _engine(folder, vision, rank=4), _batch(folder)
+    base_T, layers = vlm_expected(folder, batch)
+    assert torch.allclose(engine.logprobs(batch, batch["loss_mask"]), base_T, atol=2e-4)
+    made = _gradients(engine, batch)
+    weights = {plain_name(name): each.detach() for name, each in engine.network.named_parameters() if is_adapter(name)}
+    assert made.keys() == weights.keys()
+    assert any("vision_tower" in name for name in made) == (vision == VisionMode.train)
+    for name, gradient in adapter_gradients(weights, layers, LoraConfig(rank=4)).items():
+        assert torch.allclose(made[name], gradient, atol=3e-4), name
+    engine.step()
+    assert not torch.allclose(engine.logprobs(batch, batch["loss_mask"]), base_T, atol=1e-3)
+    with engine.without_adapters():
+        assert torch.allclose(engine.logprobs(batch, batch["loss_mask"]), base_T, atol=2e-4)
+    stored = load_file(folder / "model.safetensors")
+    published = dict(engine.gather(dict.fromkeys([spec.name for spec in engine.published_specs()], 0)))
+    assert published.keys() == stored.keys()
+    changed = {name for name, each in published.items() if not torch.equal(each, stored[name])}
+    assert any("vision_tower" in name for name in changed) == (vision == VisionMode.train)
+
+
+def test_a_critic_sees_pictures(vlm_folder: Folder) -> None:
+    folder = vlm_folder("qwen2_vl")
+    config, batch = _config(folder), _batch(folder)
+    loader = FlatLoader(config, RankPosition(), torch.device("cpu"))
+    critic = loader.critic(str(folder), config.algorithm.critic.optimizer)
+    critic.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), lambda _, values_N: (values_N.sum(), {}))
+    head = critic.optimizer._views(critic.optimizer.grad)["head.weight"][0]
+    assert torch.allclose(head, vlm_expected_hidden(folder, batch), atol=1e-3)

@@ -62,10 +62,13 @@ def test_a_killed_worker_is_ready_then_at_work_and_the_next_step_may_come_before
     assert done.at_work_s == 4.0
 
 
-@pytest.mark.parametrize("target", ["model_worker/1", "master_worker/0"])
-def test_the_trainers_side_is_at_work_with_the_first_step_after_it_was_ready(target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "restarted"),
+    [("model_worker/1", "the trainer"), ("master_worker/0", "the trainer"), ("master_worker/0", "master_worker/0")],
+)
+def test_the_trainers_side_is_at_work_with_the_first_step_after_it_was_ready(target: str, restarted: str) -> None:
     done = kill(1, target, 100.0)
-    complete([done], [(100.5, 4), (109.0, 5)], [went_on("the trainer", 105.0)])
+    complete([done], [(100.5, 4), (109.0, 5)], [went_on(restarted, 105.0)])
     find_work([done], [])
     assert (done.ready_s, done.at_work_s, done.next_step_s) == (5.0, 9.0, 9.0)
 

@@ -185,19 +185,19 @@ async def test_an_owner_that_was_stopped_for_longer_than_its_lease_is_reached_ag
     links = Links(HOST, NO_LEASE_ENDS_S, {owner: puller})
     await links.start()
     with FileResolver(resolver.root) as rank:
-        rank._keeper.stop()  # this test says when it renews
+        rank._renewer.stop()  # this test says when it renews
         rank.fences = {names.incarnation_key(names.MODEL_WORKER, 0): "0"}
         rank.add(status, "ready", lease_s=NO_LEASE_ENDS_S)
         rank.add(puller, f"tcp://{HOST}:4711", lease_s=NO_LEASE_ENDS_S)
         try:
             links.look(resolver)
             through_proxy = resolver.get(puller)
-            assert not rank._keeper._renew(puller), "it is the proxy's"
+            assert not rank._renewer._renew(puller), "it is the proxy's"
             lapse(resolver, status)
             links.look(resolver)
             assert resolver.get_subtree() == {}, "a rank that stands still looks as without a proxy"
-            assert rank._keeper._renew(status)
-            assert rank._keeper._renew(puller)
+            assert rank._renewer._renew(status)
+            assert rank._renewer._renew(puller)
             links.look(resolver)
             assert resolver.get(puller) == through_proxy
         finally:

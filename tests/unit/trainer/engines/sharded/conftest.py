@@ -88,7 +88,7 @@ def step(run_step: Any, make_trajectories: Any) -> Step:
 
     def run(config: ExperimentConfig, rank: TrainingRank, version: int) -> Statistics:
         data = rank.world.place("actor").data
-        mine = make_trajectories(groups=5, seed=version)[data.rank :: data.world]
+        mine = make_trajectories(groups=5, group_size=2, seed=version)[data.rank :: data.world]
         dealt = [number % 2 for number in range(5)][data.rank :: data.world]
         calls = run_step(config, rank, build_step_batch(mine, dealt, version=version, num_minibatches=2))
         return {f"{call}/{name}": value for call, told in calls.items() for name, value in told.items()}

@@ -87,7 +87,7 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
         place = world.place("actor")
         dealing, everything = (
             Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs),
-            make_trajectories(groups=6),
+            make_trajectories(groups=4, group_size=2),
         )
         if config.moe.replay_routing:
             everything = [_routed(trajectory, config) for trajectory in everything]
@@ -149,7 +149,7 @@ def _whole(parameter: Any) -> Any:
 
 
 CASES = [  # a layout of all three kinds has every pair of them; each kind is there by itself too, of one model
-    *(("qwen3", layout) for layout in ("d1", "d2t2p2")),
+    *(("qwen3", layout) for layout in ("d1", "t2p2")),
     *(("qwen2", layout) for layout in ("r2d2", "d2t2p2")),
     *(("qwen3+lora4", layout) for layout in ("d1", "d2t2p2")),
     ("llama+lora4", "t4"),

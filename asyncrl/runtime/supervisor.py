@@ -1,48 +1,48 @@
-"""Stands between a launcher and one process, and ends everything that this started when either of the two ends.
+"""Supervise one process: run it, report how it ended, and leave nothing that it started.
 
-    python -I -S keeper.py GRACE_S FDS COMMAND [ARGUMENT ...]
-    python -I -S keeper.py                            on another host, below ssh, srun or a pod's agent
-    python -I -S keeper.py --detached FD              on another host, below an actor of Ray
+    python -I -S supervisor.py GRACE_S FDS COMMAND [ARGUMENT ...]
+    python -I -S supervisor.py                            on another host, below ssh, srun or a pod's agent
+    python -I -S supervisor.py --detached FD              on another host, below an actor of Ray
 
-User code forks, calls setsid, forks twice: what it started is then no longer found below its process, inherits its
-ports, and outlives it. So this process, which does nothing else, is the "child subreaper" of all of it: the kernel
-hands every orphan of the tree to it. It waits for the first of two things: the end of the command; or the end of its
-standard input, a pipe from the launcher, which means that the launcher is gone, however that came about. Then it kills
-all that is below it and takes note of each end, until nothing is left. It ends as the command did: with its exit code,
-or by its signal. `STOP_SIGNAL`, the launcher's order to end, is passed on. SIGTERM and SIGINT are ignored: a batch
-system or a terminal sends them to the whole tree at once, and the launcher stops the processes in order.
+User code forks, calls setsid, forks twice. What it started then no longer belongs to its process tree, keeps its ports
+and outlives it. So the supervisor is the "child subreaper" of the whole tree: the kernel makes every orphan its child.
 
-The leading process saves before it ends: with a GRACE_S it gets `STOP_SIGNAL`, and so many seconds, when the launcher
-is gone. It needs the others for that. So this keeper holds descriptors, FDS (their numbers, with commas; `-` for none),
-one of them the writing end of the pipe that is the others' standard input: they hear of the launcher's end once this
-one is gone too. Nothing below inherits them.
+End. The supervisor waits until the command ends, or until its standard input does. That is a pipe from the launcher,
+so its end means that the launcher is gone, however it died. The supervisor then kills everything below it, and reaps
+until nothing is left. It ends as the command did: with the same exit code, or by the same signal.
 
-SIGKILL comes from outside, or from the kernel, which frees memory by it. Only this process is on the command's host, so
-it tells the two apart, by the kernel's count of such kills: where that grew while the command ran, exit code
-`TOLD_OUT_OF_MEMORY` stands for SIGKILL.
+Signals. `STOP_SIGNAL`, the launcher's order to end, is passed on to the command. SIGTERM and SIGINT are ignored: a
+batch system or a terminal sends them to the whole tree at once, while the launcher stops the processes in order.
 
-On another host there is no process of the launcher to send signals to, and what is on a command line can be read by
-everybody there. So without a command all comes over standard input: first a line of JSON, the `Order`; then a byte at a
-time, `STOP` to pass `STOP_SIGNAL` on, `KILL` to kill the command, and `ALIVE` now and then. A connection can be cut
-without its end being told: after `silence_s` without a byte the launcher counts as gone. An end by signal n is told as
-exit code 128 + n, since ssh and srun tell no signals; exit code 1 is told as `TOLD_FAILED`, since srun ends with 1
-when it fails itself. There is no grace there.
+Grace. The leading process saves before it ends. With a GRACE_S it receives `STOP_SIGNAL` when the launcher is gone, and
+has that many seconds. Saving needs the other processes. So this supervisor holds the descriptors FDS (numbers separated
+by commas; `-` for none). One of them is the writing end of the pipe that is the standard input of the others'
+supervisors: they see the launcher's end only when this supervisor has ended too. Nothing below inherits them.
 
-A host that was cut off may still run what the launcher has given up, for as long as that keeper's `silence_s` lasts, or
-longer where everything there was stopped. So before a keeper starts a process it kills whatever runs there of earlier
-ones in the same place, which it knows by their environment (`PLACE_VARIABLE`): of two, the later always has the host
-for itself. An order that comes late, after one that was given later, is refused.
+Memory. SIGKILL comes from outside, or from the kernel when it frees memory. The supervisor distinguishes the two by the
+host's count of such kills: if it grew while the command ran, exit code `TOLD_OUT_OF_MEMORY` stands for SIGKILL.
 
-Ray kills what it finds below an actor that ends, and nothing else: this process, while what had left it would live on.
-So `--detached` makes it no child of the actor's. Its exit code goes to the descriptor FD, and it begins as a process of
-a login does: Ray's actors run at a lower priority and with SIGINT blocked.
+Other hosts. The launcher cannot send signals there, and everybody can read command lines there. So without a command
+everything comes over standard input: first a line of JSON, the `Order`; then single bytes. `STOP` passes `STOP_SIGNAL`
+on, `KILL` kills the command, and `ALIVE` comes now and then. A connection can be cut without a sign, so the launcher
+counts as gone after `silence_s` without a byte. There is no grace. ssh and srun do not report signals, so the end by
+signal n is exit code 128 + n. srun ends with 1 when it fails itself, so exit code 1 becomes `TOLD_FAILED`.
 
-If this process is killed itself, the command goes with it (PR_SET_PDEATHSIG), and the orphans go to the launcher, which
-is a subreaper too. Only if all three are killed at once does something stay; the trial's next start finds that by the
-mark in its environment (`asyncrl.runtime.process.process_tree`).
+Replaced processes. A host that was cut off may still run a process that the launcher has replaced: for `silence_s`, or
+longer if everything there was stopped. So before a supervisor starts a process, it kills earlier ones of the same
+place, which it finds by their environment (`PLACE_VARIABLE`). The latest process always has the host for itself. An
+order that arrives after a later one is refused.
 
-Run by path: it imports the standard library only, so that it starts in a hundredth of a second and stays small. All
-this is Linux's; elsewhere only the command itself is ended.
+Ray kills the descendants of an actor that ends, and nothing else. It would kill this process, while what had left its
+tree would live on. So with `--detached` the supervisor is not a child of the actor. It writes its exit code to the
+descriptor FD. It also undoes the lower priority and the blocked SIGINT of Ray's actors.
+
+If the supervisor itself is killed, the kernel kills the command with it (PR_SET_PDEATHSIG), and orphans go to the
+launcher, which is a subreaper too. Something stays only if all three are killed at once. The trial's next start finds
+that by the mark in its environment (`asyncrl.runtime.process.process_tree`).
+
+Run this file by path: it imports the standard library only, so it starts in a hundredth of a second and stays small.
+All this is specific to Linux; elsewhere only the command itself is ended.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 PLACE_VARIABLE = "ASYNCRL_PLACE"
-"""Environment variable of a process on another host: a number that grows from start to start, a space, and its place:
-whose process it is of which run."""
+"""Environment variable of a process on another host: a number that grows from start to start, a space, and the place:
+the name of the process and the folder of its run."""
 STOP_SIGNAL = signal.SIGUSR2
 """Order of the launcher to end. It is not SIGTERM, which batch systems send to every process of a job."""
 STOP, KILL, ALIVE = b"s", b"k", b"."
@@ -81,9 +81,13 @@ _LONGEST_ORDER = 1 << 20
 
 
 class Order(NamedTuple):
-    """A command to run on another host, in `folder`. `environment` is added to that of the login there.
+    """A command to run on another host.
 
-    `files`, by name with their content, are put into the folder first, which is made where there is none.
+    Attributes:
+        environment: is added to that of the login there.
+        folder: working folder; created if it is missing.
+        silence_s: seconds without a byte from the launcher after which it counts as gone.
+        files: content by name; written into `folder` first.
     """
 
     command: list[str]
@@ -94,14 +98,18 @@ class Order(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """A process: its id, and when it started, in the kernel's ticks since boot. Ids are used again, this pair never."""
+    """A process: its id and its start time, in the kernel's ticks since boot. Ids are reused, this pair is not."""
 
     pid: int
     started: int
 
 
 def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -> int:
-    """See the module's docstring; returns the command's status in the form of `os.waitpid`."""
+    """Run `command`, without one the order on standard input, until it or the launcher ends.
+
+    Returns:
+        The command's status in the form of `os.waitpid`.
+    """
     silence_s = None
     for descriptor in held:
         os.set_inheritable(descriptor, False)
@@ -162,7 +170,7 @@ def main(command: list[str], grace_s: float = 0.0, held: tuple[int, ...] = ()) -
 
 
 def put_files(folder: str, files: dict[str, str]) -> None:
-    """Write `files` into `folder`, for this user alone, each at once: others of the run may read them just now."""
+    """Write `files` into `folder`, readable by this user only. Each is replaced atomically: the run may read it."""
     os.umask(0o077)
     os.makedirs(folder, exist_ok=True)
     status = os.lstat(folder)
@@ -177,7 +185,7 @@ def put_files(folder: str, files: dict[str, str]) -> None:
 
 
 def _detach() -> None:
-    """Go on as a process of its own session, whose parent is gone; see the module's docstring."""
+    """Continue in a session of its own, without a parent, as a process of a login (module docstring, Ray)."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -187,7 +195,7 @@ def _detach() -> None:
 
 
 def _read_order() -> Order:
-    """The first line of standard input, read byte by byte: what follows it is not ours yet."""
+    """Read the first line of standard input byte by byte; `main` reads what follows."""
     line = bytearray()
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
@@ -198,7 +206,7 @@ def _read_order() -> Order:
 
 
 def _start(command: list[str]) -> int:
-    keeper = os.getpid()
+    supervisor = os.getpid()
     child = os.fork()
     if child:
         return child
@@ -209,7 +217,7 @@ def _start(command: list[str]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
         if sys.platform == "linux":
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != keeper:  # it ended before the call above
+            if os.getppid() != supervisor:  # it ended before the call above
                 os.kill(os.getpid(), signal.SIGKILL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.execvp(command[0], command)
@@ -220,9 +228,9 @@ def _start(command: list[str]) -> int:
 
 
 def end_earlier(mark: str) -> None:
-    """Kill what still runs on this host of processes that were started before in the place that `mark` names.
+    """Kill the processes on this host that were started earlier in the place that `mark` names.
 
-    Exits where a later one is there, or an earlier one does not go away.
+    Exits if a later process is there, or an earlier one does not end.
     """
     number, _, place = mark.partition(" ")
     deadline, told = time.monotonic() + GONE_LIMIT_S, set[Identity]()
@@ -240,7 +248,7 @@ def end_earlier(mark: str) -> None:
 
 
 def _in_place(place: bytes) -> dict[Identity, int]:
-    """The processes here whose environment names this place, with their numbers."""
+    """Return the processes on this host whose environment names this place, with their numbers."""
     found = {}
     for pid in _ids():
         identity = identity_of(pid)
@@ -254,7 +262,7 @@ def _in_place(place: bytes) -> dict[Identity, int]:
 
 
 def reap() -> dict[int, int]:
-    """The statuses of the children that have ended, by id; each is told once."""
+    """Reap the children that have ended; return their statuses by id."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (end := os.waitpid(-1, os.WNOHANG))[0]:
@@ -263,7 +271,7 @@ def reap() -> dict[int, int]:
 
 
 def end_descendants() -> None:
-    """Kill everything below this process, and wait until it is gone; those that clean up last, once they had time."""
+    """Kill everything below this process, and wait until it is gone. Processes that clean up get time first."""
     begin = time.monotonic()
     while True:
         reap()
@@ -280,9 +288,7 @@ def end_descendants() -> None:
 
 
 def descendants(pid: int, *, spare_cleaners: bool = False) -> list[Identity]:
-    """Return the processes below `pid`; with `spare_cleaners` without those that clean up, and without those that they
-    end.
-    """
+    """Return the processes below `pid`; with `spare_cleaners`, leave out those that clean up and all below them."""
     children = defaultdict(list)
     for number in _ids():
         state = _stat(number)
@@ -300,7 +306,7 @@ def descendants(pid: int, *, spare_cleaners: bool = False) -> list[Identity]:
 
 
 def kill(process: Identity) -> None:
-    """Kill this very process, never another that has its id by now."""
+    """Kill exactly this process, never another one that has its id by now."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -314,7 +320,7 @@ def kill(process: Identity) -> None:
 
 
 def identity_of(pid: int) -> Identity | None:
-    """The process that has this id now; None if none does."""
+    """Return the process that has this id now; None if there is none."""
     state = _stat(pid)
     return None if state is None else Identity(pid, int(state[19]))
 
@@ -326,14 +332,14 @@ def _ids() -> list[int]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the name, which may hold anything: state, parent, ..., [19] start time."""
+    """Return the fields of /proc/PID/stat after the name, which may be any text: state, parent, ..., [19] start."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return None
 
 
 def _out_of_memory_kills(counts: Path = Path("/proc/vmstat")) -> int:
-    """The processes that the kernel of this host has killed to free memory; 0 where it does not count them."""
+    """Return the number of processes that the host's kernel has killed to free memory; 0 if it does not count them."""
     with contextlib.suppress(OSError):
         for line in counts.read_text().splitlines():
             name, _, count = line.partition(" ")
@@ -356,13 +362,13 @@ def _cleans_up(pid: int) -> bool:
 
 
 def _as_told(status: int) -> int:
-    """The exit code by which another host is told of an end."""
+    """Return the exit code that reports this status to another host."""
     code = os.waitstatus_to_exitcode(status)
     return TOLD_FAILED if code == 1 else code if code >= 0 else 128 - code
 
 
 def _end_as(status: int) -> None:
-    """End this process as that one did."""
+    """End this process with the status of the command."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from asyncrl.manager.wakeup import Signal
+from asyncrl.manager.notifier import Notifier
 
 
 async def test_those_who_have_waited_longest_are_woken_first() -> None:
-    signal, woken = Signal(), []
+    signal, woken = Notifier(), []
     held = []  # what lies between the futures in memory, so that their addresses are in no order
 
     async def wait(number: int) -> None:
@@ -26,7 +26,7 @@ async def test_those_who_have_waited_longest_are_woken_first() -> None:
 
 
 async def test_who_stopped_waiting_is_forgotten() -> None:
-    signal = Signal()
+    signal = Notifier()
     assert not await signal.wait(0.0)
     signal.next().cancel()
     await asyncio.sleep(0)

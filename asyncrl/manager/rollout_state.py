@@ -1,10 +1,10 @@
-"""The rollouts of the run, and the prompts that wait: the gate, the prompt queue, and what the master is to record.
+"""State of the run's rollouts and of the prompts that wait: gate, prompt queue, and lines for the master to record.
 
-Pure state, without sockets, that changes by the methods below. None of it is on a disk: a manager that follows one that
-died is rebuilt from what others know (`asyncrl.manager.rebuild`).
+Pure state without sockets. None of it is on disk: after a death the next manager rebuilds it from what other processes
+know (`asyncrl.manager.rebuild`).
 
-The manager owns the order of prompts: it says what a rollout plays when it admits it (`next_for`). Whoever drops a
-rollout says why. Whether its prompt waits again follows from what is used and what is live (`PromptQueue`).
+The manager owns the order of prompts: it chooses the prompt of a rollout when it admits the rollout (`next_for`). A
+drop names its reason only. Whether the prompt waits again follows from what is used and what is live (`PromptQueue`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.ledger_lines import PromptGoes
 from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, HeldReport, ReceivedRollout
 from asyncrl.manager.rollout_events import NumberedLog, RolloutEvents
-from asyncrl.manager.staleness_gate import WORKER_LOST, StalenessGate, Ticket
+from asyncrl.manager.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
 from asyncrl.manager.suspects import Suspects
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.plugins.datasets.queue.prompt_queue import PromptQueue, Turn
+from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
 
 NOBODY = "nobody/0"
-"""In place of the worker of a rollout that only the trainer knew."""
+"""Stands for the worker of a rollout that only the trainer knows."""
 
 
-class RolloutBooks:
-    """See the module's docstring.
+class RolloutState:
+    """Gate, queue, suspects and unrecorded lines, which change together.
 
     Args:
         batch_size: B, rollouts per train step.
         max_staleness: η, versions.
-        order: of the prompts.
+        order: data order of the prompts.
         used: orders of the prompts that are trained or dropped for good.
-        retries: of prompts that wait and whose next try is not their first, by order: attempt and failures.
+        retries: by order, attempt and failures of waiting prompts whose next try is not the first.
         now: seconds since 1970.
     """
 
@@ -59,12 +59,10 @@ class RolloutBooks:
 
     @property
     def awaits_ends(self) -> bool:
-        """True if a rollout has reached the trainer whose worker has measured its prompt and has not reported its end
-        yet.
-        """
+        """True if the trainer has a rollout whose worker has yet to report the end, with the measured success."""
         return bool(self._ends_awaited)
 
-    def next_for(self, worker: str) -> Turn | None:
+    def next_for(self, worker: str) -> NextTry | None:
         """Return the prompt that `worker` plays next; None if it must first finish its running rollouts."""
         suspects = self.suspects
         if not suspects:
@@ -76,27 +74,27 @@ class RolloutBooks:
         return self.queue.peek(lambda order: not suspects.must_wait(worker, self.prompt_id(order)))
 
     def prompt_id(self, order: int) -> str:
-        """The id of the prompt at `order`."""
+        """Return the id of the prompt at `order`."""
         return self.order.ref(order).prompt_id
 
-    def admit(self, rollout_id: str, worker: str, turn: Turn) -> None:
-        """A rollout of the prompt starts on `worker`; there is room for it."""
-        ticket = Ticket(rollout_id, worker, self.prompt_id(turn.order), *turn)
+    def admit(self, rollout_id: str, worker: str, turn: NextTry) -> None:
+        """Start a rollout of the prompt on `worker`; the gate has room for it."""
+        ticket = RolloutTicket(rollout_id, worker, self.prompt_id(turn.order), *turn)
         version = self.gate.start(ticket)
         assert version is not None, "admitted without room"
         self.queue.enter(turn.order)
         self.events.admitted(ticket, version)
         self.suspects.began(worker, ticket.prompt_id)
 
-    def enter(self, ticket: Ticket, version: int, *, recorded: bool = False) -> None:
-        """A rollout is live that another manager admitted at `version`; `recorded`: the ledger has its admission."""
+    def enter(self, ticket: RolloutTicket, version: int, *, recorded: bool = False) -> None:
+        """Enter a live rollout that another manager admitted at `version`; `recorded`: the ledger has its admission."""
         self.gate.enter(ticket, version)
         self.queue.enter(ticket.order)
         if not recorded:
             self.events.admitted(ticket, version, adopted=True)
 
-    def hear(self, report: HeldReport) -> None:
-        """A worker's process says what it holds; each is heard once, as a late copy does not know what it got since."""
+    def adopt(self, report: HeldReport) -> None:
+        """Enter what a worker's process holds. Its first report counts: a late copy does not have what it got since."""
         if report.incarnation <= self._heard.get(report.worker, -1):
             return
         self._heard[report.worker] = report.incarnation
@@ -105,10 +103,10 @@ class RolloutBooks:
             granted, rollout_id = held.granted, held.granted.rollout_id
             if not self.gate.is_live(rollout_id) and self.gate.outcome(rollout_id) is None:
                 tries = granted.order, granted.attempt, granted.failures
-                self.enter(Ticket(rollout_id, report.worker, granted.prompt_id, *tries), granted.version)
+                self.enter(RolloutTicket(rollout_id, report.worker, granted.prompt_id, *tries), granted.version)
 
     def finish(self, finished: FinishedRollout) -> None:
-        """A worker told of the end of a rollout."""
+        """Take in the end of a rollout, as its worker reports it."""
         if finished.accepted:
             self._finish(finished)
             return
@@ -122,15 +120,17 @@ class RolloutBooks:
             self._drop_for_good(ticket, reason)
             return
         filtered = finished.as_next_attempt
-        self._dropped(ticket, reason, Turn(ticket.order, ticket.attempt + filtered, ticket.failures + (not filtered)))
+        self._dropped(
+            ticket, reason, NextTry(ticket.order, ticket.attempt + filtered, ticket.failures + (not filtered))
+        )
 
     def consume(self, report: ConsumedReport) -> None:
-        """The master told what was trained and dropped."""
+        """Take in what was trained and dropped, as the master reports it."""
         for each in report.unknown if report.version > self.gate.trained_version else ():
             self._enter_received(each)
         for rollout_id in report.trained:
             self._came(rollout_id)
-            live, lost = self.gate.ticket(rollout_id), self.gate.given_up(rollout_id)
+            live, lost = self.gate.ticket(rollout_id), self.gate.lost(rollout_id)
             if (ticket := live or lost) is not None:
                 self.queue.use(ticket.order)
             if live is not None:
@@ -142,47 +142,50 @@ class RolloutBooks:
         self.events.forget(report.events_after)
 
     def receive(self, received: ReceivedRollout) -> None:
-        """A rollout waits at the trainer, and no worker holds it any more."""
+        """Enter a rollout that waits at the trainer, and that no worker holds any more."""
         self._enter_received(received)
         if self.gate.is_live(received.rollout_id):
             self._finish(FinishedRollout(received.rollout_id, accepted=True, tokens=received.tokens))
 
     def _enter_received(self, received: ReceivedRollout) -> None:
-        """Enter a rollout that only the trainer knows, if it is one."""
+        """Enter a rollout if only the trainer knows it."""
         if self.gate.is_live(received.rollout_id) or self.gate.outcome(received.rollout_id) is not None:
             return
-        order, tries = received.order, self.queue.waiting(received.order) or Turn(received.order)
-        self.enter(Ticket(received.rollout_id, NOBODY, received.prompt_id, order, *tries[1:]), received.version)
+        order, tries = received.order, self.queue.waiting(received.order) or NextTry(received.order)
+        self.enter(RolloutTicket(received.rollout_id, NOBODY, received.prompt_id, order, *tries[1:]), received.version)
 
     def died(self, worker: str) -> list[str]:
-        """The worker's process is gone or silent; returns the rollouts that are given up with it."""
+        """The worker's process is gone or silent; return the rollouts that are lost with it."""
         self.suspects.silent(worker)
-        return self._give_up(worker)
+        return self._lose_running(worker)
 
-    def succeeded(self, worker: str, incarnation: int, *, killed: bool = False) -> list[str]:
-        """The worker is another process by now, and the one before it died, `killed` from outside as the launcher says;
-        returns the rollouts that are given up with it.
+    def replaced(self, worker: str, incarnation: int, *, killed: bool = False) -> list[str]:
+        """Another process has replaced the worker's, which died; return the rollouts that are lost with it.
+
+        Args:
+            incarnation: of the new process.
+            killed: the launcher reports that the old process was killed from outside.
         """
         self.incarnations[worker] = incarnation
-        self._give_up_crashing(worker, killed=killed)
-        return self._give_up(worker)
+        self._drop_crashing(worker, killed=killed)
+        return self._lose_running(worker)
 
-    def lose(self, rollout_id: str) -> None:
-        """Nobody has the rollout, which ended between the last report of the manager before this one and its death."""
+    def end_unclaimed(self, rollout_id: str) -> None:
+        """Drop a rollout that no process has: it ended after the last report of the manager before this one."""
         if (ticket := self.gate.drop(rollout_id, DropReason.lost_with_manager)) is not None:
             self._dropped(ticket, DropReason.lost_with_manager, _as_before(ticket))
 
     def await_ends_of(self, rollouts: Container[str]) -> None:
-        """No worker will tell of the end of any other rollout than these."""
+        """Await the ends of these rollouts only: no worker will report another."""
         self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if key in rollouts}
 
     def abandon(self) -> None:
-        """Every live rollout is abandoned."""
+        """Abandon every live rollout."""
         for rollout_id in self.gate.abandon():
             self.events.abandoned(rollout_id)
 
-    def _to_be_tried_alone(self, worker: str) -> Turn | None:
-        """A suspect that is tried alone, which `worker` plays next: the first of those that no other worker is to."""
+    def _to_be_tried_alone(self, worker: str) -> NextTry | None:
+        """Return the suspect that `worker` runs next, alone: the first that is promised to no other worker."""
         for prompt_id in self.suspects.promised_to(worker):
             if (turn := self.queue.waiting(self.order.order_of(prompt_id))) is not None:
                 self.suspects.promise(worker, prompt_id)
@@ -190,7 +193,7 @@ class RolloutBooks:
         return None
 
     def _finish(self, finished: FinishedRollout) -> None:
-        """The trainer has the rollout; also one that was given up."""
+        """The trainer has the rollout; also one that was lost with its worker."""
         was_live = self.gate.is_live(finished.rollout_id)
         ticket = self.gate.finish(finished.rollout_id)
         if ticket is not None:
@@ -202,26 +205,26 @@ class RolloutBooks:
         _, told_late = self._ends_awaited.pop(finished.rollout_id, ("", None))
         self._measure(told_late if ticket is None else ticket.prompt_id, finished)
 
-    def _dropped(self, ticket: Ticket, reason: str, again: Turn) -> None:
-        """A live rollout left; its prompt waits `again`, unless it is used or another rollout of it is live."""
+    def _dropped(self, ticket: RolloutTicket, reason: str, again: NextTry) -> None:
+        """Record a drop. The prompt waits `again`, unless it is used or another rollout of it is live."""
         goes = PromptGoes.returned if self.queue.leave(again) else PromptGoes.used
         self.events.dropped(ticket.rollout_id, reason, goes, again.attempt, again.failures)
 
-    def _drop_for_good(self, ticket: Ticket, reason: str) -> None:
-        """A live rollout left, and its prompt with it, unless the master finds that another was trained."""
+    def _drop_for_good(self, ticket: RolloutTicket, reason: str) -> None:
+        """Record a drop with its prompt, unless the master finds that another rollout of the prompt was trained."""
         self.queue.use(ticket.order)
         self.queue.leave(_as_before(ticket))
         self.events.dropped(ticket.rollout_id, reason, PromptGoes.given_up)
 
     def _measure(self, prompt_id: str | None, finished: FinishedRollout) -> None:
-        """A rollout whose end was not told before may have measured its prompt."""
+        """Record the success that the rollout measured, if it did."""
         if prompt_id is not None and finished.success is not None:
             self.measured.add((prompt_id, finished.success))
 
     def _drop_received(self, dropped: DroppedRollout) -> None:
-        """The trainer dropped a rollout."""
+        """Drop a rollout, as the trainer did."""
         self._came(dropped.rollout_id)
-        lost = self.gate.given_up(dropped.rollout_id)
+        lost = self.gate.lost(dropped.rollout_id)
         ticket = self.gate.drop(dropped.rollout_id, dropped.reason)
         if dropped.used and (known := ticket or lost) is not None:
             self.queue.use(known.order)
@@ -229,21 +232,21 @@ class RolloutBooks:
             self._dropped(ticket, dropped.reason, _as_before(ticket))
 
     def _came(self, rollout_id: str) -> None:
-        """The trainer had the rollout, so it came to its end, though its worker may be yet to tell."""
+        """The trainer has the rollout, so it has ended, though its worker may not have reported the end."""
         if (ticket := self.gate.running(rollout_id)) is not None:
             self.suspects.ended(ticket.owner, ticket.prompt_id)
             self._ends_awaited[rollout_id] = ticket.owner, ticket.prompt_id
 
-    def _give_up(self, worker: str) -> list[str]:
+    def _lose_running(self, worker: str) -> list[str]:
         self._ends_awaited = {key: told for key, told in self._ends_awaited.items() if told[0] != worker}
         running = self.gate.running_of(worker)
         for rollout_id in running:
-            if (ticket := self.gate.give_up(rollout_id)) is not None:
+            if (ticket := self.gate.lose(rollout_id)) is not None:
                 self._dropped(ticket, WORKER_LOST, _as_before(ticket))
         return running
 
-    def _give_up_crashing(self, worker: str, *, killed: bool) -> None:
-        """The worker died; what it had in hand may be why."""
+    def _drop_crashing(self, worker: str, *, killed: bool) -> None:
+        """Drop the prompt for good that has crashed too many workers, if this worker ran it."""
         running = self.gate.running_of(worker)
         tickets = [ticket for rollout_id in running if (ticket := self.gate.running(rollout_id)) is not None]
         crashing = self.suspects.died(worker, [ticket.prompt_id for ticket in tickets], killed=killed)
@@ -253,6 +256,6 @@ class RolloutBooks:
                 self._drop_for_good(ticket, DropReason.crashed_worker)
 
 
-def _as_before(ticket: Ticket) -> Turn:
-    """The prompt of a rollout, to be tried again as it was."""
-    return Turn(ticket.order, ticket.attempt, ticket.failures)
+def _as_before(ticket: RolloutTicket) -> NextTry:
+    """Return the same try of the rollout's prompt again."""
+    return NextTry(ticket.order, ticket.attempt, ticket.failures)

@@ -20,10 +20,10 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.observe.display import Display
-from asyncrl.runtime import keeper
-from asyncrl.runtime.keeper import Identity, identity_of, kill
+from asyncrl.runtime import supervisor
 from asyncrl.runtime.launcher import Launcher
-from asyncrl.runtime.process.process_tree import end_launch, kept, mark_of
+from asyncrl.runtime.process.process_tree import end_launch, mark_of, supervised
+from asyncrl.runtime.supervisor import Identity, identity_of, kill
 from asyncrl.runtime.trials.claim import TrialClaim
 
 LIMIT_S = 90.0
@@ -57,47 +57,47 @@ time.sleep(600)
 SLOW = """
 import importlib.util, os, sys
 
-spec = importlib.util.spec_from_file_location("keeper", sys.argv[1])
-keeper = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(keeper)
-start = keeper._start
+spec = importlib.util.spec_from_file_location("supervisor", sys.argv[1])
+supervisor = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(supervisor)
+start = supervisor._start
 
 def slowly(command):
     child = start(command)
     os.read(0, 1)
     return child
 
-keeper._start = slowly
-keeper._end_as(keeper.main(sys.argv[2:]))
+supervisor._start = slowly
+supervisor._end_as(supervisor.main(sys.argv[2:]))
 """
 
 
 class Kept:
-    """A worker below its keeper, and what user code left: four children, two of them sessions of their own."""
+    """A worker below its supervisor, and what user code left: four children, two of them sessions of their own."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
-        command = kept([sys.executable, "-c", WORKER])
+        command = supervised([sys.executable, "-c", WORKER])
         env = os.environ | (environment or {})
-        self.keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        assert self.keeper.stdout is not None
-        words = [self.keeper.stdout.readline().split() for _ in range(5)]
+        self.supervisor = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        assert self.supervisor.stdout is not None
+        words = [self.supervisor.stdout.readline().split() for _ in range(5)]
         self.worker = next(psutil.Process(int(line[1])) for line in words if line[0] == "worker")
         self.children = [psutil.Process(int(line[0])) for line in words if line[0] != "worker"]
 
     def assert_nothing_is_left(self) -> None:
         assert [child for child in psutil.wait_procs(self.children, timeout=LIMIT_S)[1] if runs(child)] == []
-        assert self.keeper.stdout is not None
-        assert select.select([self.keeper.stdout], [], [], LIMIT_S)[0], "somebody has what they inherited"
-        assert self.keeper.stdout.read() == ""
+        assert self.supervisor.stdout is not None
+        assert select.select([self.supervisor.stdout], [], [], LIMIT_S)[0], "somebody has what they inherited"
+        assert self.supervisor.stdout.read() == ""
 
     def end(self) -> None:
-        assert self.keeper.stdout is not None
-        self.keeper.stdout.close()
+        assert self.supervisor.stdout is not None
+        self.supervisor.stdout.close()
         for process in self.children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.keeper.kill()
-        self.keeper.wait(LIMIT_S)
+        self.supervisor.kill()
+        self.supervisor.wait(LIMIT_S)
 
 
 def runs(process: psutil.Process) -> bool:
@@ -114,22 +114,22 @@ def worker() -> Iterator[Kept]:
 
 
 def test_when_the_launcher_is_gone_everything_goes(worker: Kept) -> None:
-    assert worker.keeper.stdin is not None
-    worker.keeper.stdin.close()  # as the kernel does when the launcher is killed
-    assert worker.keeper.wait(LIMIT_S) == -signal.SIGKILL
+    assert worker.supervisor.stdin is not None
+    worker.supervisor.stdin.close()  # as the kernel does when the launcher is killed
+    assert worker.supervisor.wait(LIMIT_S) == -signal.SIGKILL
     worker.assert_nothing_is_left()
 
 
 def test_when_the_worker_is_killed_everything_goes_and_its_signal_is_told(worker: Kept) -> None:
     worker.worker.kill()
-    assert worker.keeper.wait(LIMIT_S) == -signal.SIGKILL
+    assert worker.supervisor.wait(LIMIT_S) == -signal.SIGKILL
     worker.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize(
     ("sent", "before", "after", "code"),
     [
-        ("KILL", 3, 4, keeper.TOLD_OUT_OF_MEMORY),
+        ("KILL", 3, 4, supervisor.TOLD_OUT_OF_MEMORY),
         ("KILL", 3, 3, -signal.SIGKILL),
         ("SEGV", 3, 4, -signal.SIGSEGV),
     ],
@@ -139,10 +139,10 @@ def test_a_kill_while_the_kernel_frees_memory_is_told_from_one_from_outside(
 ) -> None:
     program = f"""
 import sys
-sys.path.insert(0, {str(Path(keeper.__file__).parent)!r})
-import keeper
-keeper._out_of_memory_kills = iter([{before}, {after}]).__next__
-keeper._end_as(keeper.main(["sh", "-c", "kill -{sent} $$"]))
+sys.path.insert(0, {str(Path(supervisor.__file__).parent)!r})
+import supervisor
+supervisor._out_of_memory_kills = iter([{before}, {after}]).__next__
+supervisor._end_as(supervisor.main(["sh", "-c", "kill -{sent} $$"]))
 """
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as ended:
         assert ended.wait(LIMIT_S) == code
@@ -150,40 +150,40 @@ keeper._end_as(keeper.main(["sh", "-c", "kill -{sent} $$"]))
 
 def test_the_kernels_count_of_kills_for_memory_is_read_where_there_is_one(tmp_path: Path) -> None:
     counts = tmp_path / "vmstat"
-    assert keeper._out_of_memory_kills(counts) == 0
+    assert supervisor._out_of_memory_kills(counts) == 0
     counts.write_text("drop_slab 1\noom_kill 17\nballoon_inflate 3\n")
-    assert keeper._out_of_memory_kills(counts) == 17
+    assert supervisor._out_of_memory_kills(counts) == 17
 
 
 def test_a_stop_that_comes_while_the_worker_is_being_started_reaches_it_too(tmp_path: Path) -> None:
-    """The keeper has started it, and gets no turn before it is asked to stop."""
+    """The supervisor has started it, and gets no turn before it is asked to stop."""
     slow = tmp_path / "slow.py"
     slow.write_text(SLOW)
-    command = [sys.executable, "-I", "-S", str(slow), keeper.__file__, sys.executable, "-c", SAYS_AND_WAITS]
+    command = [sys.executable, "-I", "-S", str(slow), supervisor.__file__, sys.executable, "-c", SAYS_AND_WAITS]
     environment = os.environ | {"MINE": ""}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline()
-        process.send_signal(keeper.STOP_SIGNAL)
+        process.send_signal(supervisor.STOP_SIGNAL)
         process.stdin.write(b"g")  # it goes on
         process.stdin.flush()
         assert process.wait(LIMIT_S) == 7
 
 
 def test_a_stop_reaches_the_worker_and_its_exit_code_is_told(worker: Kept) -> None:
-    worker.keeper.terminate()  # as a batch system does with all processes: it is not for this one
-    worker.keeper.send_signal(keeper.STOP_SIGNAL)
-    assert worker.keeper.wait(LIMIT_S) == 7
+    worker.supervisor.terminate()  # as a batch system does with all processes: it is not for this one
+    worker.supervisor.send_signal(supervisor.STOP_SIGNAL)
+    assert worker.supervisor.wait(LIMIT_S) == 7
     worker.assert_nothing_is_left()
 
 
-def test_a_killed_keeper_takes_its_worker_along_and_the_next_start_finds_the_rest() -> None:
+def test_a_killed_supervisor_takes_its_worker_along_and_the_next_start_finds_the_rest() -> None:
     launch, bystander = os.urandom(16).hex(), None
     worker = Kept(environment=mark_of(launch))
     try:
         bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        worker.keeper.kill()
+        worker.supervisor.kill()
         psutil.wait_procs([worker.worker], timeout=LIMIT_S)
         assert not runs(worker.worker)
         orphans = {child.pid for child in worker.children if runs(child)}
@@ -214,9 +214,9 @@ def test_the_next_launch_of_a_trial_ends_what_a_killed_one_left(tmp_path: Path) 
     killed = TrialClaim.take(config)
     worker = Kept(environment=mark_of(killed.holder.launch))
     try:
-        worker.keeper.kill()  # and the launcher at the same moment
+        worker.supervisor.kill()  # and the launcher at the same moment
         killed.release()
-        worker.keeper.wait(LIMIT_S)
+        worker.supervisor.wait(LIMIT_S)
         launcher = Launcher(config, cast(Display, notes))
         launcher.prepare()
         worker.assert_nothing_is_left()
@@ -314,33 +314,33 @@ def test_a_killed_launchers_leading_process_saves_before_the_others_end_and_keep
     command = [sys.executable, "-c", LAUNCHER_OF_TWO, str(tmp_path), SAVING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
-        keepers = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]
-        other, _ = processes = [child for keeper in keepers for child in keeper.children()]
+        supervisors = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]
+        other, _ = processes = [child for supervisor in supervisors for child in supervisor.children()]
         try:
             launcher.kill()
             wait_for(tmp_path / "asked")
             assert runs(other)
-            held = [file.path for file in keepers[1].open_files()]
+            held = [file.path for file in supervisors[1].open_files()]
             assert str(tmp_path / "lock") in held
             (tmp_path / "may-end").touch()
-            left = psutil.wait_procs([*keepers, *processes], timeout=LIMIT_S)[1]
+            left = psutil.wait_procs([*supervisors, *processes], timeout=LIMIT_S)[1]
             assert [process for process in left if runs(process)] == []
             assert (tmp_path / "saved").exists()
         finally:
-            for process in [*keepers, *processes]:
+            for process in [*supervisors, *processes]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
 
 
 def test_a_killed_launchers_leading_process_that_does_not_end_is_killed() -> None:
     deaf = "import signal, time; signal.signal(signal.SIGUSR2, signal.SIG_IGN); print(flush=True); time.sleep(600)"
-    command = kept([sys.executable, "-c", deaf], grace_s=0.2)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as keeper:
-        assert keeper.stdin is not None
-        assert keeper.stdout is not None
-        keeper.stdout.readline()
-        keeper.stdin.close()
-        assert keeper.wait(LIMIT_S) == -signal.SIGKILL
+    command = supervised([sys.executable, "-c", deaf], grace_s=0.2)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as supervisor:
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
+        supervisor.stdout.readline()
+        supervisor.stdin.close()
+        assert supervisor.wait(LIMIT_S) == -signal.SIGKILL
 
 
 def test_a_killed_launcher_leaves_nothing_of_what_user_code_forked(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_a_killed_launcher_leaves_nothing_of_what_user_code_forked(tmp_path: Pat
 
 
 class Ordered:
-    """A keeper as ssh starts it on another host: told all over its standard input."""
+    """A supervisor as ssh starts it on another host: told all over its standard input."""
 
     def __init__(
         self,
@@ -376,11 +376,11 @@ class Ordered:
         files: Mapping[str, str] | None = None,
     ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", keeper.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-I", "-S", supervisor.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         command = [sys.executable, "-c", program]
-        environment = {"MINE": "my secret"} | ({keeper.PLACE_VARIABLE: place} if place else {})
-        order = keeper.Order(command, environment, str(folder), silence_s, dict(files or {}))
+        environment = {"MINE": "my secret"} | ({supervisor.PLACE_VARIABLE: place} if place else {})
+        order = supervisor.Order(command, environment, str(folder), silence_s, dict(files or {}))
         self.tell(json.dumps(order._asdict()).encode() + b"\n")
 
     def tell(self, what: bytes) -> None:
@@ -423,12 +423,12 @@ def test_nothing_is_put_into_a_folder_that_others_can_write_to(tmp_path: Path) -
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize(("told", "code"), [(keeper.STOP, 7), (keeper.KILL, 128 + signal.SIGKILL)])
+@pytest.mark.parametrize(("told", "code"), [(supervisor.STOP, 7), (supervisor.KILL, 128 + signal.SIGKILL)])
 def test_on_another_host_all_is_told_over_standard_input(tmp_path: Path, told: bytes, code: int) -> None:
     ordered = Ordered(tmp_path, SAYS_AND_WAITS)
     pid, folder, mine = ordered.line().split(" ", 2)
     assert (folder, mine) == (str(tmp_path), "my secret")
-    ordered.tell(keeper.ALIVE)
+    ordered.tell(supervisor.ALIVE)
     assert psutil.Process(int(pid)).is_running()
     ordered.tell(told)
     assert ordered.end() == code
@@ -437,7 +437,9 @@ def test_on_another_host_all_is_told_over_standard_input(tmp_path: Path, told: b
 
 def test_an_end_of_its_own_is_told(tmp_path: Path) -> None:
     assert Ordered(tmp_path, "import sys; sys.exit(3)").end() == 3
-    assert Ordered(tmp_path, "import sys; sys.exit(1)").end() == keeper.TOLD_FAILED  # 1 is the carrier's own failure
+    assert (
+        Ordered(tmp_path, "import sys; sys.exit(1)").end() == supervisor.TOLD_FAILED
+    )  # 1 is the carrier's own failure
     assert Ordered(tmp_path, "import os; os.abort()").end() == 128 + signal.SIGABRT
 
 
@@ -449,7 +451,7 @@ def test_a_launcher_that_is_silent_for_too_long_counts_as_gone(tmp_path: Path) -
 
 
 def test_what_was_given_up_on_this_host_is_killed_before_its_successor_starts(tmp_path: Path) -> None:
-    """Also where it cannot hear of anything, as it is stopped with its keeper."""
+    """Also where it cannot hear of anything, as it is stopped with its supervisor."""
     place = f"model_worker/1 {tmp_path}"
     earlier, other = (Ordered(tmp_path, SAYS_AND_WAITS, place=p) for p in (f"7 {place}", f"8 {place}0"))
     old, beside = (psutil.Process(int(ordered.line().split()[0])) for ordered in (earlier, other))
@@ -469,7 +471,7 @@ def test_what_was_given_up_on_this_host_is_killed_before_its_successor_starts(tm
     assert runs(new)
     assert runs(beside)
     for ordered in (later, other):
-        ordered.tell(keeper.KILL)
+        ordered.tell(supervisor.KILL)
         ordered.end()
 
 
@@ -487,17 +489,17 @@ time.sleep(600)
 
 
 class Detached:
-    """A keeper as Ray's actor starts one: no child of who did, which tells its exit code to a descriptor."""
+    """A supervisor as Ray's actor starts one: no child of who did, which tells its exit code to a descriptor."""
 
     def __init__(self, folder: Path, program: str) -> None:
         theirs, self._told = os.pipe()
         self.status, ended = os.pipe()
         self.printed, output = os.pipe()
-        command = [sys.executable, "-I", "-S", keeper.__file__, "--detached", str(ended)]
+        command = [sys.executable, "-I", "-S", supervisor.__file__, "--detached", str(ended)]
         subprocess.run(command, stdin=theirs, stdout=output, pass_fds=[ended], check=True, timeout=LIMIT_S)
         for descriptor in (theirs, ended, output):
             os.close(descriptor)
-        order = keeper.Order([sys.executable, "-c", program], {}, str(folder), 60.0)
+        order = supervisor.Order([sys.executable, "-c", program], {}, str(folder), 60.0)
         os.write(self._told, json.dumps(order._asdict()).encode() + b"\n")
 
     def line(self) -> int:
@@ -521,7 +523,7 @@ class Detached:
                 self.let_go()
 
 
-def test_a_detached_keeper_is_nobodys_child_and_ends_its_tree_once_it_is_let_go(tmp_path: Path) -> None:
+def test_a_detached_supervisor_is_nobodys_child_and_ends_its_tree_once_it_is_let_go(tmp_path: Path) -> None:
     detached = Detached(tmp_path, DAEMON_AND_WAITS)
     daemon = psutil.Process(detached.line())
     assert os.getpid() not in [process.pid for process in daemon.parents()]
@@ -530,6 +532,6 @@ def test_a_detached_keeper_is_nobodys_child_and_ends_its_tree_once_it_is_let_go(
     assert not runs(daemon)
 
 
-@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, keeper.TOLD_FAILED), (7, 7)])
-def test_a_detached_keeper_tells_the_exit_code(tmp_path: Path, code: int, told: int) -> None:
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, supervisor.TOLD_FAILED), (7, 7)])
+def test_a_detached_supervisor_tells_the_exit_code(tmp_path: Path, code: int, told: int) -> None:
     assert Detached(tmp_path, f"import sys; sys.exit({code})").end() == b"%d" % told

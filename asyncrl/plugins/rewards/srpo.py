@@ -1,0 +1,184 @@
+"""SRPO's reward for embodied episodes: a failure's worth by its nearness to successes, as a video encoder sees it.
+
+It adds to the environment's reward, which is 1 for a success: nothing for successes, and up to 0.6 for failures
+(`progress`). One process embeds what it is given and keeps the references: those are newest episodes, which any process
+has again after a few groups, so no checkpoint has them, and a new process begins without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.api import Episode, run_in
+from asyncrl.api.picture import Picture, evenly
+from asyncrl.config.import_paths import load_plugin
+from asyncrl.plugins.rewards.progress import PRESETS, Floats, Reference, References
+
+Clip = Sequence[Picture]
+Encoder = Callable[[Sequence[Clip]], Floats]
+"""Embeds clips of T frames each: `[N, D]`."""
+SUCCESS, PROGRESS = "success", "progress"
+"""Numbers of an agent, `Sample.metrics`: 1 for a success and 0 for a failure; how far the episode came, 0 to 1."""
+CACHED = 4096
+"""Embeddings that are kept, by the content of the frames; V-JEPA 2's largest take 11 KB each."""
+PIXELS = 32
+"""Side to which `pixels` resizes frames."""
+
+
+def pixels(clips: Sequence[Clip]) -> Floats:
+    """The pixels of all frames at 32 x 32, 0 to 1, as an embedding: a baseline, and an encoder that needs no model."""
+    return np.array([np.concatenate([_small(frame) for frame in clip]) for clip in clips])
+
+
+def _small(frame: Picture) -> NDArray[np.float64]:
+    return np.asarray(frame.image().resize((PIXELS, PIXELS)), np.float64).ravel() / 255.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """One episode of a group: its samples' positions, and what is known of it."""
+
+    samples: list[int]
+    succeeded: bool
+    version: int
+    progress: float
+    frames: list[Picture]
+    task: Any
+
+
+@run_in("process")
+class SRPOReward:
+    """Rewards of a group's failures; see the module and `asyncrl.plugins.rewards.progress`.
+
+    A group of one episode, as in an evaluation, has no such rewards and is not kept.
+
+    Args:
+        encoder: import path of a function or class whose calls embed clips, `[N, D]` of N lists of pictures.
+        encoder_args: arguments of the class, such as `folder` of a V-JEPA 2 model.
+        frames: frames that are chosen evenly from an episode and embedded together, 64 in siiRL.
+        end: embed the last frame alone, held still for all `frames`: where the episode has come to.
+        preset: `nearest` or `siirl`.
+        settings: fields of `ProgressSettings` that differ from the preset.
+        task: field of the row that names its task: failures are compared with successes of the same task. None: with
+            those of their own group alone.
+        keep: successes, and as many failures, that are kept of a task.
+        max_staleness: versions by which a success may be older than the failure that is compared with it.
+
+    Raises:
+        ValueError: an argument is out of its bounds.
+    """
+
+    def __init__(
+        self,
+        *,
+        encoder: str = "asyncrl.plugins.rewards.video_encoder:VJEPA2Encoder",
+        encoder_args: Mapping[str, Any] | None = None,
+        frames: int = 64,
+        end: bool = False,
+        preset: str = "nearest",
+        settings: Mapping[str, Any] | None = None,
+        task: str | None = "task",
+        keep: int = 256,
+        max_staleness: int = 8,
+    ) -> None:
+        if frames < 1:
+            raise ValueError(f"frames is {frames}: give at least 1")
+        if preset not in PRESETS:
+            raise ValueError(f"preset is {preset!r}: choose {' or '.join(PRESETS)}")
+        self._path, self._args = encoder, dict(encoder_args or {})
+        self._encoder: Encoder | None = None
+        self._frames, self._end, self._task = frames, end, task
+        self._settings = replace(PRESETS[preset], **(settings or {}))
+        self._keep, self._max_staleness = keep, max_staleness
+        self._references = self._new_references()
+        self._cached: OrderedDict[str, NDArray[np.float64]] = OrderedDict()
+
+    def __call__(self, group: Sequence[Episode]) -> list[dict[str, float]]:
+        """The reward of each of the group's samples, all those of an episode alike, and what it was made of.
+
+        Raises:
+            ValueError: an episode has no frames, no success, or no task.
+        """
+        played = self._episodes(group)
+        if len(played) == 1:
+            return [{"score": 0.0} for _ in group]
+        references = self._references if self._task is not None else self._new_references()
+        embedded = self._embedded([each.frames for each in played])
+        made = [
+            Reference(each.version, key, embedding, each.progress)
+            for each, (key, embedding) in zip(played, embedded, strict=True)
+        ]
+        for each, reference in zip(played, made, strict=True):
+            references.add(each.task, reference, succeeded=each.succeeded)
+        rewards: list[dict[str, float]] = [{} for _ in group]
+        for each, reference in zip(played, made, strict=True):
+            given = {"score": 0.0}
+            if not each.succeeded:
+                found = references.progress(each.task, reference)
+                given |= {"score": found.reward, "references": found.references, "centres": found.centres}
+                given |= {} if found.correlation is None else {"progress_correlation": found.correlation}
+            for sample in each.samples:
+                rewards[sample] = given
+        return rewards
+
+    def _new_references(self) -> References:
+        return References(self._settings, keep=self._keep, max_staleness=self._max_staleness)
+
+    def _episodes(self, group: Sequence[Episode]) -> list[_Played]:
+        by_number: dict[int, list[int]] = {}
+        for position, sample in enumerate(group):
+            by_number.setdefault(sample.episode, []).append(position)
+        return [self._played([group[at] for at in positions], positions) for positions in by_number.values()]
+
+    def _played(self, samples: Sequence[Episode], positions: list[int]) -> _Played:
+        frames = [frame for sample in samples for frame in sample.frames]
+        metrics = samples[-1].metrics
+        if not frames or SUCCESS not in metrics:
+            raise ValueError(
+                "the agent's samples have no frames (Sample.frames), or no metric 'success' (Sample.metrics); use "
+                "asyncrl.plugins.agents.vla:VLAAgent, or an agent that gives both"
+            )
+        row = samples[-1].data
+        if self._task is not None and row.get(self._task) is None:
+            raise ValueError(f"the row has no field {self._task!r}, which names its task; set task to a field, or null")
+        return _Played(
+            positions,
+            metrics[SUCCESS] > 0,
+            max(sample.version for sample in samples),
+            metrics.get(PROGRESS, float("nan")),
+            [frames[-1]] * self._frames if self._end else evenly(frames, self._frames),
+            None if self._task is None else row[self._task],
+        )
+
+    def _embedded(self, clips: Sequence[list[Picture]]) -> list[tuple[str, NDArray[np.float64]]]:
+        """The key and the embedding of each clip; those of the same frames are made once."""
+        keys = [hashlib.sha256("".join(frame.sha256 for frame in clip).encode()).hexdigest() for clip in clips]
+        lacking = {key: clip for key, clip in zip(keys, clips, strict=True) if key not in self._cached}
+        if lacking:
+            for key, embedding in zip(lacking, self._encode(list(lacking.values())), strict=True):
+                self._cached[key] = embedding
+        for key in keys:
+            self._cached.move_to_end(key)
+        found = [(key, self._cached[key]) for key in keys]
+        while len(self._cached) > CACHED:
+            self._cached.popitem(last=False)
+        return found
+
+    def _encode(self, clips: Sequence[Clip]) -> Floats:
+        if self._encoder is None:
+            named: Any = load_plugin(self._path)
+            made: Encoder = named(**self._args) if isinstance(named, type) else named
+            self._encoder = made
+        vectors = np.asarray(self._encoder(clips), np.float64)
+        if vectors.ndim != 2 or len(vectors) != len(clips) or not np.isfinite(vectors).all():
+            raise ValueError(
+                f"encoder {self._path} made {vectors.shape} of {len(clips)} clips: it has to give finite numbers [N, D]"
+            )
+        return vectors

@@ -1,0 +1,45 @@
+"""A whole run of the embodied demo, its environments in processes, with a RolloutWorker killed on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.commands.audit import audit
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+
+
+def test_the_demo_trains_on_chunks_of_actions_with_srpos_reward_and_survives_a_killed_worker(start_run: Any) -> None:
+    run = start_run(
+        "embodied_srpo",
+        experiment_name="embodied_srpo",
+        model__path=None,
+        reward__path=None,
+        dataset__max_prompt_tokens=None,
+        rollout__sampling__max_new_tokens=None,
+        total_train_steps=STEPS,
+        train_batch_size=4,
+        group_size=8,
+        env__run_in="process",
+        env__processes=16,
+        eval__interval=STEPS,
+        eval__size=16,
+        checkpoint__interval=STEPS,
+    )
+    run.wait_for_step(1)
+    run.worker("rollout_worker/0").kill()
+    run.wait_for_line("rollout_worker/0 went on after")
+    assert run.wait() == 0, run.output + run.logs()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert 0 < max(row["ppo/engine_gap_max"] for row in rows) < 1e-3, "both restrict the distribution to the actions"
+    for row in rows:
+        assert 0.1 <= row["agent/success"] <= 0.9, "what is trained passed the filter on success"
+        assert 0 < row["reward/srpo"] < 0.6
+        assert row["reward/srpo.references"] >= 1
+    assert any("reward/srpo.progress_correlation" in row for row in rows)
+    assert audit(run.run_dir).findings == ()
