@@ -166,14 +166,14 @@ class PolicyServer(GenerationServer):
     answer is of one version.
     """
 
+    _scratch = "policy"
+
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         policy = self.config.policy_of_server[self.index]
         if policy.path is not None:
-            self.config.model.path = policy.path
+            self.config.model.path = str(Path(policy.path).expanduser())
         self.config.moe.replay_routing = False  # its tokens are not trained
-
-    _scratch = "policy"
 
     @property
     def _key(self) -> str:
