@@ -400,9 +400,10 @@ class ManagerService:
         """Return a server for the request; None if there is none now, or if its rollout has ended."""
         min_version = request.min_version or 0
         if request.rollout_id is not None:
-            if self.gate.has_ended(request.rollout_id):
+            known = self.gate if self.begun else self.roll_call
+            if known.has_ended(request.rollout_id):
                 return None
-            admitted_at = (self.gate if self.begun else self.roll_call).admitted_at(request.rollout_id)
+            admitted_at = known.admitted_at(request.rollout_id)
             min_version = max(min_version, admitted_at or 0)
         if request.policy:
             min_version = 0  # an opponent is as old as it is

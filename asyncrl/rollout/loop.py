@@ -108,7 +108,7 @@ class _RolloutPolicy:
 
 
 class RolloutLoop:
-    """See the module's docstring. `run` goes on until it is cancelled or everything fails.
+    """Runs rollouts until there are no more. `run` goes on until it is cancelled or everything fails.
 
     Args:
         components: the user's agent, environment, dataset and reward.

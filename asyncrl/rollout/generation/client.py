@@ -103,7 +103,7 @@ class ServerLost(HttpError):
 
 
 class RolloutClient:
-    """See the module's docstring. An asynchronous context manager; use it in one event loop.
+    """Generates the answers of groups. An asynchronous context manager; use it in one event loop.
 
     Args:
         manager: chooses the servers.

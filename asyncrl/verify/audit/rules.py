@@ -58,7 +58,7 @@ class _Rollout:
 
 
 class Replay:
-    """See the module's docstring.
+    """Checks a ledger line by line.
 
     Args:
         rows: of the training data; None where that is not known, and prompt ids cannot be checked.

@@ -20,7 +20,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.plugins.datasets.demonstrations import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.trainer.supervised.loop import demonstration_format, held_out_of, phases_of
+from asyncrl.trainer.supervised.loop import held_out_of, phases_of, row_format
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -95,10 +95,32 @@ def test_supervised_training_is_set_as_shown_and_reads_the_rows(
     (phase,), held_out = phases_of(config), held_out_of(config)
     assert held_out is not None
     assert len(phase.dataset) + len(held_out) == 63
-    form = demonstration_format(config, load_tokenizer(tiny_chat_model))
+    form = row_format(config, load_tokenizer(tiny_chat_model))
     Path("rows.jsonl").write_text(rows)
     encoded = EncodedRows.of(load_demonstrations("rows.jsonl", {}, {}, "train", 0), form, 4096)
     assert [len(row) for row in encoded.rows] == [1, 1, 1]
+
+
+def test_preference_training_is_set_as_shown_and_reads_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_chat_model: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (pairs, labelled), examples = blocks("preferences.md", "json"), blocks("preferences.md", "yaml")
+    Path("model").symlink_to(tiny_chat_model)
+    many = [json.dumps({"prompt": f"{i} + 1?", "chosen": str(i + 1), "rejected": "0"}) for i in range(60)]
+    Path("pairs.jsonl").write_text(pairs + "\n".join(many))
+    Path("labelled.jsonl").write_text(labelled)
+    more = ["loss.name=kto", "dataset.path=labelled.jsonl"]
+    for number, (settings, overrides) in enumerate([(examples[0], []), (examples[1], []), (examples[1], more)]):
+        Path(f"mine{number}.yaml").write_text(f"defaults: [sft_schema, _self_]\nfileroot: {tmp_path}\n{settings}")
+        config = load_experiment(f"mine{number}", overrides, tmp_path)
+        assert isinstance(config, SFTConfig)
+        validate(config)
+        check_data(config, tmp_path)
+        form = row_format(config, load_tokenizer(tiny_chat_model))
+        (phase,) = phases_of(config)
+        rows = EncodedRows.of(phase.dataset, form, 4096).rows
+        assert {len(row) for row in rows} == ({1} if overrides else {2})
 
 
 README = (DOCS.parent / "README.md").read_text(encoding="utf-8") + (DOCS / "gpus.md").read_text(encoding="utf-8")

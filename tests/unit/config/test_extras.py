@@ -24,7 +24,13 @@ def test_pip_resolves_the_extra_beside_asyncrl(extra: str) -> None:
     """The packages installed here satisfy asyncrl and the extra; SGLang, for example, pins another transformers."""
     own = {Requirement(text).name for text in PROJECT["dependencies"]}
     for wanted in map(Requirement, EXTRAS[extra]):
-        assert wanted.specifier.contains(importlib.metadata.version(wanted.name)), wanted
+        try:
+            version = importlib.metadata.version(wanted.name)
+        except importlib.metadata.PackageNotFoundError:
+            if extra != "dev":
+                raise
+            pytest.skip(f"{wanted.name} is not installed")  # as tests say that need it
+        assert wanted.specifier.contains(version), wanted
         for of_it in map(Requirement, importlib.metadata.requires(wanted.name) or ()):
             if of_it.name in own and (of_it.marker is None or of_it.marker.evaluate({"extra": ""})):
                 assert of_it.specifier.contains(importlib.metadata.version(of_it.name)), f"{wanted} wants {of_it}"

@@ -37,6 +37,10 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader
+from asyncrl.trainer.engines.sharded.architectures import (
+    PIPELINE_PARALLEL_WITH_PICTURES,
+    TENSOR_PARALLEL_WITH_PICTURES,
+)
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
@@ -216,6 +220,15 @@ def test_the_page_has_these_families_and_no_others() -> None:
     found = table(PAGE.read_text(encoding="utf-8"))
     assert found[:2] == HEADER
     assert [line.split("|")[1].strip() for line in found[2:]] == list(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("column", "allowed"), [("t2", TENSOR_PARALLEL_WITH_PICTURES), ("p2", PIPELINE_PARALLEL_WITH_PICTURES)]
+)
+def test_what_is_cut_is_what_the_page_shows_to_be_right(column: str, allowed: frozenset[str]) -> None:
+    place = [*CHECKS].index(column) + 2
+    cells = [[cell.strip() for cell in line.split("|")] for line in table(PAGE.read_text(encoding="utf-8"))[2:]]
+    assert {FAMILIES[each[1]] for each in cells if each[place] == "yes"} == allowed
 
 
 def main() -> None:

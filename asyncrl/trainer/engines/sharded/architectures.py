@@ -2,7 +2,7 @@
 
 How a trunk can be cut lies in its code: whether each step of a layer works on a slice, whether the trunk does something
 to its input embeddings that a later stage must not do again. A wrong cut is as silent as any other wrong number. So an
-architecture is let in by name, once the table in `docs/models.md` shows that two slices, or two stages, have the
+architecture is let in by name, once a table in `docs/models.md` shows that two slices, or two stages, have the
 log-probabilities and gradients of one process. Data-parallel ranks run a model's own code on whole layers: any model.
 
 Torch-free: the launcher checks it before anything starts.
@@ -21,14 +21,9 @@ _BOTH = frozenset(
         "gemma2",
         "gemma3_text",
         "glm4",
-        "glm4v",
         "gpt_oss",
         "granite",
-        "idefics3",
-        "internvl",
         "llama",
-        "llava",
-        "llava_onevision",
         "mistral",
         "mixtral",
         "nemotron",
@@ -36,23 +31,39 @@ _BOTH = frozenset(
         "olmo3",
         "phi3",
         "qwen2",
-        "qwen2_5_vl",
-        "qwen2_vl",
         "qwen3",
         "qwen3_moe",
         "smollm3",
+    }
+)
+_BOTH_WITH_PICTURES = frozenset(
+    {
+        "glm4v",
+        "idefics3",
+        "internvl",
+        "llava",
+        "llava_onevision",
+        "qwen2_5_vl",
+        "qwen2_vl",
         "smolvlm",
     }
 )
 TENSOR_PARALLEL = _BOTH | {"phi"}
 """`model_type`s of transformers that are cut into tensor slices."""
-PIPELINE_PARALLEL = _BOTH | {"deepseek_v2", "granitemoehybrid", "qwen3_5_text", "qwen3_next", "qwen3_vl", "stablelm"}
+PIPELINE_PARALLEL = _BOTH | {"deepseek_v2", "granitemoehybrid", "qwen3_5_text", "qwen3_next", "stablelm"}
 """`model_type`s of transformers that are cut into pipeline stages."""
+TENSOR_PARALLEL_WITH_PICTURES = _BOTH_WITH_PICTURES
+"""Vision-language models whose text part is cut into tensor slices."""
+PIPELINE_PARALLEL_WITH_PICTURES = _BOTH_WITH_PICTURES | {"qwen3_vl"}
+"""Vision-language models whose text part is cut into pipeline stages."""
 
 
 def refusals(model_type: str, layout: Layout) -> Iterator[str]:
     """Why a model of `model_type` cannot be trained in `layout`, and what can."""
-    cuts = (("t", layout.tensor, "tensor slices", TENSOR_PARALLEL), ("p", layout.pipeline, "stages", PIPELINE_PARALLEL))
+    cuts = (
+        ("t", layout.tensor, "tensor slices", TENSOR_PARALLEL | TENSOR_PARALLEL_WITH_PICTURES),
+        ("p", layout.pipeline, "stages", PIPELINE_PARALLEL | PIPELINE_PARALLEL_WITH_PICTURES),
+    )
     for letter, parts, name, shown in cuts:
         if parts == 1 or model_type in shown:
             continue
