@@ -1,4 +1,4 @@
-"""Blocks of docs/evaluation.md and docs/sft.md, and commands of the README and docs/gpus.md: each does as told."""
+"""Blocks of docs/evaluation.md and docs/sft.md, and commands of the README and docs/gpu.md: each does as told."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.plugins.datasets.demonstrations import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.runtime.process import hardware
 from asyncrl.trainer.supervised.loop import held_out_of, phases_of, row_format
 from asyncrl.trainer.supervised.settings import SFTConfig
 
@@ -123,7 +124,7 @@ def test_preference_training_is_set_as_shown_and_reads_the_rows(
         assert {len(row) for row in rows} == ({1} if overrides else {2})
 
 
-README = (DOCS.parent / "README.md").read_text(encoding="utf-8") + (DOCS / "gpus.md").read_text(encoding="utf-8")
+README = (DOCS.parent / "README.md").read_text(encoding="utf-8") + (DOCS / "gpu.md").read_text(encoding="utf-8")
 OWN_CODE = {
     "my_rewards.py": "def score(data, completion):\n    return float(data['answer'] in completion)\n",
     "my_agent.py": "from asyncrl.plugins.agents.single_turn import SingleTurnAgent as MyAgent\n",
@@ -146,6 +147,11 @@ def test_the_readmes_commands_for_ones_own_model_have_limits_of_a_real_one(
     experiment, *overrides = shlex.split(command.replace("\\\n", ""))
     here = [f"model.path={tiny_chat_model}", f"fileroot={tmp_path}"]
     if any(each.startswith("generation.sglang.python=") for each in overrides):
+        here.append(f"generation.sglang.python={sys.executable}")
+    if experiment.endswith("gpu"):  # it wants GPUs, which are folders here
+        (tmp_path / "gpus" / "0").mkdir(parents=True)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(hardware, "_GPUS", tmp_path / "gpus")
         here.append(f"generation.sglang.python={sys.executable}")
     config = load_experiment(experiment, [*overrides, *here])
     assert isinstance(config, ExperimentConfig)

@@ -39,7 +39,11 @@ def adopting(url: str) -> list[str]:
     return ["generation.backend=sglang", f"generation.sglang.urls=[{url}]"]
 
 
-@pytest.mark.parametrize("name", sorted(known_experiments(experiments_dir())))
+ANYWHERE = sorted(name for name in known_experiments(experiments_dir()) if not name.endswith("gpu"))
+"""The others are checked where GPUs are pretended, in tests/unit/commands/test_show_allocation.py."""
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_every_built_in_experiment_is_valid_as_it_stands(name: str, tiny_chat_model: Path) -> None:
     config = load_experiment(name, [])
     if config.model.path is not None and is_hub_name(config.model.path):  # which becomes a folder before the checks
