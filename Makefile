@@ -21,7 +21,7 @@ demo-tools: setup
 
 test: setup
 	$(PYTHON_IN) -m pytest tests/unit tests/integration $(if $(GPU),,tests/gpu) -x -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
-	$(PYTHON_IN) -m pytest tests/device -q -n $(TEST_WORKERS)
+	$(PYTHON_IN) -m pytest tests/device -q -n 2
 	$(if $(GPU),$(PYTHON_IN) -m pytest tests/gpu -q)
 	$(PYTHON_IN) -m pytest tests/faults tests/e2e -q -n $(RUN_WORKERS) --dist loadfile --no-loadscope-reorder
 

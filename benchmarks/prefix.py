@@ -132,7 +132,7 @@ def step(engine: FlatPolicyEngine, batch: StepBatch) -> tuple[Tensor, Tensor, in
     wanted_T = batch["loss_mask"]
     weights_T = torch.linspace(-1, 1, batch.num_tokens)
     computed = whole = 0
-    later_T = (batch["minibatches"] != 0)[batch.seq_ids_T]
+    later_T = (batch["minibatches"][:, 0] != 0)[batch.seq_ids_T]
     logprobs_T = engine.logprobs(batch, wanted_T & later_T)
 
     def loss(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Any]]:

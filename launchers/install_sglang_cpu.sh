@@ -39,6 +39,7 @@ fi
   "${pip[@]}" "$torch" "${needed[@]}"
   # This wheel registers operators of its CUDA extension at import, which a CPU torch refuses.
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  rm -f "$site/torchvision/_meta_registrations.py" # uv's cache and other environments may hold the same file
   : >"$site/torchvision/_meta_registrations.py"
   # In place of the CUDA kernels, which do not exist for a CPU.
   rm -rf "$site/sgl_kernel" && cp -r "$stub" "$site/sgl_kernel"

@@ -562,6 +562,29 @@ def template() -> Iterator[Template | None]:
     template.close()
 
 
+StartWorker = Callable[..., subprocess.Popen[str] | WarmProcess]
+
+
+@pytest.fixture
+def start_worker(template: Template | None) -> Iterator[StartWorker]:
+    """`start_worker("model_worker", 0, run_dir)` starts this process of a run by itself; it ends with the test."""
+    started: list[subprocess.Popen[str] | WarmProcess] = []
+
+    def start(kind: str, index: int, run_dir: Path) -> subprocess.Popen[str] | WarmProcess:
+        environment, arguments = os.environ | {"OMP_NUM_THREADS": "1"}, [kind, str(index), "--run-dir", str(run_dir)]
+        if template is not None:
+            started.append(template.launch(arguments, environment, module="asyncrl.runtime.main"))
+        else:
+            command = [sys.executable, "-m", "asyncrl.runtime.main", *arguments]
+            started.append(subprocess.Popen(command, env=environment, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(GONE_S)
+
+
 @pytest.fixture
 def start_run(tmp_path: Path, tiny_model: Path, template: Template | None) -> Iterator[StartRun]:
     """`start_run(experiment, **overrides)` starts a run of it on the tiny model; dots in names are written as `__`.

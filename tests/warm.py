@@ -73,7 +73,7 @@ _SUBREAPER = 36
 
 
 class WarmProcess:
-    """A forked `python -m asyncrl.launch`, with the part of `subprocess.Popen` that tests use."""
+    """A forked `python -m ...`, with the part of `subprocess.Popen` that tests use."""
 
     def __init__(self, connection: socket.socket, stdout: IO[str]) -> None:
         self.stdout = stdout
@@ -121,15 +121,17 @@ class Template:
         self._address = f"\0tests of asyncrl {run}"  # which goes with the process
         self._control: socket.socket | None = None
 
-    def launch(self, arguments: Sequence[str], environment: Mapping[str, str]) -> WarmProcess:
-        """Fork `python -m asyncrl.launch *arguments` in a session of its own, with both outputs in one pipe."""
+    def launch(
+        self, arguments: Sequence[str], environment: Mapping[str, str], module: str = "asyncrl.launch"
+    ) -> WarmProcess:
+        """Fork `python -m module *arguments` in a session of its own, with both outputs in one pipe."""
         if self._control is None:
             self._control = self._connect()
         ours, theirs = socket.socketpair()
         output, written = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            command = [sys.executable, "-m", "asyncrl.launch", *arguments]
+            command = [sys.executable, "-m", module, *arguments]
             _send(
                 self._control,
                 {"arguments": command, "environment": dict(environment), "folder": os.getcwd()},
@@ -228,7 +230,7 @@ def _greeted(listener: socket.socket) -> socket.socket:
 
 
 def _launch(request: Mapping[str, Any], standard: Sequence[int]) -> NoReturn:
-    """Be the launcher, in a process that has just been forked from the template."""
+    """Be what is asked for, in a process that has just been forked from the template."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _take(standard, ())

@@ -22,6 +22,9 @@ KINDS = {
     "aggregation": 3,
     "filter": 1,
     "shaping": 1,
+    "reward_loss": 1,
+    "pair_loss": 1,
+    "label_loss": 1,
 }
 """The kinds of algorithm, each with the number of its positional arguments; what follows a bare `*` is configurable."""
 
@@ -61,3 +64,9 @@ filter_ = _marker("filter")
 """`@filter_("name")` on `(GroupView, *, params) -> FilterDecision`."""
 shaping = _marker("shaping")
 """`@shaping("name")` on `(GroupView, *, params) -> rewards_S`."""
+reward_loss = _marker("reward_loss")
+"""`@reward_loss("name")` on `(ScoredPairs, *, params) -> losses_P`."""
+pair_loss = _marker("pair_loss")
+"""`@pair_loss("name")` on `(AnswerPairs, *, params) -> losses_P`."""
+label_loss = _marker("label_loss")
+"""`@label_loss("name")` on `(LabelledAnswers, *, params) -> losses_S`."""

@@ -11,7 +11,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.doctor.measured import measure
+from asyncrl.observe.doctor.bottleneck import STARVED
+from asyncrl.observe.doctor.measured import Measured, measure
 from asyncrl.observe.history import History
 from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.simulator.measured_run import MeasuredRun, NotMeasured, measured_run
@@ -20,6 +21,10 @@ from asyncrl.simulator.plan import Candidate, Plan, plan
 FAR_OFF = 0.25
 """Relative error of the prediction for the run as it was beyond which the plan says that it is not to be trusted."""
 SHOWN = 12
+NO_CORES = (
+    "Threads of servers waited for a free core. The plan is for hosts whose cores are free: on a full host, more "
+    "processes do not add up."
+)
 
 
 def show_plan(history: History, devices: int, as_json: bool) -> int:
@@ -35,10 +40,17 @@ def show_plan(history: History, devices: int, as_json: bool) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
     if as_json:
-        print(json.dumps(_as_json(history, run, found)))
+        print(json.dumps(_as_json(history, run, found) | {"no_cores": _lacked_cores(measured)}))
     else:
-        _show(history, found, Console(highlight=False))
+        console = Console(highlight=False)
+        _show(history, found, console)
+        if _lacked_cores(measured):
+            console.print(NO_CORES, style="yellow")
     return EXIT_OK
+
+
+def _lacked_cores(measured: Measured) -> bool:
+    return any((server.no_core or 0.0) > STARVED for server in measured.servers)
 
 
 def settings_of(best: Candidate, workers: int) -> str:

@@ -52,6 +52,15 @@ def check(config: ExperimentConfig) -> Iterator[str]:
         yield from _gpus(config)
 
 
+def warnings(config: ExperimentConfig) -> Iterator[str]:
+    """Yield a warning for each valid setting with a surprising effect."""
+    if gpu_checks.embedded_on_gpus(config):
+        yield (
+            "generation.backend='embedded': on a GPU it is for tests and small models, as a token costs some forty "
+            "operators a layer, each started by the CPU; use generation.backend=sglang for speed"
+        )
+
+
 def _positions(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message if the longest answer leaves no position of the model to any prompt."""
     path, answer = config.model.path, config.rollout.sampling.max_new_tokens

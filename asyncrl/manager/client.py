@@ -1,12 +1,13 @@
-"""The GserverManager's HTTP interface, from the side of RolloutWorkers and the master.
+"""Call the GserverManager over HTTP, as a RolloutWorker or the master.
 
-Every call is idempotent (ids are the client's), so a call whose reply was lost is simply made again: `ManagerClient`
-does so with back-off until `retry_s` is over, at the address that name resolution has by then. A worker first opens a
-session with each manager by saying what it holds (`asyncrl.manager.rebuild`). Requests to schedule
-made in the same turn of the event loop travel in one HTTP call; what ended (rollouts and requests) travels with the
-worker's next call, whatever that is about, or on its own where none comes within `TELL_WITHIN_S`, within
-`MAKES_ROOM_WITHIN_S` where another rollout may start instead of one that was dropped, and at once where a curriculum
-waits to know how it was answered. On busy cores the number of calls is what the manager costs.
+Every call is idempotent (ids are the client's), so a call whose reply was lost is repeated: with back-off, for up to
+`retry_s`, at the address that name resolution has by then. A worker first opens a session with each manager by
+reporting what it holds (`asyncrl.manager.rebuild`).
+
+The manager's cost on busy cores is the number of calls. So requests to schedule from one turn of the event loop travel
+in one call. Ends of rollouts and requests travel with the worker's next call, of any kind. Without one they are sent
+after `TELL_WITHIN_S`; after `MAKES_ROOM_WITHIN_S` if another rollout may start in place of a dropped one; and at once
+if a curriculum needs the measured success.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _Request = TypeVar("_Request", bound=m.WorkerRequest)
 
 
 class ManagerGone(RuntimeError):
-    """The GserverManager did not answer for as long as calls are repeated."""
+    """The GserverManager did not answer for the whole time in which a call is repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class _Pending:
 
 
 class ManagerClient:
-    """See the module's docstring. Use it from one event loop.
+    """Calls the GserverManager. Use it from one event loop.
 
     Args:
         url: of the manager.
@@ -262,7 +263,8 @@ class ManagerClient:
     async def status(self) -> GateStatus:
         """The manager's state; a report of what was consumed brings it, too."""
         reply = await self._call("/status", None, m.StatusReply)
-        in_use = {version for server in reply.servers for version in (server.version, server.goal)}
+        servers = (*reply.servers, *reply.opponents)
+        in_use = {version for server in servers for version in (server.version, server.goal)}
         gate, known = reply.gate, frozenset(version for version in in_use if version is not None)
         return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt)
 
@@ -270,7 +272,8 @@ class ManagerClient:
         """The manager's state in a line for people."""
         reply = await self._call("/status", None, m.StatusReply)
         gate = reply.gate
-        shown = ", ".join(f"{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in reply.servers)
+        servers = (*reply.servers, *reply.opponents)
+        shown = ", ".join(f"{s.policy}{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in servers)
         if not reply.rebuilt:
             return f"the gate is shut until the MasterWorker and all RolloutWorkers report; servers: {shown or 'none'}"
         return (

@@ -60,7 +60,7 @@ REFRESHES = 64
 
 
 class DeadlinePacing:
-    """See the module's docstring. Pure state: times are the caller's, in seconds of one clock.
+    """Limits how many rollouts start. Pure state: times are the caller's, in seconds of one clock.
 
     Args:
         batch_size: B, rollouts per train step.

@@ -162,6 +162,11 @@ class RollCall:
         held = self._held.get(rollout_id)
         return 0 if held is None else held.granted.version
 
+    def has_ended(self, rollout_id: str) -> bool:
+        """True if a worker that held the rollout has reported its end."""
+        held = self._held.get(rollout_id)
+        return held is not None and held.end is not None
+
     def _has_spoken(self, worker: str, incarnation: int) -> bool:
         """True if this process of the worker, or a later one, has reported."""
         report = self._reports.get(worker)

@@ -1,8 +1,8 @@
-"""Numbered lines of what only the manager sees, until the master has recorded them.
+"""Numbered lines of facts that only the manager sees, kept until the master has recorded them.
 
-The master names the last number that it has recorded, so a lost reply loses none, and what it has recorded is forgotten
-here. What became of rollouts goes this way into the run's ledger, in the same reply as the books, so that the two
-agree; so do measured success rates, which the master's checkpoints keep.
+The master acknowledges the last number that it has recorded, so a lost reply loses no line. Lines about rollouts reach
+the run's ledger this way, in the same reply as the counters, so the two agree. Measured success rates reach the
+master's checkpoints.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 class NumberedLog(Generic[T]):
-    """See the module's docstring. Pure state; bounded by what comes between two reports of the master.
+    """A queue with acknowledgement. Pure state, bounded by what comes between two reports of the master.
 
     Args:
-        after: numbers begin above this; a manager that is restarted must not begin below what its predecessor gave out.
+        after: numbers begin above this; a new manager must begin above the numbers of its predecessor.
     """
 
     def __init__(self, after: int = 0) -> None:

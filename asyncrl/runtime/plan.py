@@ -20,16 +20,16 @@ from asyncrl.runtime.worker_plan import Host, WorkerPlan
 def plan_workers(
     config: ExperimentConfig, gpus: Sequence[str] | None = None, run: Purpose = Purpose.train
 ) -> list[WorkerPlan]:
-    """Every process of the launch, in the order of `PROCESS_KINDS`.
+    """Plan every process of the launch, in the order of `PROCESS_KINDS`.
 
-    The processes of a kind are dealt out in blocks of neighbours over the hosts that run it, in the order of
-    `system.hosts`, so that the innermost axes of a layout stay on one host. A host gets as many of them as any other;
-    of generation servers in proportion to those that fit on the GPUs which training leaves there.
+    The processes of a kind are assigned to the hosts that run it in contiguous blocks, in the order of `system.hosts`,
+    so the innermost axes of a layout stay on one host. All hosts get the same number; generation servers are assigned
+    in proportion to those that fit on the GPUs that training leaves on a host.
 
     Args:
         config: the experiment.
-        gpus: of the launcher's own host, to be shared out; default: the visible ones.
-        run: what the launch is for.
+        gpus: GPUs of the launcher's host that may be assigned; default: the visible ones.
+        run: purpose of the launch.
     """
     gpus = visible_gpus() if gpus is None else gpus
 

@@ -36,7 +36,7 @@ class _Skip(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """See the module's docstring. `now`: seconds since the loop was made."""
+    """An event loop whose time jumps to the next timer. `now`: seconds since the loop was made."""
 
     def __init__(self) -> None:
         self.now = 0.0

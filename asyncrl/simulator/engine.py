@@ -59,7 +59,7 @@ ADMITTED_TO = 0.9
 
 
 class Engine:
-    """See the module's docstring. A `Host`; units are what the model and the lengths count in.
+    """A simulated generation server, a `Host`. Units are those of the model and the lengths.
 
     Args:
         model: its speed.

@@ -51,7 +51,7 @@ def _normal(seed: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """See the module's docstring; `median` and `limit`, the longest answer, in tokens."""
+    """Log-normal lengths; `median` and `limit`, the longest answer, in tokens."""
 
     median: float
     sigma: float

@@ -127,7 +127,7 @@ class _Mark:
 
 
 class Simulation:
-    """See the module's docstring. Make it within a virtual loop; `run` is its whole life."""
+    """A run of the control plane in virtual time. Make it within a virtual loop; `run` is its whole life."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup

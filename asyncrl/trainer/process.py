@@ -76,6 +76,7 @@ from asyncrl.trainer.messages import (
     WrittenShare,
 )
 from asyncrl.trainer.model.layout_parity import SequenceLayout
+from asyncrl.trainer.model.varlen_attention import VARLEN
 from asyncrl.trainer.parallel.collectives import Collectives
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.parallel.world import all_have_started, training_world
@@ -229,6 +230,8 @@ class ModelWorker(Worker):
         if not isinstance(engine, RoleEngine) or not isinstance(engine, PolicyEngine):
             return implementation
         dtype = getattr(torch, self.config.model.dtype.on(self._device.type))
+        if engine.model_config.get_text_config()._attn_implementation == VARLEN:
+            return str(SequenceLayout(engine.attention, "torch's variable-length kernel"))
         kernel = attention_kernel(engine.model_config.to_dict(), implementation, self._device, dtype)
         return str(SequenceLayout(engine.attention, kernel))
 

@@ -24,7 +24,7 @@ from asyncrl.weights.versions.shared_files import SharedFiles
 
 
 class Versions:
-    """See the module's docstring.
+    """This rank's part of publishing versions.
 
     Args:
         security: the servers' token and certificate.

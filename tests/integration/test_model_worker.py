@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -52,6 +50,9 @@ from asyncrl.trainer.messages import (
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
 from asyncrl.weights.versions.logprob_probe import read_probe
 from asyncrl.weights.versions.manifest import verify
+
+from ..conftest import StartWorker
+from ..warm import WarmProcess
 
 LIMIT_S = 300.0
 """Time limit in seconds of waits for what must come, among it the start of a process that imports torch."""
@@ -102,7 +103,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Workers:
     """The ModelWorkers of a run, as the master and one RolloutWorker see them."""
 
-    def __init__(self, config: ExperimentConfig, run_dir: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(
+        self, config: ExperimentConfig, run_dir: Path, processes: list[subprocess.Popen[str] | WarmProcess]
+    ) -> None:
         self.config, self.run_dir, self.processes = config, run_dir, processes
         secret = RunSecret.load(run_dir / SECRET_FILE).sockets()
         resolver = self.resolver = make_resolver("file", str(run_dir / "name_resolve"))
@@ -195,7 +198,7 @@ StartWorkers = Callable[..., Any]
 
 
 @pytest.fixture
-def start(model_dir: Path, tmp_path: Path) -> StartWorkers:
+def start(model_dir: Path, tmp_path: Path, start_worker: StartWorker) -> StartWorkers:
     """`async with start(ranks, trial) as workers`: ModelWorkers of a run whose folder is named after the trial."""
 
     @asynccontextmanager
@@ -212,14 +215,7 @@ def start(model_dir: Path, tmp_path: Path) -> StartWorkers:
         if not (run_dir / SECRET_FILE).exists():
             RunSecret.create(run_dir / SECRET_FILE)
         shutil.rmtree(run_dir / "name_resolve", ignore_errors=True)  # as the launcher does: killed workers left entries
-        command = [sys.executable, "-m", "asyncrl.runtime.main", "model_worker"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        processes = [
-            await asyncio.to_thread(
-                subprocess.Popen, [*command, str(index), "--run-dir", str(run_dir)], env=environment
-            )
-            for index in range(ranks)
-        ]
+        processes = [start_worker("model_worker", index, run_dir) for index in range(ranks)]
         try:
             yield Workers(config, run_dir, processes)
         finally:

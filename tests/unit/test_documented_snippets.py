@@ -181,7 +181,7 @@ def test_a_tutorials_experiment_passes_every_check_of_a_start(
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_yaml_and_json_are_loaded(page: Path) -> None:
     for block in blocks_of(page, "yaml"):
-        supervised = page.name == "sft.md"
+        supervised = page.name in ("sft.md", "preferences.md")
         given = OmegaConf.create(block)
         assert isinstance(given, DictConfig), block
         given.pop("defaults", None)

@@ -82,7 +82,7 @@ def check_name(name: str) -> str:
 
 
 class NameResolver(ABC):
-    """A shared dictionary of names, with leases. See the module's docstring.
+    """A shared dictionary of names, with leases.
 
     Args:
         root: what the names are relative to.

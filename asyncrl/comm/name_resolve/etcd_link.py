@@ -103,7 +103,7 @@ class Stubs:
 
 
 class EtcdLink:
-    """See the module's docstring. Any thread may call it.
+    """One connection to an etcd cluster. Any thread may call it.
 
     Args:
         access: how the cluster is reached.

@@ -1,11 +1,11 @@
 """The connections of many clients to their servers, over one socket.
 
-A ROUTER that connects instead of binding: it gives each connection a name of its own choice, by which messages leave
-and arrive, so no server can speak in another's name. Beside the sockets' own few a connection costs one descriptor,
-which no socket over TCP is without: 1,256 of them cost the master 1,256, and it needs a limit above that.
+The socket is a ROUTER that connects instead of binding. It names each connection itself, and messages leave and arrive
+by these names, so no server can use another's. A connection costs one descriptor, the least possible over TCP: 1,256
+connections cost the master 1,256, and its limit of open files must be above that.
 
-The servers bind and not the master: a ROUTER that binds is not told whose connection broke, so that the death of a
-process would be found by its silence alone; where it connects, its monitor names the address.
+The servers bind, not the master. A ROUTER that binds does not learn whose connection broke, so a dead process would be
+noticed by its silence alone. If it connects, its monitor names the address.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ DESCRIPTORS_PER_CONNECTION = 1
 _REPLIES_HIGH_WATER = 1000  # in libzmq's own buffer per connection
 _EVENTS = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
 _ENDPOINT = re.compile(r"tcp://[\d.]+:\d+")
-"""As bound sockets name themselves, and the monitor the other end; not so the names of hosts."""
+"""Form in which bound sockets name themselves, and the monitor names the other end. Host names do not match."""
 
 
 class Connection:
-    """One of a router's connections. It takes messages only while it stands, so nothing is queued to a dead peer.
+    """One of a router's connections. It accepts messages only while connected, so nothing is queued to a dead peer.
 
-    When it breaks, what has arrived is delivered, what was not sent is dropped, and it is made again after a moment.
+    When it breaks, received messages are delivered, unsent ones are dropped, and it reconnects after a moment.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Connection:
         self._router = router
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        """Hand `frames` over; False while it does not stand."""
+        """Send `frames`; return False while not connected."""
         return self._router.send(self, frames)
 
     def close(self) -> None:

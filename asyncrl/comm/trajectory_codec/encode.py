@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, cycle
 from operator import attrgetter
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 from asyncrl.api.picture import PlacedPicture
 from asyncrl.api.trajectory import (
     MAX_GROUPS,
+    Sample,
     SampleColumns,
     SharedPrompt,
     Trajectory,
@@ -79,8 +80,108 @@ class Prepared:
     nbytes: int
 
 
+@dataclass(slots=True, eq=False)
+class _Laid:
+    """Samples laid out as on the wire, and the part that all of them begin with, if it is known."""
+
+    parts: list[Array]
+    """As in `Prepared`."""
+    lengths: list[int]
+    rewards: list[float]
+    truncated: list[bool] | list[int]
+    episodes: list[int]
+    token_rewards: Array | None
+    token_columns: dict[str, Array]
+    pictures: tuple[tuple[PlacedPicture, ...], ...]
+    groups: tuple[str, ...]
+    routing: list[Array]
+    reward_parts: Mapping[str, Array]
+    metrics: Mapping[str, Array]
+    prompt: Array = field(default_factory=lambda: _NO_PROMPT)
+    prompt_routing: Array | None = None
+    prompt_pictures: tuple[PlacedPicture, ...] = ()
+
+    def convert(self) -> None:
+        """Bring tokens, masks, log-probabilities and versions into the dtypes of the wire.
+
+        Raises:
+            CodecError: a dtype cannot hold a value.
+        """
+        if [part.dtype for part in self.parts] != _TOKEN_DTYPES * (len(self.parts) // len(_TOKEN_DTYPES)):
+            self.parts = [_convert(name, part) for name, part in zip(cycle(BY_TOKEN), self.parts, strict=False)]
+
+    def share_prompt(self) -> None:
+        """Find the tokens that all samples begin with, and take them out of the samples."""
+        shared = _shared_pictures(self.pictures, _shared_routing(self.routing, _shared_prompt(self.parts)))
+        if not shared:
+            return
+        self.prompt = self.parts[0][:shared]
+        if self.pictures:
+            self.prompt_pictures = tuple(placed for placed in self.pictures[0] if placed.position < shared)
+            own = len(self.prompt_pictures)
+            self.pictures = tuple(tuple(placed.shifted(-shared) for placed in all_[own:]) for all_ in self.pictures)
+        if self.routing:
+            self.prompt_routing = self.routing[0][:shared]
+            self.routing = [own[shared:] for own in self.routing]
+        self.parts = [part[shared:] for part in self.parts]
+        if self.token_rewards is not None or self.token_columns:
+            of_prompt = _ranges(np.cumsum(self.lengths) - self.lengths, shared)
+            rewards = self.token_rewards
+            self.token_rewards = None if rewards is None else np.delete(rewards, of_prompt)
+            self.token_columns = {name: np.delete(own, of_prompt) for name, own in self.token_columns.items()}
+        self.lengths = [length - shared for length in self.lengths]
+
+
+def _laid_out(samples: Sequence[Sample]) -> _Laid:
+    """Lay samples out; what they share is known of a `SharedPrompt` alone."""
+    if isinstance(samples, SharedPrompt):
+        laid = _of_columns(samples.rest)
+        prompt = samples.prompt
+        laid.prompt = prompt if prompt.dtype == DTYPES["prompts"] else _convert("prompts", prompt)
+        laid.prompt_routing, laid.prompt_pictures = samples.routing, samples.pictures
+        if samples.routing is None:
+            laid.routing = []
+        return laid
+    return _of_columns(samples) if isinstance(samples, SampleColumns) else _of_samples(samples)
+
+
+def _of_columns(samples: SampleColumns) -> _Laid:
+    return _Laid(
+        parts=[*_token_arrays(samples)],
+        lengths=samples.lengths.tolist(),
+        rewards=samples.rewards.tolist(),
+        truncated=samples.truncated.tolist(),
+        episodes=samples.episodes.tolist(),
+        token_rewards=samples.token_rewards,
+        token_columns=dict(samples.token_columns),
+        pictures=samples.pictures,
+        groups=samples.groups,
+        routing=[] if samples.routing is None else [samples.routing],
+        reward_parts=samples.reward_parts,
+        metrics=samples.metrics,
+    )
+
+
+def _of_samples(samples: Sequence[Sample]) -> _Laid:
+    routing = [sample.routing for sample in samples if sample.routing is not None]
+    return _Laid(
+        parts=[part for sample in samples for part in _token_arrays(sample)],
+        lengths=[len(sample.tokens) for sample in samples],
+        rewards=[float(sample.reward) for sample in samples],
+        truncated=[bool(sample.truncated) for sample in samples],
+        episodes=[sample.episode for sample in samples],
+        token_rewards=join_token_rewards(samples),
+        token_columns=join_token_columns(samples),
+        pictures=join_pictures(samples),
+        groups=join_groups(samples),
+        routing=routing if len(routing) == len(samples) else [],
+        reward_parts=named_columns([sample.reward_parts for sample in samples]),
+        metrics=named_columns([sample.metrics for sample in samples]),
+    )
+
+
 def prepare(trajectory: Trajectory) -> Prepared:
-    """The part of encoding that can fail for one trajectory; copies no more than a look at the prompt takes.
+    """Do the part of encoding that can fail for one trajectory. Copies hardly more than the shared prompt.
 
     Raises:
         CodecError: it has no samples, a field is not plain data, or an array cannot take the dtype of the wire.
@@ -88,86 +189,41 @@ def prepare(trajectory: Trajectory) -> Prepared:
     samples = trajectory.samples
     if not samples:
         raise CodecError(f"trajectory {trajectory.rollout_id!r} has no samples: a rejected rollout is not sent")
-    prompt, prompt_routing = _NO_PROMPT, None
-    prompt_pictures: tuple[PlacedPicture, ...] = ()
-    if isinstance(samples, SharedPrompt):
-        prompt_pictures = samples.pictures
-        prompt, prompt_routing, samples = samples.prompt, samples.routing, samples.rest
-        prompt = prompt if prompt.dtype == DTYPES["prompts"] else _convert("prompts", prompt)
-    if isinstance(samples, SampleColumns):
-        parts = [*_token_arrays(samples)]
-        lengths, rewards, truncated = samples.lengths.tolist(), samples.rewards.tolist(), samples.truncated.tolist()
-        episodes, token_rewards = samples.episodes.tolist(), samples.token_rewards
-        own_columns, pictures, groups = dict(samples.token_columns), samples.pictures, samples.groups
-        routing = [] if samples.routing is None else [samples.routing]
-        named = samples.reward_parts, samples.metrics
-    else:
-        parts, lengths, rewards, truncated, episodes = [], [], [], [], []
-        for sample in samples:
-            parts += _token_arrays(sample)
-            lengths.append(len(sample.tokens))
-            rewards.append(float(sample.reward))
-            truncated.append(bool(sample.truncated))
-            episodes.append(sample.episode)
-        token_rewards, own_columns = join_token_rewards(samples), join_token_columns(samples)
-        pictures, groups = join_pictures(samples), join_groups(samples)
-        routing = [sample.routing for sample in samples if sample.routing is not None]
-        if len(routing) != len(samples):
-            routing = []
-        named = (
-            named_columns([sample.reward_parts for sample in samples]),
-            named_columns([sample.metrics for sample in samples]),
-        )
-    if isinstance(trajectory.samples, SharedPrompt) and prompt_routing is None:
-        routing = []
-    header = _routing_header(routing)
-    names = {name: number for number, name in enumerate(dict.fromkeys(groups))}
+    laid = _laid_out(samples)
+    header = _routing_header(laid.routing)
+    names = {name: number for number, name in enumerate(dict.fromkeys(laid.groups))}
     if len(names) > MAX_GROUPS:
         raise CodecError(
             f"trajectory {trajectory.rollout_id!r} has {len(names)} comparison groups, of {MAX_GROUPS} at most"
         )
-    if [part.dtype for part in parts] != _TOKEN_DTYPES * (len(parts) // len(_TOKEN_DTYPES)):
-        parts = [_convert(name, part) for name, part in zip(cycle(BY_TOKEN), parts, strict=False)]
-    if not isinstance(samples, SampleColumns) and (
-        shared := _shared_pictures(pictures, _shared_routing(routing, _shared_prompt(parts)))
-    ):
-        prompt = parts[0][:shared]
-        if pictures:
-            prompt_pictures = tuple(placed for placed in pictures[0] if placed.position < shared)
-            pictures = tuple(tuple(p.shifted(-shared) for p in own[len(prompt_pictures) :]) for own in pictures)
-        if routing:
-            prompt_routing = routing[0][:shared]
-            routing = [own[shared:] for own in routing]
-        parts = [part[shared:] for part in parts]
-        if token_rewards is not None or own_columns:
-            of_prompt = _ranges(np.cumsum(lengths) - lengths, shared)
-            token_rewards = None if token_rewards is None else np.delete(token_rewards, of_prompt)
-            own_columns = {name: np.delete(column, of_prompt) for name, column in own_columns.items()}
-        lengths = [length - shared for length in lengths]
-    if not all(map(math.isfinite, rewards)):
-        raise CodecError(f"trajectory.rewards is {rewards!r:.80}: use finite numbers")
-    shown, contents = _pictures(prompt_pictures, pictures)
-    entry = _encode_entry(trajectory, *named, header, list(own_columns), shown, list(names))
-    if header is not None and prompt_routing is not None:
-        routing = [prompt_routing, *routing]
+    laid.convert()
+    if not isinstance(samples, SampleColumns | SharedPrompt):
+        laid.share_prompt()
+    if not all(map(math.isfinite, laid.rewards)):
+        raise CodecError(f"trajectory.rewards is {laid.rewards!r:.80}: use finite numbers")
+    shown, contents = _pictures(laid.prompt_pictures, laid.pictures)
+    entry = _encode_entry(
+        trajectory, laid.reward_parts, laid.metrics, header, list(laid.token_columns), shown, list(names)
+    )
+    routing = laid.routing if laid.prompt_routing is None or header is None else [laid.prompt_routing, *laid.routing]
     routing = [np.ascontiguousarray(own).reshape(-1).view(np.uint8) for own in routing]
-    nbytes = prompt.nbytes + _BYTES_PER_TOKEN * sum(lengths) + (0 if token_rewards is None else token_rewards.nbytes)
-    token_columns = [*own_columns.values()]
-    nbytes += sum(own.nbytes for own in (*routing, *token_columns)) + sum(map(len, contents))
+    columns = [*laid.token_columns.values()]
+    by_token = [*routing, *columns, *(() if laid.token_rewards is None else (laid.token_rewards,))]
+    nbytes = laid.prompt.nbytes + _BYTES_PER_TOKEN * sum(laid.lengths) + sum(own.nbytes for own in by_token)
     return Prepared(
         entry=entry,
-        prompt=prompt,
-        parts=parts,
-        lengths=lengths,
-        rewards=rewards,
-        truncated=truncated,
-        episodes=episodes,
-        token_rewards=token_rewards,
-        token_columns=token_columns,
+        prompt=laid.prompt,
+        parts=laid.parts,
+        lengths=laid.lengths,
+        rewards=laid.rewards,
+        truncated=laid.truncated,
+        episodes=laid.episodes,
+        token_rewards=laid.token_rewards,
+        token_columns=columns,
         routing=routing,
         pictures=contents,
-        groups=[names[name] for name in groups],
-        nbytes=nbytes + len(groups),
+        groups=[names[name] for name in laid.groups],
+        nbytes=nbytes + sum(map(len, contents)) + len(laid.groups),
     )
 
 

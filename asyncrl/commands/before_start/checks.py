@@ -60,7 +60,7 @@ def validate(config: Config) -> None:
 
 def warnings(config: ExperimentConfig) -> list[str]:
     """Return warnings about valid settings with surprising effects, each as `setting=value: effect`."""
-    return [*rollout.warnings(config), *trainer.warnings(config)]
+    return [*rollout.warnings(config), *trainer.warnings(config), *inference.warnings(config)]
 
 
 def _fields(config: Config) -> Iterator[str]:

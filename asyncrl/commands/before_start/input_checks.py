@@ -13,6 +13,7 @@ from asyncrl.commands.before_start.checks import validate
 from asyncrl.config.context import context_length, turns
 from asyncrl.config.evaluation_sets import evaluation_sets, with_code_of
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.import_paths import PluginError
 from asyncrl.config.load import Config, load_supervised
 from asyncrl.config.setting import ConfigError
 from asyncrl.master.graph.builtin import load_graph
@@ -21,6 +22,7 @@ from asyncrl.master.metrics.evaluation_statistics import ALWAYS
 from asyncrl.plugins.datasets import Placed
 from asyncrl.plugins.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
 from asyncrl.plugins.datasets.files import FileDataset
+from asyncrl.plugins.datasets.preferences import judged_answers
 from asyncrl.plugins.datasets.prompt_stats import PromptStats, measure_prompts
 from asyncrl.plugins.datasets.prompts import PicturesRefused
 from asyncrl.plugins.datasets.queue.curriculum import OwnCurriculum
@@ -35,6 +37,7 @@ from asyncrl.runtime.hosts.staging_hosts import brings_inputs
 from asyncrl.trainer.parallel.checks import base_model_problems
 from asyncrl.trainer.parallel.model_shape import ModelShape
 from asyncrl.trainer.supervised.base_model import described, existing_base_model
+from asyncrl.trainer.supervised.losses import LABEL_LOSS, loss_kind
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
@@ -218,14 +221,14 @@ def _wrong_data(config: Config, folder: Path | None) -> Iterator[str]:
     data = config.dataset
     for phase in config.phases:
         try:
-            _check_demonstrations(data.path, {**data.args, **phase.args}, data.fields, "train", config.seed)
+            _check_rows(config, data.path, {**data.args, **phase.args}, data.fields, "train")
         except ValueError as error:
             yield f"{prefix}dataset.path={error}"
     held_out = config.eval
     if held_out.interval and held_out.path is not None:
         fields = data.fields if held_out.fields is None else held_out.fields
         try:
-            _check_demonstrations(held_out.path, held_out.args, fields, "held_out", config.seed)
+            _check_rows(config, held_out.path, held_out.args, fields, "held_out")
         except ValueError as error:
             yield f"{prefix}eval.path={error}"
 
@@ -262,17 +265,25 @@ def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def _check_demonstrations(path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str, seed: int) -> None:
-    """Load demonstrations; a file is looked through, of a class's rows one is asked for.
+def _check_rows(config: SFTConfig, path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str) -> None:
+    """Load the rows of supervised training; a file is looked through, of a class's rows one is asked for.
 
     Raises:
-        ValueError: they cannot be loaded, or there is nothing to imitate; names file and line.
+        ValueError: they cannot be loaded, or have nothing that the loss takes; names file and line.
     """
-    dataset = load_demonstrations(path, args, fields, split, seed)
+    try:
+        kind = loss_kind(config.loss)
+    except PluginError:  # said where settings are checked
+        return
+    dataset = load_demonstrations(path, args, fields, split, config.seed, judged=kind is not None)
     for index in range(len(dataset) if isinstance(dataset, FileDataset) else 1):
-        place = dataset.place(index) if isinstance(dataset, Placed) else f"{path}, row {index}"
+        place, row = dataset.place(index) if isinstance(dataset, Placed) else f"{path}, row {index}", dataset.row(index)
+        wrong = None
         try:
-            wrong = wrong_conversation(conversation_of(dataset, dataset.row(index)))
+            if kind is None:
+                wrong = wrong_conversation(conversation_of(dataset, row))
+            else:
+                judged_answers(row, labelled=kind == LABEL_LOSS)
         except ValueError as error:
             wrong = str(error)
         if wrong is not None:

@@ -61,7 +61,7 @@ class _Host:
 
 
 class FanOut:
-    """See the module's docstring. The caller reports events, then does what `poll` orders; times are its clock's.
+    """Orders fetches. The caller reports events, then does what `poll` orders; times are its clock's.
 
     Args:
         needs: whether a host needs a folder; the origin has to need all.

@@ -69,7 +69,7 @@ class TrainBatch:
 
 
 class SampleBuffer:
-    """See the module's docstring.
+    """Metadata of received rollouts: which are trained next, and which never.
 
     Args:
         batch_size: B, rollouts per train step.
@@ -197,6 +197,10 @@ class SampleBuffer:
         """These were trained before this buffer was made: what is received of them is a second copy."""
         for rollout_id in rollout_ids:
             self._finished.put(rollout_id, True)
+
+    def is_over(self, rollout_id: str) -> bool:
+        """True if the rollout was received, and is trained or dropped."""
+        return rollout_id in self._finished
 
     def pop_drops(self) -> list[Drop]:
         """The drops since the last call; each is returned exactly once."""

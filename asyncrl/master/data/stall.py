@@ -28,7 +28,7 @@ STATUS_LIMIT_S = 5.0
 
 
 class StallWatch:
-    """See the module's docstring.
+    """Ends a run that makes no step for too long, with a message of what it waited for.
 
     Args:
         limit_s: `system.stall_timeout_s`.

@@ -77,7 +77,7 @@ class ServerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """See the module's docstring; times are seconds, per step where nothing else is said.
+    """Means over a window of steps. Times are seconds per step unless said otherwise.
 
     Attributes:
         parts: of a step: waiting for a batch, training, publishing and so on.

@@ -25,7 +25,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from asyncrl.api.picture import Picture, PictureError, PlacedPicture
 from asyncrl.config.import_paths import PluginError
@@ -77,6 +77,11 @@ class DemonstrationFormat:
     prompts: PromptFormat
     train_on: TrainOn = TrainOn.all
 
+    @property
+    def sequences(self) -> int:
+        """Sequences of an ordinary row."""
+        return 1
+
     def encode(self, dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Demonstration]:
         """The demonstrations of `row`: one, or several where the template shows earlier turns otherwise.
 
@@ -89,7 +94,7 @@ class DemonstrationFormat:
         except PictureError as error:
             raise BadDemonstration(str(error)) from None
         if self.prompts.chat is not None:
-            return self._conversation(conversation_of(dataset, row), _tools_of(row))
+            return self.conversation(conversation_of(dataset, row), tools_of(row))
         prompt, answer = row["prompt"], dataset.demonstration(row)
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise BadDemonstration(
@@ -100,7 +105,14 @@ class DemonstrationFormat:
         before, after = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id]
         return [Demonstration(before + after, [False] * len(before) + [True] * len(after))]
 
-    def _conversation(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[Demonstration]:
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Message], first: int = 0
+    ) -> list[Demonstration]:
+        """The demonstrations of a conversation, of which the messages before the one numbered `first` carry no loss.
+
+        Raises:
+            BadDemonstration: it has no answer, or the template refuses it.
+        """
         if (wrong := wrong_conversation(messages)) is not None:
             raise BadDemonstration(wrong)
         assert self.prompts.chat is not None
@@ -108,7 +120,8 @@ class DemonstrationFormat:
         pictures, whole = [*pictures_of(shown)], self.prompts.chat.messages(without_pictures(shown))
         places = StandIns(self.prompts.tokenizer, whole, tools)
         turns, offered = places.put(whole), places.put(tools)
-        answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
+        first += len(turns) - len(messages)  # a system message may have come before them
+        answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant" and number >= first]
         found: list[_Sequence] = []
         try:
             for number in answers if self.train_on is TrainOn.all else answers[-1:]:
@@ -210,7 +223,7 @@ def conversation_of(dataset: DemonstrationDataset, row: Mapping[str, Any]) -> li
     return [*messages, {"role": "assistant", "content": answer}] if isinstance(answer, str) else [*messages, *answer]
 
 
-def _tools_of(row: Mapping[str, Any]) -> list[Message]:
+def tools_of(row: Mapping[str, Any]) -> list[Message]:
     """The tools that the row's messages may call, a list or one as JSON in a string.
 
     Raises:
@@ -241,6 +254,28 @@ def wrong_conversation(messages: Sequence[Any]) -> str | None:
     return None
 
 
+class RowFormat(Protocol):
+    """Conversion of rows to sequences."""
+
+    @property
+    def prompts(self) -> PromptFormat:
+        """Tokenizer and chat template."""
+        ...
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences of an ordinary row."""
+        ...
+
+    def encode(self, dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Demonstration]:
+        """The sequences of `row`.
+
+        Raises:
+            BadDemonstration: the row cannot be used.
+        """
+        ...
+
+
 Rows = Sequence[Sequence[Demonstration]]
 """Demonstrations by row."""
 
@@ -252,9 +287,7 @@ class LazyRows(Sequence[list[Demonstration]]):
         numbers: the rows; None: all of them.
     """
 
-    def __init__(
-        self, dataset: DemonstrationDataset, form: DemonstrationFormat, numbers: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, dataset: DemonstrationDataset, form: RowFormat, numbers: Sequence[int] | None = None) -> None:
         self._dataset, self._form = dataset, form
         self._numbers = range(len(dataset)) if numbers is None else numbers
 
@@ -275,7 +308,7 @@ class EncodedRows:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, dataset: DemonstrationDataset, form: DemonstrationFormat, max_tokens: int) -> EncodedRows:
+    def of(cls, dataset: DemonstrationDataset, form: RowFormat, max_tokens: int) -> EncodedRows:
         """Encode all rows of `dataset`; those with a sequence of more than `max_tokens` tokens are left out.
 
         Raises:
@@ -291,7 +324,7 @@ class EncodedRows:
                 raise BadDemonstration(f"{place}: {error}") from None
             length = max(len(each.token_ids) for each in encoded)
             longest = max(longest, length)
-            several += len(encoded) > 1
+            several += len(encoded) > form.sequences
             if length > max_tokens:
                 continue
             numbers.append(number)
@@ -316,17 +349,20 @@ class EncodedRows:
 
 
 def load_demonstrations(
-    path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str, seed: int
+    path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str, seed: int, *, judged: bool = False
 ) -> DemonstrationDataset:
     """The dataset of a `dataset.path` of supervised training, one split of it.
+
+    Args:
+        judged: its rows have judged answers (`asyncrl.plugins.datasets.preferences`) in place of demonstrations.
 
     Raises:
         PluginError: as of `load_dataset`, or it is a class without a `demonstration` method.
     """
     if is_data_path(path):
-        args = {**args, "demonstrations": True, **({"fields": dict(fields)} if fields else {})}
+        args = {**args, "demonstrations": True, "pairs": judged, **({"fields": dict(fields)} if fields else {})}
     dataset = load_dataset(path, args, split, seed)
-    if not callable(getattr(dataset, "demonstration", None)):
+    if not judged and not callable(getattr(dataset, "demonstration", None)):
         raise PluginError(f"{path!r}: {type(dataset).__name__} has no method demonstration(row) -> str; give it one")
     return cast(DemonstrationDataset, dataset)
 

@@ -42,6 +42,7 @@ class FileDataset:
         fields: columns under another name: what asyncrl and the reward call it, and the column. A column within a
             column is named with a dot: `answer: reward_model.ground_truth`.
         demonstrations: for supervised training: messages may end with the assistant's.
+        pairs: for preference training: the prompt of a row without one is what `chosen` and `rejected` begin with.
         seed: unused, a file has one order; the run's seed orders the epochs.
 
     Raises:
@@ -61,6 +62,7 @@ class FileDataset:
         files: str = "",
         fields: Mapping[str, str] | None = None,
         demonstrations: bool = False,
+        pairs: bool = False,
     ) -> None:
         if split not in ("train", "held_out"):
             raise ValueError(f"dataset split is {split!r}: choose 'train' or 'held_out'")
@@ -68,7 +70,7 @@ class FileDataset:
             raise ValueError(f"dataset held_out_share is {held_out_share}: give 0 to less than 1")
         self.path = Path(path).expanduser()
         self._fields = dict(fields or {})
-        self._demonstrations = demonstrations
+        self._demonstrations, self._pairs = demonstrations, pairs
         records = read(self.path, files)
         rows = [self._row(record, prompt_template) for record in records]
         kept: Sequence[int] = range(len(rows))
@@ -109,7 +111,7 @@ class FileDataset:
                 found = row[name]
                 if found is None or found == []:
                     raise ValueError(f"its {name!r} is {found!r}: give each row an answer, or leave the row out")
-                return [_without_none(turn) for turn in found] if isinstance(found, list) else str(found)
+                return [without_none(turn) for turn in found] if isinstance(found, list) else str(found)
         names = ", ".join(COMPLETION_FIELDS)
         raise ValueError(f"the row with prompt {row['prompt'][:60]!r} has none of the fields {names}")
 
@@ -123,6 +125,8 @@ class FileDataset:
                     f"{place} has no {column!r}, which dataset.fields.{name} names; it has: {', '.join(record.fields)}"
                 ) from None
         found = next((name for name in PROMPT_FIELDS if name in fields), "")
+        if self._pairs and not found:
+            found, fields = "prompt", with_common_prompt(fields)
         prompt = fields.get(found)
         if not prompt or not isinstance(prompt, str | list):
             raise ValueError(
@@ -134,7 +138,7 @@ class FileDataset:
             prompt, template = shown, _UNCHANGED
             fields = {name: value for name, value in fields.items() if name not in IMAGE_FIELDS}
         if isinstance(prompt, list):
-            prompt = [_without_none(turn) for turn in prompt]
+            prompt = [without_none(turn) for turn in prompt]
             asked = prompt[:-1] if self._demonstrations and _is_answer(prompt[-1]) else prompt
             if (wrong := wrong_messages(asked)) is not None:
                 raise ValueError(f"{place} has no messages under {found!r}: {wrong}")
@@ -187,8 +191,33 @@ def _column(fields: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _without_none(turn: Any) -> Any:
-    """A message without what it leaves open: a table's column has a value in each row."""
+CHOSEN, REJECTED = "chosen", "rejected"
+
+
+def with_common_prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` of a pair without a prompt, with what both answers begin with as their `prompt`.
+
+    Text is cut where the answers first differ, before a space there, as TRL's `extract_prompt` does it.
+    """
+    chosen, rejected = fields.get(CHOSEN), fields.get(REJECTED)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        end = _common(chosen, rejected)
+        end -= bool(end) and chosen[end - 1] == " "
+    elif isinstance(chosen, list) and isinstance(rejected, list):
+        end = max(0, min(_common(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
+    else:
+        return dict(fields)
+    return {**fields, "prompt": chosen[:end], CHOSEN: chosen[end:], REJECTED: rejected[end:]}
+
+
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Number of elements that both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def without_none(turn: Any) -> Any:
+    """Return a message without what it leaves open: a table's column has a value in each row."""
     return {key: value for key, value in turn.items() if value is not None} if isinstance(turn, Mapping) else turn
 
 

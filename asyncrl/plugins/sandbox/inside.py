@@ -28,7 +28,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Build the sandbox of the specification, and replace this process by its program."""
     with os.fdopen(int(sys.argv[1]), "rb") as file:
         spec = json.load(file)
     os.umask(0o022)  # the program is another user, and the process that asks for it may keep all from others

@@ -161,7 +161,7 @@ class Lease:
 
 
 class ProcessPool:
-    """See the module's docstring. Use it in one event loop, which runs in a thread that lives as long as the pool.
+    """Processes for users' code. Use it in one event loop, whose thread lives as long as the pool.
 
     Args:
         size: processes at most.

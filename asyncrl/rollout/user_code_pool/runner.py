@@ -77,7 +77,7 @@ class Code:
 
 
 class UserCodeRunner:
-    """See the module's docstring. An asynchronous context manager, entered in the worker's own event loop.
+    """Runs users' code with time limits. An asynchronous context manager, entered in the worker's event loop.
 
     `call` may be awaited in that loop and in the users'; `call_blocking` is for threads.
 

@@ -92,7 +92,7 @@ async def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T])
 
 
 class UserLoop:
-    """See the module's docstring. It starts with the first call and ends with the process."""
+    """An event loop in a daemon thread, which starts with the first call and ends with the process."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

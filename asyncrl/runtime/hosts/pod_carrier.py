@@ -87,7 +87,7 @@ class _Agent:
 
 
 def main(run_dir: Path, host: str, limit_s: float, python: str) -> int:
-    """See the module's docstring; returns the exit code."""
+    """Carry one process of the pod's agent until it ends; return its exit code."""
     order = bytearray()
     while not order.endswith(b"\n"):
         byte = os.read(0, 1)

@@ -17,7 +17,7 @@ _LOST = 255  # asyncrl.runtime.exit_codes.EXIT_LOST; nothing of asyncrl can be i
 
 
 def main(path: str, request: str) -> int:
-    """See the module's docstring; returns the exit code."""
+    """Carry one process of the Ray driver until it ends; return its exit code."""
     with socket.socket(socket.AF_UNIX) as driver:
         try:
             driver.connect(path)

@@ -151,7 +151,7 @@ class _Host:
 
 
 class Driver:
-    """See the module's docstring. Joins the cluster when made.
+    """Holds one actor on each host of the launch. Joins the cluster when constructed.
 
     Raises:
         CannotStart: there is no cluster, or its nodes are not what is asked for.
@@ -284,7 +284,7 @@ async def _serve_one(driver: Driver | CannotStart, connection: socket.socket) ->
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Serve carriers until the launcher closes standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the launcher's to handle
     listening = socket.socket(fileno=int(sys.argv[1]))
     address, hosts, limit_s = json.loads(_first_line())

@@ -17,7 +17,7 @@ _GONE_LIMIT_S = 3.0
 
 
 class Backend(LauncherBackend):
-    """See the module's docstring. Orphans of its children become its own, so that `close` finds them."""
+    """Starts workers on this machine. Orphans of its children become its own, so that `close` finds them."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)

@@ -1,13 +1,13 @@
-"""Limits of a start. They count time without progress, so that a start may be slow and is still noticed where it hangs.
+"""Limits of a start. They count time without progress, so a start may be slow, and a start that hangs is noticed.
 
-A model of many GiB on a network disk, kernels that are compiled, a machine that is busy with others: how long a start
-takes nobody knows beforehand. What can be known is whether it goes on. A process that starts measures its own work and
-that of its children (`Effort`), and counts it in its status; whoever waits for a process of that kind sees the number
-change (`StartWait`). A process that ends is the launcher's matter, which notices at once.
+The duration of a start is unknown: a model of many GiB on a network disk, kernels to compile, a busy machine. Its
+progress is known. A starting process measures its own work and that of its children (`Effort`), and counts it in its
+status. Processes that wait for it see the number change (`StartWait`). The launcher notices a process that ends at
+once.
 
     limit_s                    without any progress, see `system.start_timeout_s` and `generation.start_timeout_s`
-    BEFORE_BEGIN * limit_s     until a process shows itself at all: its libraries are loaded before
-    LONGEST_STARTS * limit_s   altogether: what works for so long and is not ready works in vain
+    BEFORE_BEGIN * limit_s     until the process publishes its first status; it loads its libraries before
+    LONGEST_STARTS * limit_s   in total: a process that works for so long without being ready works in vain
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 BEFORE_BEGIN = 5
 LONGEST_STARTS = 15
 MEASURE_S = 5.0
-"""Work is measured over so long: the kernel counts it in hundredths of a second."""
+"""Interval over which work is measured: the kernel counts it in hundredths of a second."""
 _BUSY_SHARE = 0.02
 """Share of a core that counts as work. A process that waits uses a tenth of it: it renews leases and follows names."""
 _BYTES_PER_S = 64 << 10
@@ -40,7 +40,7 @@ _SHOWN = 4
 
 
 class NotStarted(RuntimeError):
-    """A process is not ready within its limit; the message names process, setting and what it was waited for."""
+    """A process is not ready within its limit; the message names the process, the setting and the missing part."""
 
 
 class StartLimit:

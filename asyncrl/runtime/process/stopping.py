@@ -1,11 +1,11 @@
-"""Stopping in time, and naming what a process waits for that does not.
+"""Stop in time; if a process does not, log what it waits for.
 
-Every process but the leader of a run, which saves a checkpoint first, has `LEAVE_LIMIT_S` to stop. After that
-`explain_delay` writes into its log where each thread and coroutine is, just before the launcher kills the process.
+Every process has `LEAVE_LIMIT_S` to stop, except the leader of a run, which saves a checkpoint first. After that
+`explain_delay` logs the position of each thread and coroutine, just before the launcher kills the process.
 
-A training rank has more to do. Python runs the handler of a signal in the main thread, between two of its instructions:
-not while that waits in native code, for a peer in a collective or for a GPU. The kernel's own handler does run, and
-writes the signal's number into a pipe (`signal.set_wakeup_fd`), which a thread of `heard_at_once` reads.
+A training rank needs more. Python runs a signal handler in the main thread between two bytecode instructions, so not
+while that thread waits in native code for a peer in a collective or for a GPU. The C-level handler does run, and writes
+the signal's number into a pipe (`signal.set_wakeup_fd`), which a thread of `heard_at_once` reads.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from asyncrl.runtime.exit_codes import EXIT_OK
 from asyncrl.runtime.supervisor import STOP_SIGNAL
 
 LEAVE_LIMIT_S = 2.5
-"""Just below what the launcher waits before it kills a process, which could not say any more where it was."""
+"""Just below the time after which the launcher kills a process, which then could not log its position any more."""
 CLOSE_LIMIT_S = 0.4
-"""Longest that one connection may take to close. A RolloutWorker closes five, one after the other: trajectories,
+"""Longest time, in s, for one connection to close. A RolloutWorker closes five, one after the other: trajectories,
 servers, tools, endpoint, manager. Their sum is below `LEAVE_LIMIT_S`, so it stops in time if no other end responds."""
 _MOST_COROUTINES = 20
 _log = logging.getLogger(__name__)

@@ -1,12 +1,12 @@
 """Restart budget: a process alone, then the whole run, then nothing.
 
-What dies of something passing is worth restarting: others carry on meanwhile and it joins them again. What dies again
-and again has a cause that restarting does not mend; perhaps the state that the others hold is part of it, so the whole
-run is started again once, from its newest checkpoint. What dies as often after that has a cause that a person must see.
-Pure: the caller brings the clock.
+A process that dies of a passing cause is restarted while the others continue. A process that dies again and again has
+a cause that its restart does not remove. The state of the others may be part of it, so the whole run is restarted once,
+from its newest checkpoint. If the process dies as often after that, someone has to look at it, and the run ends. Pure
+state: the caller brings the clock.
 
-Example, 3 restarts in 600 s: a process that dies every minute is started again three times, with its fourth death the
-whole run is; then three times more, and with the eighth death, still within 600 s of the whole run's restart, it ends.
+Example, 3 restarts in 600 s: a process that dies every minute is restarted three times. Its fourth death restarts the
+whole run. It is restarted three times more, and the eighth death, within 600 s of the run's restart, ends the run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RestartBudget:
         self._times: deque[float] = deque()
 
     def spend(self, now_s: float) -> bool:
-        """True if a restart at `now_s` is within the budget, which it then uses up."""
+        """Use one restart at `now_s`; return False if the budget has none left."""
         while self._times and now_s - self._times[0] >= self._window_s:
             self._times.popleft()
         if len(self._times) >= self._limit:
@@ -44,11 +44,11 @@ class AfterDeath(Enum):
 
 
 class RestartPolicy:
-    """Decides what is started again after the death of a process that can be replaced; see the module's docstring.
+    """Decides what restarts after the death of a process that can be replaced.
 
     Args:
-        limit: restarts of one process within `window_s`; with 0 nothing is ever started again.
-        window_s: seconds after which a restart is forgotten; the whole run is started again once within as many.
+        limit: restarts of one process within `window_s`; 0: no restarts at all.
+        window_s: seconds after which a restart no longer counts; the whole run restarts once within them.
     """
 
     def __init__(self, limit: int, window_s: float) -> None:

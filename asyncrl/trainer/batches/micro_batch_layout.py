@@ -106,6 +106,13 @@ class Block(Generic[Indices]):
     query_gather: Indices | None = None
     first: Indices | None = None
 
+    @property
+    def pairs(self) -> int:
+        """Pairs of query and key that are computed: a causal kernel leaves out what comes later, a mask does not."""
+        if self.queries is None:
+            return self.rows * self.width * (self.width + 1) // 2
+        return self.rows * self.queries * self.width
+
     def indices(self) -> dict[str, Indices]:
         """Its arrays, by the names of their fields."""
         arrays = {
@@ -129,28 +136,40 @@ class Block(Generic[Indices]):
         )
 
 
-def blocks(lengths: Sequence[int]) -> list[Block[Ints]]:
-    """Attention blocks of sequences packed in descending order of length; their streams lie end to end.
+def block_rows(lengths: Sequence[int]) -> list[int]:
+    """Numbers of rows of blocks of sequences in descending order of length.
 
     Cut where it saves padding: a new block starts once the current one would waste more than `MAX_BLOCK_WASTE`.
 
     Raises:
         ValueError: `lengths` is not descending.
     """
-    made: list[Block[Ints]] = []
-    start = first = 0
-    tokens = 0
+    rows: list[int] = []
+    longest = tokens = 0
     for index, length in enumerate(lengths):
         if index and length > lengths[index - 1]:
             raise ValueError(f"lengths is {list(lengths)}: pack sequences in descending order of length")
-        padded = lengths[first] * (index - first + 1)
-        if index > first and padded > (1.0 + MAX_BLOCK_WASTE) * (tokens + length):
-            made.append(_block(lengths[first:index], start))
-            start += tokens
-            first, tokens = index, 0
-        tokens += length
-    if lengths:
-        made.append(_block(lengths[first:], start))
+        if rows and longest * (rows[-1] + 1) <= (1.0 + MAX_BLOCK_WASTE) * (tokens + length):
+            rows[-1] += 1
+            tokens += length
+        else:
+            rows.append(1)
+            longest = tokens = length
+    return rows
+
+
+def blocks(lengths: Sequence[int]) -> list[Block[Ints]]:
+    """Attention blocks of sequences packed in descending order of length; their streams lie end to end.
+
+    Raises:
+        ValueError: `lengths` is not descending.
+    """
+    made: list[Block[Ints]] = []
+    start = first = 0
+    for rows in block_rows(lengths):
+        part = lengths[first : first + rows]
+        made.append(_block(part, start))
+        first, start = first + rows, start + sum(part)
     return made
 
 

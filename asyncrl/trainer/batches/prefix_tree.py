@@ -15,8 +15,9 @@ Attention
 ---------
 A row of a block is a sequence's own tokens as queries, and its whole path (shared prefix, then own tokens) as keys,
 gathered from the stream; a mask of rows x queries x keys hides what comes later. A sequence that shares nothing is a
-row of the causal kernel, without a mask. Where a mask would take more than `MAX_MASK_BYTES`, a row asks with its whole
-path, so that it needs none, and only what it owns is read.
+row of the causal kernel, without a mask. A row asks with its whole path, so that it needs no mask, and only what it
+owns is read, if a mask would take more than `MAX_MASK_BYTES`, or if less than half of its path is shared: the causal
+kernel computes half of all pairs, a mask none the fewer. So a row never computes more pairs than it does when packed.
 
 That model, sharing of groups on their prompt only, is verl's PrefixGrouper; the trie is AReaL's tree training
 (arXiv 2602.00482). `benchmarks/prefix.py` compares it with packing.
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 
 from asyncrl.api.picture import picture_symbols
 from asyncrl.api.trajectory import Sample, SampleColumns, SharedPrompt
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, blocks, cut
+from asyncrl.trainer.batches.micro_batch_layout import AttentionKind, Block, Ints, block_rows, cut
 
 MAX_MASK_BYTES = 16 << 20
 MAX_MASK_WASTE = 0.25
@@ -183,22 +184,19 @@ class Stream:
 
 
 def lay_out(tree: Branches) -> Stream:
-    """The stream of `tree`: rows without a shared prefix first, longest first; then the others, by their paths."""
+    """The stream of `tree`: first the rows that ask with their whole path, then those that ask with their own tokens,
+    longest first.
+    """
     own = tree.lengths - tree.shared
-    rows = np.flatnonzero(own)
-    alone = [int(row) for row in rows if tree.shared[row] == 0]
-    alone.sort(key=lambda row: -int(tree.lengths[row]))
-    sharing = [int(row) for row in rows if tree.shared[row] > 0]
-    sharing.sort(key=lambda row: (-int(tree.lengths[row]), -int(own[row])))
-    in_stream = np.array([*alone, *sharing], dtype=np.int64)
+    parts = _cut_rows(tree)
+    in_stream = np.array([row for part in parts for row in part], dtype=np.int64)
     starts = np.zeros(len(own), dtype=np.int64)
     starts[in_stream] = np.cumsum(own[in_stream]) - own[in_stream]
     paths: list[Ints] = []
     for row, (first, new, shared) in enumerate(zip(starts.tolist(), own.tolist(), tree.shared.tolist(), strict=True)):
         mine = np.arange(first, first + new)
         paths.append(np.concatenate((paths[row - 1][:shared], mine)) if shared else mine)
-    made = blocks([int(tree.lengths[row]) for row in alone])
-    made += [_sharing_block([paths[row] for row in part], tree.shared[part]) for part in _cut_rows(sharing, tree)]
+    made = [_row_block([paths[row] for row in part], tree.shared[part]) for part in parts]
     return Stream(int(own.sum()), np.concatenate(paths), made)
 
 
@@ -230,31 +228,50 @@ def pre_order(tree: Branches) -> PreOrder:
     return PreOrder(np.concatenate(paths), ends)
 
 
-def _cut_rows(rows: Sequence[int], tree: Branches) -> list[list[int]]:
-    """Rows in blocks whose padding, and whose masks, are within limits."""
-    parts: list[list[int]] = []
+def _asks_whole(own: int, length: int) -> bool:
+    """True if a row of `length` tokens, `own` of them its own, asks with its whole path: those are no more pairs, or a
+    mask would be too large.
+    """
+    return 2 * own * length >= length * (length + 1) or own * length > MAX_MASK_BYTES
+
+
+def _cut_rows(tree: Branches) -> list[list[int]]:
+    """The branches that own tokens in blocks of rows, longest first, whose padding and whose masks are within limits.
+
+    Blocks of rows that ask with their whole path come first.
+    """
+    lengths, own = tree.lengths.tolist(), (tree.lengths - tree.shared).tolist()
+    rows = sorted((row for row in range(len(own)) if own[row]), key=lambda row: (-lengths[row], -own[row]))
+    whole = [row for row in rows if _asks_whole(own[row], lengths[row])]
+    ends = np.cumsum(block_rows([lengths[row] for row in whole])).tolist()
+    parts = [whole[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    masked: list[list[int]] = []
     real = queries = 0
     for row in rows:
-        length = int(tree.lengths[row])
-        own = length - int(tree.shared[row])
-        if parts:
-            part = parts[-1]
-            padded = max(queries, own) * int(tree.lengths[part[0]]) * (len(part) + 1)
-            if padded <= min((1.0 + MAX_MASK_WASTE) * (real + own * length), MAX_MASK_BYTES):
+        if _asks_whole(own[row], lengths[row]):
+            continue
+        wanted = own[row] * lengths[row]
+        if masked:
+            part = masked[-1]
+            padded = max(queries, own[row]) * lengths[part[0]] * (len(part) + 1)
+            if padded <= min((1.0 + MAX_MASK_WASTE) * (real + wanted), MAX_MASK_BYTES):
                 part.append(row)
-                real, queries = real + own * length, max(queries, own)
+                real, queries = real + wanted, max(queries, own[row])
                 continue
-        parts.append([row])
-        real, queries = own * length, own
-    return parts
+        masked.append([row])
+        real, queries = wanted, own[row]
+    return parts + masked
 
 
-def _sharing_block(paths: Sequence[Ints], shared: Ints) -> Block[Ints]:
-    """A block of rows whose keys are `paths`, longest first, of which the first `shared` tokens are others'."""
+def _row_block(paths: Sequence[Ints], shared: Ints) -> Block[Ints]:
+    """A block of rows whose keys are `paths`, longest first, of which the first `shared` tokens are others'.
+
+    All rows ask with their whole path, or all with their own tokens.
+    """
     rows, width = len(paths), len(paths[0])
     lengths = np.array([len(path) for path in paths], dtype=np.int64)
     own = lengths - shared
-    masked = rows * int(own.max()) * width <= MAX_MASK_BYTES
+    masked = not _asks_whole(int(own[0]), width)
     first = shared if masked else np.zeros_like(shared)  # the first token that a row asks with
     queries = int((lengths - first).max())
     gather = np.zeros((rows, width), dtype=np.int64)

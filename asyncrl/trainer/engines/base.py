@@ -127,14 +127,39 @@ class TrainingEngine(ABC):
     def load_state(self, meta: Mapping[str, Any]) -> None:
         """Take up what was written into the tensors of `state`, and `meta`, the JSON that came with them."""
 
-
-class PolicyEngine(TrainingEngine):
-    """A causal language model: log-probabilities and entropies of tokens at the sampling temperature."""
-
     @property
     @abstractmethod
     def model_config(self) -> PretrainedConfig:
         """The model's configuration."""
+
+    @abstractmethod
+    def published_specs(self) -> list[TensorSpec]:
+        """Return the specs of the tensors that servers load: all tensors of a Hugging Face folder, tied ones once, in
+        the model's order.
+
+        The same on all ranks, whatever part each holds; nothing is exchanged.
+
+        Raises:
+            RuntimeError: it is a critic, which no folder holds.
+        """
+
+    @abstractmethod
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors, each on the rank that owns it: a collective of all ranks, each of which iterates to the end.
+
+        At most one tensor beyond what this rank holds anyway is in memory at a time. What is yielded may be the
+        engine's own storage, or be used again for the next: it is valid until that is asked for.
+
+        Args:
+            owners: worker index by name, the same on all ranks. What is not named is left out on all of them.
+
+        Yields:
+            Name and tensor of what this rank owns, in the order of `published_specs`, on the engine's device.
+        """
+
+
+class PolicyEngine(TrainingEngine):
+    """A causal language model: log-probabilities and entropies of tokens at the sampling temperature."""
 
     @abstractmethod
     def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
@@ -197,28 +222,6 @@ class PolicyEngine(TrainingEngine):
     def without_adapters(self) -> AbstractContextManager[None]:
         """Within it the model computes as the base of its adapters; nothing changes where it has none."""
 
-    @abstractmethod
-    def published_specs(self) -> list[TensorSpec]:
-        """Return the specs of the tensors that servers load: all tensors of a Hugging Face folder, tied ones once, in
-        the model's order.
-
-        The same on all ranks, whatever part each holds; nothing is exchanged.
-        """
-
-    @abstractmethod
-    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, each on the rank that owns it: a collective of all ranks, each of which iterates to the end.
-
-        At most one tensor beyond what this rank holds anyway is in memory at a time. What is yielded may be the
-        engine's own storage, or be used again for the next: it is valid until that is asked for.
-
-        Args:
-            owners: worker index by name, the same on all ranks. What is not named is left out on all of them.
-
-        Yields:
-            Name and tensor of what this rank owns, in the order of `published_specs`, on the engine's device.
-        """
-
 
 class ValueEngine(TrainingEngine):
     """A trunk with a scalar head: critic or reward model."""
@@ -253,8 +256,10 @@ class EngineLoader(ABC):
         """An untrained critic on the trunk in `path`."""
 
     @abstractmethod
-    def reward_model(self, path: str) -> ValueEngine:
-        """The sequence classifier with one label in `path`, frozen.
+    def reward_model(self, path: str, optimizer: OptimizerConfig | None = None) -> ValueEngine:
+        """The sequence classifier with one label in `path`; frozen without an optimizer.
+
+        To be trained, `path` may be a language model's folder: its trunk then gets a head without a bias, at 0.
 
         Raises:
             ValueError: it gives no single score.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -256,11 +257,32 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
 
 
 class FlatValueEngine(FlatEngine, ValueEngine):
-    """A whole critic or reward model."""
+    """A whole critic or reward model.
 
-    def __init__(self, critic: Critic, **engine: Any) -> None:
+    Args:
+        classifier: of a reward model, the model that transformers has of its trunk and head.
+    """
+
+    def __init__(self, critic: Critic, *, classifier: PreTrainedModel | None = None, **engine: Any) -> None:
         super().__init__(critic, critic.trunk, **engine)
         self._critic = critic
+        self._classifier = classifier
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        return (self._classifier or self._critic.trunk).config
+
+    @cached_property
+    def _whole(self) -> Published:
+        if self._classifier is None:
+            raise RuntimeError("this role is a critic, which is not published: no model folder holds its head")
+        return WholeModel(self._classifier, self._place.worker)
+
+    def published_specs(self) -> list[TensorSpec]:
+        return self._whole.published_specs()
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        return self._whole.gather(owners)
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
         """The value of the prefix before each wanted token, [N]; differentiable."""
@@ -321,7 +343,7 @@ class FlatLoader(EngineLoader):
         self._attention = config.model.attn_implementation
         self._dtype, self._vision = config.model.dtype.on(device.type), config.model.vision
         self._share_prefixes = config.trainer.share_prefixes
-        self._engine = {
+        self._engine: dict[str, Any] = {
             "attention": attention_kind(self._attention),
             "tokens_per_micro_batch": config.trainer.tokens_per_micro_batch,
             "place": place,
@@ -365,10 +387,12 @@ class FlatLoader(EngineLoader):
 
         return self._together(load, path)
 
-    def reward_model(self, path: str) -> FlatValueEngine:
+    def reward_model(self, path: str, optimizer: OptimizerConfig | None = None) -> FlatValueEngine:
         def load() -> FlatValueEngine:
-            model = load_reward_model(path, self._dtype, self._attention, self._device)
-            return FlatValueEngine(model, **self._engine)
+            trained = optimizer is not None
+            critic, classifier = load_reward_model(path, self._dtype, self._attention, self._device, trained=trained)
+            made = None if optimizer is None else self._optimizer(critic, optimizer)
+            return FlatValueEngine(critic, classifier=classifier, optimizer=made, **self._engine)
 
         return self._together(load, path)
 

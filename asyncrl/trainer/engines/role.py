@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
@@ -160,6 +161,14 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         return self._cut(batch, np.zeros(batch.num_tokens, dtype=np.bool_), batch.lengths_S, range(batch.num_seqs))
 
     def _cut(
+        self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
+    ) -> Iterator[MicroBatch]:
+        """Yield the micro-batches, all of which are laid out and on their way to the device before the first one."""
+        made = deque(self._laid_out(batch, wanted, lengths, seqs))
+        while made:
+            yield made.popleft()  # one that is computed is gone, with the masks that it made
+
+    def _laid_out(
         self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
     ) -> Iterator[MicroBatch]:
         return micro_batches(

@@ -5,8 +5,8 @@ Packing computes no padding, but only attention that is told where sequences end
 convolution does so where its kernel takes the packing arguments, some models have an attention of their own, and which
 is which no list of names would hold. So each way is tried at load (`asyncrl.models.parity`) in this order:
 
-    sdpa                packed with shared prefixes, then packed, then padded rows with torch's attention, then padded
-                        rows with transformers' eager one
+    sdpa                packed with shared prefixes, then packed, both first with torch's variable-length kernel where
+                        there is one, then padded rows with torch's attention, then with transformers' eager one
     flex_attention      packed with shared prefixes by FlexAttention, then as sdpa
     flash_attention_2   packed by its own kernel, then padded rows
     eager               padded rows
@@ -54,6 +54,7 @@ from asyncrl.models.transformers_internals import (
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.model.flex_attention import FLEX
 from asyncrl.trainer.model.packed_attention import PACKED
+from asyncrl.trainer.model.varlen_attention import VARLEN, kernel_exists
 from asyncrl.trainer.settings import AttentionImplementation
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ _HOW = {
 }
 
 _SDPA = (
+    SequenceLayout(AttentionKind.tree, VARLEN),
+    SequenceLayout(AttentionKind.packed, VARLEN),
     SequenceLayout(AttentionKind.tree, PACKED),
     SequenceLayout(AttentionKind.packed, PACKED),
     SequenceLayout(AttentionKind.padded, "sdpa"),
@@ -119,8 +122,8 @@ _LAYOUTS: dict[AttentionImplementation, tuple[SequenceLayout, ...]] = {
 
 
 def first_layout(setting: AttentionImplementation) -> SequenceLayout:
-    """Return the layout that `select_attention` tries first."""
-    return _LAYOUTS[setting][0]
+    """Return the layout that `select_attention` tries first where there is no GPU."""
+    return next(layout for layout in _LAYOUTS[setting] if layout.attention != VARLEN)
 
 
 def select_attention(
@@ -140,7 +143,7 @@ def select_attention(
     copies: dict[int, _Subject | None] = {}  # with short lengths, by the tokens of the run's longest row
     faults: list[str] = []
     for layout in _LAYOUTS[setting]:
-        if layout.kind.shares_prefixes and not share_prefixes:
+        if (layout.kind.shares_prefixes and not share_prefixes) or not _runs_on(engine.network, layout):
             continue
         fault = _unseen_layers(engine.network, layout) or own.fault(layout)
         if fault is None:
@@ -168,6 +171,18 @@ def select_attention(
 def layouts(setting: AttentionImplementation) -> tuple[SequenceLayout, ...]:
     """All that are tried, in this order."""
     return _LAYOUTS[setting]
+
+
+def _runs_on(network: PreTrainedModel, layout: SequenceLayout) -> bool:
+    """True if the kernel of `layout` exists for the device and type of `network`."""
+    return layout.attention != VARLEN or kernel_exists(network.device, network.dtype)
+
+
+def _ways(layout: SequenceLayout) -> tuple[SequenceLayout, ...]:
+    """The ways in which micro-batches of `layout` are computed: without shared prefixes by a kernel of its own."""
+    if layout == SequenceLayout(AttentionKind.tree, VARLEN):
+        return SequenceLayout(AttentionKind.packed, VARLEN), layout
+    return (layout,)
 
 
 def refuse_longer_than_independent(network: PreTrainedModel, longest: int) -> None:
@@ -252,6 +267,9 @@ class _Subject:
 
     def fault(self, layout: SequenceLayout) -> str | None:
         """Return the fault of the model under `layout`; None if it has none. The model stays set to `layout`."""
+        return next(filter(None, map(self._fault, _ways(layout))), None)
+
+    def _fault(self, layout: SequenceLayout) -> str | None:
         network = self._engine.network
         try:
             set_attention(network, layout.attention)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -65,7 +68,9 @@ def prepare_vision(
         raise UnsupportedModelError(f"{error}. Use model.vision=none for text alone, or another model") from error
 
 
-def _pretrained(kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation) -> Any:
+def _pretrained(
+    kind: Any, path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, **more: Any
+) -> Any:
     """The model in `path` as transformers' auto class `kind` loads it, with the attention of the first layout.
 
     It is put in place after loading, so that a model with an attention of its own keeps what transformers chooses: the
@@ -73,7 +78,7 @@ def _pretrained(kind: Any, path: str | Path, dtype: Dtype, attn_implementation: 
     """
     flash = attn_implementation == AttentionImplementation.flash_attention_2
     model = kind.from_pretrained(
-        str(path), dtype=str(dtype), attn_implementation=str(attn_implementation) if flash else None
+        str(path), dtype=str(dtype), attn_implementation=str(attn_implementation) if flash else None, **more
     )
     if not flash:
         set_attention(model, first_layout(attn_implementation)[1])
@@ -86,12 +91,12 @@ class Critic(nn.Module):
     The head starts at zero, so that an untrained critic predicts 0 everywhere instead of noise.
     """
 
-    def __init__(self, trunk: PreTrainedModel) -> None:
+    def __init__(self, trunk: PreTrainedModel, *, bias: bool = True) -> None:
         super().__init__()
         self.trunk = trunk
-        self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1, dtype=torch.float32)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1, bias=bias, dtype=torch.float32)
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)
 
     def values(self, hidden: Tensor) -> Tensor:
         """Values of hidden states [N, H], shape [N], in fp32."""
@@ -106,20 +111,69 @@ def load_critic(
     return Critic(_pretrained(AutoModel, path, dtype, attn_implementation)).eval().to(device)
 
 
+class RewardModel(NamedTuple):
+    """A sequence classifier with one label: as a trunk and its head, and as transformers knows it, which has these."""
+
+    critic: Critic
+    classifier: PreTrainedModel
+
+
 def load_reward_model(
-    path: str | Path, dtype: Dtype, attn_implementation: AttentionImplementation, device: torch.device
-) -> Critic:
-    """The sequence classifier with one label in `path`, as a trunk and its head.
+    path: str | Path,
+    dtype: Dtype,
+    attn_implementation: AttentionImplementation,
+    device: torch.device,
+    *,
+    trained: bool = False,
+) -> RewardModel:
+    """The sequence classifier with one label in `path`.
+
+    Args:
+        trained: `path` may be a language model's folder: its trunk then gets a new head, at 0.
 
     Raises:
         ValueError: it has several labels, or no linear head called `score`.
     """
-    model = _pretrained(AutoModelForSequenceClassification, path, dtype, attn_implementation)
+    config = AutoConfig.from_pretrained(path)
+    new = trained and not is_classifier(config)
+    more = {"config": as_classifier(config)} if new else {}
+    model = _pretrained(AutoModelForSequenceClassification, path, dtype, attn_implementation, **more)
+    critic = Critic(model.base_model, bias=single_score(model, path).bias is not None)
+    if not new:
+        critic.head.load_state_dict(model.score.state_dict())
+    model.score = critic.head
+    model.config.architectures = [type(model).__name__]
+    model.eval().to(device)
+    return RewardModel(critic.eval(), model)
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """True if `config` is of a sequence classifier's folder."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def as_classifier(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of a classifier with one label on the trunk of the model that `config` is of.
+
+    Raises:
+        UnsupportedModelError: transformers has none.
+    """
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UnsupportedModelError(
+            f"transformers has no sequence classifier of a {config.model_type!r} model, which a reward model is; use "
+            "another model"
+        )
+    config.num_labels = 1
+    return config
+
+
+def single_score(model: PreTrainedModel, path: str | Path) -> nn.Linear:
+    """The head of the classifier `model` from `path`.
+
+    Raises:
+        ValueError: it has several labels, or is no linear head called `score`.
+    """
     head = dict(model.named_children()).get("score")
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise ValueError(f"the reward model in {path} gives no single score; train it with num_labels=1")
-    critic = Critic(model.base_model)
-    critic.head.weight.data.copy_(head.weight.data)
-    if head.bias is not None:
-        critic.head.bias.data.copy_(head.bias.data)
-    return critic.eval().to(device)
+    return head

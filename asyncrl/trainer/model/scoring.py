@@ -28,6 +28,8 @@ MAX_LOGITS_BYTES = 256 << 20
 """fp32 logits of one chunk: large enough that the head's matrix product is efficient, small beside any model."""
 _BLOCK = 1 << 22
 """Numbers of a chunk that are worked on at a time where that needs a buffer of their own: 16 MiB, near the caches."""
+_GPU_BLOCK = 1 << 26
+"""The same on a GPU: all of a chunk of 256 MiB, as every piece costs launches."""
 
 
 class EntropyMode(StrEnum):
@@ -153,5 +155,6 @@ class _Score(Function):
 
 def _blocks(all_NV: Tensor, values_N: Tensor | None = None) -> tuple[Tensor, ...]:
     """`values_N`, or `all_NV` itself, in runs of tokens that have about `_BLOCK` numbers in `all_NV`."""
-    rows = max(1, _BLOCK // all_NV.shape[-1])
+    block = _BLOCK if all_NV.device.type == "cpu" else _GPU_BLOCK
+    rows = max(1, block // all_NV.shape[-1])
     return torch.split(all_NV if values_N is None else values_N, rows)

@@ -1,7 +1,7 @@
 """The process of a supervised experiment: `python -m asyncrl.trainer.supervised CONFIG.yaml OUT_DIR [RANK]`.
 
-Without a rank it is the first one, which starts the others. Progress goes to standard output as JSON lines, `{"step",
-"total", "loss", "eta_s", "held_out_loss"}`, and what a person should know of the data as `{"note"}`.
+Without a rank it is the first one, which starts the others. Progress goes to standard output as JSON lines, the rows of
+`metrics.jsonl`, and what a person should know of the data as `{"note"}`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -32,7 +31,7 @@ def main(config_file: Path, out_dir: Path, rank: int | None) -> None:
 
 
 def _report(progress: SFTProgress) -> None:
-    print(json.dumps(asdict(progress)), flush=True)
+    print(json.dumps(progress.row()), flush=True)
 
 
 def _note(text: str) -> None:

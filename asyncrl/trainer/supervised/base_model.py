@@ -29,7 +29,7 @@ from asyncrl.comm.files.private_files import NotPrivate, make_private_folder
 from asyncrl.config.load import experiments_dir
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, model_files
 from asyncrl.trainer.settings import VisionMode
-from asyncrl.trainer.supervised.settings import DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
+from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, DEFAULT_FILEROOT, DEMO_MODEL, SFTConfig
 from asyncrl.weights import atomic_dir
 
 NOT_IN_DIGEST = ("fileroot", "experiment_name", "tokens_per_micro_batch", "eval", "checkpoint")
@@ -83,6 +83,8 @@ def _name(config: SFTConfig) -> str:
         decisive["tokenizer"] = _content(Path(tokenizer).expanduser())
     if decisive["model"]["lora"]["rank"] == 0:
         del decisive["model"]["lora"]
+    if decisive["loss"]["name"] == CROSS_ENTROPY:
+        del decisive["loss"]
     if decisive["model"]["vision"] == VisionMode.train:
         del decisive["model"]["vision"]
     if decisive["trainer"]["parallel"] == "d1":  # the sums' order is another elsewhere
@@ -183,6 +185,11 @@ def _show_progress(process: subprocess.Popen[str], title: str) -> list[str]:
             row = json.loads(line)
             if (held_out := row["held_out_loss"]) is not None:
                 told = f"{title}: step {row['step']}/{row['total']}  held-out loss {held_out:.4f}"
+                told += "".join(
+                    f"  {name} {row[key]:.3f}"
+                    for name, key in (("accuracy", "held_out_accuracy"), ("margin", "held_out_margin"))
+                    if key in row
+                )
                 console.print(told, markup=False, soft_wrap=True)
             bar.update(task, total=row["total"], completed=row["step"], loss=row["loss"])
             if not console.is_terminal and row["step"] % PLAIN_LINE_EVERY == 0:

@@ -6,16 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config import catalog
+from asyncrl.config.import_paths import PluginError
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.plugins.datasets.checks import source_problems
 from asyncrl.plugins.datasets.readers import is_data_path
+from asyncrl.plugins.datasets.settings import TrainOn
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.model.lora_checks import lora_problems
 from asyncrl.trainer.parallel.worker_grid import WorkerGrid
 from asyncrl.trainer.placement import layout_of
 from asyncrl.trainer.settings import LoraPublish
-from asyncrl.trainer.supervised.settings import SFTConfig, SupervisedOptimizer
+from asyncrl.trainer.supervised.losses import LABEL_LOSS, REWARD_LOSS, loss_kind
+from asyncrl.trainer.supervised.settings import CROSS_ENTROPY, SFTConfig, SupervisedOptimizer
 
 
 def check(config: SFTConfig) -> Iterator[str]:
@@ -26,9 +30,10 @@ def check(config: SFTConfig) -> Iterator[str]:
     if is_data_path(data.path):
         yield from (
             f"dataset.args.{name}: it is set by asyncrl for supervised training; leave it out"
-            for name in ("demonstrations", "fields")
+            for name in ("demonstrations", "pairs", "fields")
             if name in data.args
         )
+    yield from _loss(config)
     yield from _held_out(config)
     yield from _engine(config)
     if not config.phases:
@@ -47,6 +52,33 @@ def check(config: SFTConfig) -> Iterator[str]:
             )
         if "vocab_size" not in config.model.architecture:
             yield "model.architecture.vocab_size: missing; a model with model.tokenizer needs the tokenizer's size"
+
+
+def _loss(config: SFTConfig) -> Iterator[str]:
+    """Yield what is wrong with the loss, and what it does not go with."""
+    loss, lora = config.loss, config.model.lora
+    try:
+        kind = loss_kind(loss)
+    except PluginError as error:
+        yield f"loss.name={loss.name!r}: {error}"
+        return
+    if kind is None:
+        if loss.params:
+            yield f"loss.params={loss.params}: {CROSS_ENTROPY} has no parameters; leave them out"
+        return
+    try:
+        catalog.check(kind, loss.name, loss.params)
+    except ValueError as error:
+        yield f"loss.params={loss.params}: {error}"
+    given = f"loss.name={loss.name!r}"
+    if config.optimizer == SupervisedOptimizer.muon:
+        yield f"{given}: optimizer=muon learns from demonstrations alone; use optimizer=adamw"
+    if config.dataset.train_on != TrainOn.all:
+        yield f"{given}: the answers' turns carry loss, so dataset.train_on does nothing; leave it out"
+    if kind == REWARD_LOSS and lora.rank:
+        yield f"{given}: reward models are trained whole, without adapters; set model.lora.rank=0"
+    if kind == LABEL_LOSS and config.batch_size < 2:
+        yield f"{given}: a prompt is joined to the answer of another row of its batch; set batch_size to 2 or more"
 
 
 def _held_out(config: SFTConfig) -> Iterator[str]:

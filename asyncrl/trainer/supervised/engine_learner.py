@@ -1,7 +1,6 @@
 """Learning with AdamW by the engines that RL training uses: packed where that is proven right, adapters, layouts.
 
-A rank takes every N-th demonstration of a batch, of N data-parallel ranks. The loss is divided by the answer tokens of
-the whole batch, so that gradients and losses add up over ranks and micro-batches.
+`objectives` has the losses; this module has their engines, steps, checkpoints and results.
 
 A run's folder has its checkpoints, and in `weights/` the model that it began with and the one that it ended with, so
 that `asyncrl export` finds what it finds of an RL run. A run that was cut off goes on from its newest checkpoint
@@ -16,23 +15,30 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor
 
-from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.comm.names import ACTOR
+from asyncrl.config.catalog import resolve
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CHECKPOINTS_DIR, WEIGHTS_DIR
 from asyncrl.config.setting import Dtype
 from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.plugins.datasets.demonstrations import Demonstration
-from asyncrl.trainer.batches.micro_batch import MicroBatch
-from asyncrl.trainer.batches.step_batch import StepBatch
-from asyncrl.trainer.engines.base import PolicyOutputs, engine_loader
+from asyncrl.trainer.engines.base import engine_loader
+from asyncrl.trainer.engines.lora_reference import LoraReference
 from asyncrl.trainer.model.lora import adapter_config
 from asyncrl.trainer.model.lora_checks import publishes_adapters
-from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.rank_position import RankPosition, World
 from asyncrl.trainer.placement import engine_of
 from asyncrl.trainer.settings import LearningRateSchedule, LoraPublish, OptimizerConfig
+from asyncrl.trainer.supervised.losses import PAIR_LOSS, REWARD_LOSS, loss_kind
+from asyncrl.trainer.supervised.objectives import (
+    Imitation,
+    LabelPreference,
+    Measures,
+    Objective,
+    PairPreference,
+    RewardModelling,
+)
 from asyncrl.trainer.supervised.settings import SFTConfig
 from asyncrl.weights import atomic_dir
 from asyncrl.weights.checkpoints import store as checkpoints
@@ -62,12 +68,11 @@ class EngineLearner:
     def __init__(
         self, model: Path, run_dir: Path, config: SFTConfig, total: int, world: World, device: torch.device
     ) -> None:
-        self._run_dir, self._checkpoint, self._device, self._world = run_dir, config.checkpoint, device, world
+        self._run_dir, self._checkpoint, self._world = run_dir, config.checkpoint, world
         self._model, settings = model, engine_settings(config, model, total)
         self._lora = config.model.lora if publishes_adapters(settings) else None
-        self._place = world.place(ACTOR)
-        make = engine_loader(engine_of(settings))
-        self._engine = make(settings, self._place, device).policy(str(model), Dtype.float32, settings.optimizer)
+        self._objective = make_objective(config, settings, world.place(ACTOR), device)
+        self._engine = self._objective.engine
         engines = {ACTOR: self._engine}
         state = checkpoints.load(engines, run_dir / CHECKPOINTS_DIR, world.everyone)
         self.steps_done = 0 if state is None else int(state["version"])
@@ -75,30 +80,21 @@ class EngineLearner:
         if config.checkpoint.interval and not self.steps_done:
             self._publish(0)
 
-    def learn(self, batch: Sequence[Demonstration]) -> float:
-        """One step on `batch`, the same on all ranks; returns its mean loss in nats per answer token, before the step.
+    def learn(self, batch: Sequence[Demonstration]) -> Measures:
+        """One step on `batch`, the same on all ranks; returns its figures before the step.
 
         Raises:
             FloatingPointError: the gradient is not finite.
         """
-        answer_tokens = sum(item.answer_length for item in batch)
-
-        def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, Stats]:
-            return -outputs.logprobs_N.sum() / answer_tokens, {}
-
-        mine = self._mine(batch)
-        loss, _ = self._engine.compute_gradients(mine, mine["loss_mask"], range(mine.num_seqs), share)
-        mean = self._place.data.all_reduce_sum(loss.double()).item()
+        measures = self._objective.compute_gradients(batch)
         outcome = self._engine.step()
         if not outcome.applied:
             raise FloatingPointError(f"the gradient's norm is {outcome.grad_norm}; lower adamw_lr")
-        return mean
+        return measures
 
-    def mean_loss(self, batch: Sequence[Demonstration]) -> float:
-        """Mean loss of `batch` in nats per answer token."""
-        mine = self._mine(batch)
-        total = -self._engine.logprobs(mine, mine["loss_mask"]).double().sum()
-        return self._place.data.all_reduce_sum(total).item() / sum(item.answer_length for item in batch)
+    def measure(self, batch: Sequence[Demonstration]) -> Measures:
+        """The figures of `batch`."""
+        return self._objective.measure(batch)
 
     def complete(self, step: int) -> None:
         """Step `step`, from 1, is complete and told: write a checkpoint where one is due."""
@@ -145,21 +141,27 @@ class EngineLearner:
         ranks = self._world.everyone
         return publish(self._engine, root, role=ACTOR, version=version, ranks=ranks, shared=shared)
 
-    def _mine(self, batch: Sequence[Demonstration]) -> StepBatch:
-        """This rank's part of `batch`."""
-        data = self._place.data
-        own = batch[data.rank :: data.world]
-        columns = {
-            "tokens": torch.tensor([token for item in own for token in item.token_ids], dtype=torch.int64),
-            "loss_mask": torch.tensor([learnt for item in own for learnt in item.loss_mask], dtype=torch.bool),
-            "lengths": torch.tensor([len(item.token_ids) for item in own], dtype=torch.int64),
-            "rollouts": torch.arange(len(own)),
-            "minibatches": torch.zeros(len(own), 1, dtype=torch.int64),
-        }
-        columns = {name: column.to(self._device) for name, column in columns.items()}
-        pictures = [item.pictures for item in own] if any(item.pictures for item in own) else ()
-        names = [str(n) for n in range(len(own))]
-        return StepBatch(columns, version=0, num_minibatches=1, rollout_ids=names, pictures=pictures)
+
+def make_objective(
+    config: SFTConfig, settings: ExperimentConfig, place: RankPosition, device: torch.device
+) -> Objective:
+    """The objective of `loss`, with the engine of the model in `model.path` of `settings`.
+
+    Raises:
+        ValueError: the model cannot be trained right, or a parameter of the loss is wrong.
+    """
+    path, optimizer = str(settings.model.path), settings.optimizer
+    loader = engine_loader(engine_of(settings))(settings, place, device)
+    kind = loss_kind(config.loss)
+    if kind is None:
+        return Imitation(loader.policy(path, Dtype.float32, optimizer), place, device)
+    loss = resolve(kind, config.loss.name, config.loss.params)
+    if kind == REWARD_LOSS:
+        return RewardModelling(loader.reward_model(path, optimizer), loss, place, device)
+    engine = loader.policy(path, Dtype.float32, optimizer)
+    reference = LoraReference(engine) if config.model.lora.rank else loader.policy(path, Dtype.float32, None)
+    objective = PairPreference if kind == PAIR_LOSS else LabelPreference
+    return objective(engine, reference, loss, place, device)
 
 
 def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentConfig:
@@ -167,7 +169,7 @@ def engine_settings(config: SFTConfig, model: Path, total: int) -> ExperimentCon
     told = ExperimentConfig(seed=config.seed, total_train_steps=total)
     publish = LoraPublish.adapter if placeholder_in(model) is None else LoraPublish.merged
     told.model.path, told.model.lora = str(model), replace(config.model.lora, publish=publish)
-    told.model.vision = config.model.vision
+    told.model.vision, told.model.dtype = config.model.vision, Dtype.float32
     told.trainer.parallel, told.trainer.device = config.trainer.parallel, config.device
     told.trainer.gradient_checkpointing = config.trainer.gradient_checkpointing
     told.trainer.tokens_per_micro_batch = config.tokens_per_micro_batch

@@ -1,12 +1,13 @@
-"""Supervised training, on one's own conversations or to make the base model that RL starts from.
+"""Supervised training: on one's own conversations, on judged answers, or to make the base model that RL starts from.
 
 A run is a list of phases, each so many steps on one dataset's demonstrations. The demo has two: right demonstrations,
 then a few careless ones, so that the model knows two ways and RL has something to select. What of a demonstration
 carries loss is said in `asyncrl.plugins.datasets.demonstrations`.
 
-There is one loop. A `Learner` takes a step on a batch: with AdamW by the engines of RL training (`engine_learner`), or
-with Muon (`muon`). Muon is not a part of the engines: it orthogonalises whole matrices, which no rank of a sharded
-engine has, and only the small models of the demos are trained from scratch.
+There is one loop. A `Learner` takes a step on a batch: with AdamW by the engines of RL training (`engine_learner`),
+where `loss` decides what is learnt (`objectives`), or with Muon (`muon`). Muon is not a part of the engines: it
+orthogonalises whole matrices, which no rank of a sharded engine has, and only the small models of the demos are trained
+from scratch.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from asyncrl.plugins.datasets.demonstrations import (
     DemonstrationFormat,
     EncodedRows,
     LazyRows,
+    RowFormat,
     Rows,
     demonstration_batches,
     load_demonstrations,
     shown_with_loss,
 )
+from asyncrl.plugins.datasets.preferences import PreferenceFormat
 from asyncrl.plugins.datasets.prompt_stats import shown
 from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template
 from asyncrl.plugins.datasets.tokenizers import (
@@ -54,7 +57,9 @@ from asyncrl.plugins.datasets.tokenizers import (
 from asyncrl.runtime.process.torch_device import choose_device
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.engine_learner import EngineLearner
+from asyncrl.trainer.supervised.losses import LABEL_LOSS, loss_kind
 from asyncrl.trainer.supervised.muon import MuonLearner
+from asyncrl.trainer.supervised.objectives import Measures
 from asyncrl.trainer.supervised.ranks import joined
 from asyncrl.trainer.supervised.settings import DEMO_MODEL, SFTConfig, SupervisedOptimizer
 from asyncrl.weights import atomic_dir
@@ -70,8 +75,8 @@ class SFTPhase:
 
 @dataclass(frozen=True, slots=True)
 class SFTProgress:
-    """Reported after each step: 1-based step of `total`, loss in nats per answer token, seconds left; where it was
-    measured after this step, the loss on held-out demonstrations.
+    """Reported after each step: 1-based step of `total`, the batch's figures (`Measures`) and seconds left; where they
+    were measured after this step, those of the held-out rows. A figure that the loss does not have is None.
     """
 
     step: int
@@ -79,22 +84,31 @@ class SFTProgress:
     loss: float
     eta_s: float
     held_out_loss: float | None = None
+    accuracy: float | None = None
+    margin: float | None = None
+    held_out_accuracy: float | None = None
+    held_out_margin: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The line of `metrics.jsonl`: without the figures that the loss does not have."""
+        always = ("held_out_loss",)
+        return {name: value for name, value in asdict(self).items() if value is not None or name in always}
 
 
 class Learner(Protocol):
-    """A model that learns from demonstrations."""
+    """A model that learns from sequences."""
 
     @property
     def steps_done(self) -> int:
         """Steps that were taken before this process began."""
         ...
 
-    def learn(self, batch: Sequence[Demonstration]) -> float:
-        """One step on `batch`; returns its mean loss in nats per answer token, before the step."""
+    def learn(self, batch: Sequence[Demonstration]) -> Measures:
+        """One step on `batch`; returns its figures before the step."""
         ...
 
-    def mean_loss(self, batch: Sequence[Demonstration]) -> float:
-        """Mean loss of `batch` in nats per answer token."""
+    def measure(self, batch: Sequence[Demonstration]) -> Measures:
+        """The figures of `batch`."""
         ...
 
     def complete(self, step: int) -> None:
@@ -108,10 +122,10 @@ NoteCallback = Callable[[str], None]
 
 def phases_of(config: SFTConfig) -> list[SFTPhase]:
     """The phases that `config` describes, with their datasets."""
-    data = config.dataset
+    data, load = config.dataset, partial(load_demonstrations, judged=loss_kind(config.loss) is not None)
     return [
-        SFTPhase(load_demonstrations(data.path, {**data.args, **phase.args}, data.fields, "train", config.seed), steps)
-        for phase, steps in ((phase, phase.steps) for phase in config.phases)
+        SFTPhase(load(data.path, {**data.args, **phase.args}, data.fields, "train", config.seed), phase.steps)
+        for phase in config.phases
     ]
 
 
@@ -121,13 +135,14 @@ def held_out_of(config: SFTConfig) -> DemonstrationDataset | None:
     if not held_out.interval:
         return None
     fields = data.fields if held_out.fields is None else held_out.fields
+    load = partial(load_demonstrations, judged=loss_kind(config.loss) is not None)
     if held_out.path is None:
-        return load_demonstrations(data.path, {**data.args, **held_out.args}, fields, "held_out", config.seed)
-    return load_demonstrations(held_out.path, held_out.args, fields, "held_out", config.seed)
+        return load(data.path, {**data.args, **held_out.args}, fields, "held_out", config.seed)
+    return load(held_out.path, held_out.args, fields, "held_out", config.seed)
 
 
-def demonstration_format(config: SFTConfig, tokenizer: ChatTokenizer) -> DemonstrationFormat:
-    """Return the format that turns rows into demonstrations.
+def row_format(config: SFTConfig, tokenizer: ChatTokenizer) -> RowFormat:
+    """Return the format that turns rows into what `loss` takes: demonstrations, or judged answers.
 
     Raises:
         ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
@@ -135,9 +150,11 @@ def demonstration_format(config: SFTConfig, tokenizer: ChatTokenizer) -> Demonst
     named = config.model.path or config.model.tokenizer
     folder = Path(named).expanduser() if named else Path("a tokenizer of single letters")
     rules = None if config.model.path is None or config.model.vision == VisionMode.none else picture_rules(folder)
-    return DemonstrationFormat(
-        PromptFormat(tokenizer, load_chat_template(folder, config.dataset), pictures=rules), config.dataset.train_on
-    )
+    prompts = PromptFormat(tokenizer, load_chat_template(folder, config.dataset), pictures=rules)
+    kind = loss_kind(config.loss)
+    if kind is None:
+        return DemonstrationFormat(prompts, config.dataset.train_on)
+    return PreferenceFormat(prompts, labelled=kind == LABEL_LOSS)
 
 
 def make_base_model(
@@ -254,7 +271,7 @@ class _Rows:
 
     def write(self, report: SFTProgress) -> None:
         """One more."""
-        self.all.append(asdict(report))
+        self.all.append(report.row())
         self._append(self.all[-1])
 
     def _append(self, row: Mapping[str, Any]) -> None:
@@ -296,7 +313,7 @@ def train_on_demonstrations(
     note: NoteCallback | None = None,
     last_loss: float = 0.0,
 ) -> float:
-    """Take the steps that `learner` has not done; returns the last one's loss in nats per answer token.
+    """Take the steps that `learner` has not done; returns the last one's loss.
 
     Args:
         last_loss: what is returned where there are none left.
@@ -305,7 +322,7 @@ def train_on_demonstrations(
         ValueError: a setting is out of range, or a row cannot be used.
     """
     total = sum(phase.steps for phase in phases)
-    form, tell = demonstration_format(config, tokenizer), note or _nobody
+    form, tell = row_format(config, tokenizer), note or _nobody
     rows = [_encoded(phase.dataset, form, config.dataset.max_tokens, "dataset", tell) for phase in phases]
     held_out = held_out_of(config)
     held_out_batch: list[Demonstration] = []
@@ -318,13 +335,13 @@ def train_on_demonstrations(
         tell(f"going on after step {begin} of {total}")
     started, loss = time.monotonic(), last_loss
     for step, batch in enumerate(_batches(phases, rows, config, begin), start=begin + 1):
-        loss = learner.learn(batch)
-        measured = None
+        loss, accuracy, margin = learner.learn(batch)
+        measured: tuple[float | None, float | None, float | None] = (None, None, None)
         if held_out_batch and (step % config.eval.interval == 0 or step == total):
-            measured = learner.mean_loss(held_out_batch)
+            measured = learner.measure(held_out_batch)
         if progress is not None:
             eta_s = (time.monotonic() - started) / (step - begin) * (total - step)
-            progress(SFTProgress(step, total, loss, eta_s, measured))
+            progress(SFTProgress(step, total, loss, eta_s, measured[0], accuracy, margin, *measured[1:]))
         learner.complete(step)
     return loss
 
@@ -341,9 +358,7 @@ def _batches(
         )
 
 
-def _encoded(
-    dataset: DemonstrationDataset, form: DemonstrationFormat, max_tokens: int, name: str, tell: NoteCallback
-) -> Rows:
+def _encoded(dataset: DemonstrationDataset, form: RowFormat, max_tokens: int, name: str, tell: NoteCallback) -> Rows:
     """The rows of a file, encoded now; those of a class when they are asked for."""
     if not isinstance(dataset, Placed):
         return LazyRows(dataset, form)

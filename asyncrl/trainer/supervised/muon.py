@@ -21,6 +21,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel, get_cosine_with_min_lr_schedule_with_warmup
 
 from asyncrl.plugins.datasets.demonstrations import Demonstration, by_length
+from asyncrl.trainer.supervised.objectives import Measures
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 
@@ -43,8 +44,8 @@ class MuonLearner:
         ]
         model.train()
 
-    def learn(self, batch: Sequence[Demonstration]) -> float:
-        """One step on `batch`; returns its mean loss in nats per answer token, before the step."""
+    def learn(self, batch: Sequence[Demonstration]) -> Measures:
+        """One step on `batch`; returns its mean loss before the step."""
         loss = self._accumulate_gradients(batch)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
         for optimizer in self._optimizers:
@@ -52,16 +53,16 @@ class MuonLearner:
             optimizer.zero_grad()
         for scheduler in self._schedulers:
             scheduler.step()
-        return loss
+        return Measures(loss)
 
-    def mean_loss(self, batch: Sequence[Demonstration]) -> float:
-        """Mean loss of `batch` in nats per answer token."""
+    def measure(self, batch: Sequence[Demonstration]) -> Measures:
+        """The mean loss of `batch`."""
         self._model.train(False)
         with torch.no_grad():
             runs = by_length([len(item.token_ids) for item in batch], self._config.tokens_per_micro_batch)
             total = sum(_answer_loss(self._model, [batch[i] for i in run]).item() for run in runs)
         self._model.train()
-        return total / sum(item.answer_length for item in batch)
+        return Measures(total / sum(item.answer_length for item in batch))
 
     def complete(self, step: int) -> None:
         """Nothing is kept of a step."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Optional
 
-from asyncrl.config.setting import MOST_SEED, Device, setting
+from asyncrl.config.setting import MOST_SEED, ChoiceConfig, Device, setting
 from asyncrl.plugins.datasets.settings import AUTO, TrainOn
 from asyncrl.trainer.settings import LoraConfig, VisionMode
 
@@ -27,6 +27,10 @@ DEMO_MODEL: Mapping[str, Any] = {
     "tie_word_embeddings": True,
 }
 """The demo's architecture: 242k parameters with the arithmetic alphabet."""
+
+
+CROSS_ENTROPY = "cross_entropy"
+"""The loss on demonstrations; any other is one on judged answers, of a kind of `asyncrl.algorithms.registry`."""
 
 
 class SupervisedOptimizer(StrEnum):
@@ -132,14 +136,19 @@ class SFTCheckpointConfig:
 
 @dataclass
 class SFTConfig:
-    """Supervised training on demonstrations."""
+    """Supervised training on demonstrations, or on judged answers."""
 
     experiment_name: str = setting("sft", "name of the model's folder under <fileroot>/models")
     fileroot: str = setting(DEFAULT_FILEROOT, "where models, checkpoints, logs and metrics go")
     seed: int = setting(1, "seed of data order and initialisation", minimum=0, maximum=MOST_SEED)
     device: Device = setting(Device.cpu, "cpu, cuda, or auto: cuda where there is one")
     threads: int = setting(1, "CPU threads; two are faster on an idle machine only", minimum=1)
-    batch_size: int = setting(64, "demonstrations per step", unit="demonstrations", minimum=1)
+    batch_size: int = setting(64, "rows per step: demonstrations, pairs or labelled answers", unit="rows", minimum=1)
+    loss: ChoiceConfig = setting(
+        help="cross_entropy: imitate demonstrations; bradley_terry: a reward model from pairs of answers; dpo, ipo, "
+        "kto: a policy from pairs, or with kto from labelled answers; docs/preferences.md",
+        factory=lambda: ChoiceConfig(CROSS_ENTROPY),
+    )
     optimizer: SupervisedOptimizer = setting(
         SupervisedOptimizer.muon,
         "muon: matrices by Muon, the rest by AdamW, whole and padded, in one process; adamw: all, by the engines of RL "

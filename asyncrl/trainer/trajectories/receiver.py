@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrajectoryReceiver:
-    """See the module's docstring.
+    """Receives, stores and hands out the trajectories of one rank.
 
     Args:
         head: data index of this rank.

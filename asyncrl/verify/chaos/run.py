@@ -68,7 +68,7 @@ class Watched:
 
 
 class ChaosRun:
-    """See the module's docstring.
+    """One run with injected faults.
 
     Args:
         config: of the run, as its launcher will resolve it.

@@ -1,12 +1,11 @@
-"""The folders that a host has: where each is, and one task for each that is on its way, however many ask for it.
+"""The folders of a host: the path of each, and one task for each that is being fetched, however many requests wait.
 
-On the publisher's host a version is linked, file by file, so that it stays whole for those who fetch it when the
-publisher removes its own; the folders of the launch are served from where they lie. Elsewhere all are fetched
-(`fetch`).
+On the publisher's host a version is linked file by file, so it stays complete for other hosts when the publisher
+removes its own; the launch's folders are served in place. Elsewhere all folders are fetched (`fetch`).
 
     <root>/v7/      a copy
     <root>/model/   the initial model, on other hosts than the publisher's
-    <root>/inputs/  what RolloutWorkers read, likewise; it outlives a server that dies, as they may read it at any time
+    <root>/inputs/  inputs of RolloutWorkers, likewise; kept when the server dies, as they may be read at any time
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Key: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A folder that is there: where, its manifest as it was written, and the names of its files."""
+    """A complete folder: its path, its manifest as written, and the names of its files."""
 
     path: Path
     manifest: bytes
@@ -45,12 +44,12 @@ class Copy:
 
     @property
     def manifest_sum(self) -> str:
-        """By which it is known."""
+        """Checksum of the manifest, which identifies the copy."""
         return sum_of(self.manifest)
 
 
 class Store:
-    """See the module's docstring. Its methods belong to one event loop.
+    """The folders of one host. Its methods belong to one event loop.
 
     Args:
         root: of the copies; versions and model that are there are removed.

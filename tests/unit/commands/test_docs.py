@@ -1,4 +1,4 @@
-"""Blocks of docs/evaluation.md and docs/sft.md, and commands of the README and docs/gpus.md: each does as told."""
+"""Blocks of docs/evaluation.md and docs/sft.md, and commands of the README and docs/gpu.md: each does as told."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.plugins.datasets.demonstrations import EncodedRows, load_demonstrations
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.trainer.supervised.loop import demonstration_format, held_out_of, phases_of
+from asyncrl.runtime.process import hardware
+from asyncrl.trainer.supervised.loop import held_out_of, phases_of, row_format
 from asyncrl.trainer.supervised.settings import SFTConfig
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -95,13 +96,35 @@ def test_supervised_training_is_set_as_shown_and_reads_the_rows(
     (phase,), held_out = phases_of(config), held_out_of(config)
     assert held_out is not None
     assert len(phase.dataset) + len(held_out) == 63
-    form = demonstration_format(config, load_tokenizer(tiny_chat_model))
+    form = row_format(config, load_tokenizer(tiny_chat_model))
     Path("rows.jsonl").write_text(rows)
     encoded = EncodedRows.of(load_demonstrations("rows.jsonl", {}, {}, "train", 0), form, 4096)
     assert [len(row) for row in encoded.rows] == [1, 1, 1]
 
 
-README = (DOCS.parent / "README.md").read_text(encoding="utf-8") + (DOCS / "gpus.md").read_text(encoding="utf-8")
+def test_preference_training_is_set_as_shown_and_reads_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_chat_model: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (pairs, labelled), examples = blocks("preferences.md", "json"), blocks("preferences.md", "yaml")
+    Path("model").symlink_to(tiny_chat_model)
+    many = [json.dumps({"prompt": f"{i} + 1?", "chosen": str(i + 1), "rejected": "0"}) for i in range(60)]
+    Path("pairs.jsonl").write_text(pairs + "\n".join(many))
+    Path("labelled.jsonl").write_text(labelled)
+    more = ["loss.name=kto", "dataset.path=labelled.jsonl"]
+    for number, (settings, overrides) in enumerate([(examples[0], []), (examples[1], []), (examples[1], more)]):
+        Path(f"mine{number}.yaml").write_text(f"defaults: [sft_schema, _self_]\nfileroot: {tmp_path}\n{settings}")
+        config = load_experiment(f"mine{number}", overrides, tmp_path)
+        assert isinstance(config, SFTConfig)
+        validate(config)
+        check_data(config, tmp_path)
+        form = row_format(config, load_tokenizer(tiny_chat_model))
+        (phase,) = phases_of(config)
+        rows = EncodedRows.of(phase.dataset, form, 4096).rows
+        assert {len(row) for row in rows} == ({1} if overrides else {2})
+
+
+README = (DOCS.parent / "README.md").read_text(encoding="utf-8") + (DOCS / "gpu.md").read_text(encoding="utf-8")
 OWN_CODE = {
     "my_rewards.py": "def score(data, completion):\n    return float(data['answer'] in completion)\n",
     "my_agent.py": "from asyncrl.plugins.agents.single_turn import SingleTurnAgent as MyAgent\n",
@@ -124,6 +147,11 @@ def test_the_readmes_commands_for_ones_own_model_have_limits_of_a_real_one(
     experiment, *overrides = shlex.split(command.replace("\\\n", ""))
     here = [f"model.path={tiny_chat_model}", f"fileroot={tmp_path}"]
     if any(each.startswith("generation.sglang.python=") for each in overrides):
+        here.append(f"generation.sglang.python={sys.executable}")
+    if experiment.endswith("gpu"):  # it wants GPUs, which are folders here
+        (tmp_path / "gpus" / "0").mkdir(parents=True)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(hardware, "_GPUS", tmp_path / "gpus")
         here.append(f"generation.sglang.python={sys.executable}")
     config = load_experiment(experiment, [*overrides, *here])
     assert isinstance(config, ExperimentConfig)

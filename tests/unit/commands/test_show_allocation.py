@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from asyncrl.comm.names import GENERATION_SERVER
+from asyncrl.commands.before_start import checks as before_start
+from asyncrl.commands.before_start.checks import validate
 from asyncrl.commands.show_allocation import (
     GIB,
     RUNTIME_BYTES,
@@ -21,9 +24,10 @@ from asyncrl.commands.show_allocation import (
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
-from asyncrl.config.setting import Device, Dtype
+from asyncrl.config.setting import ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process import hardware
 from asyncrl.trainer.placement import placement
 from asyncrl.trainer.settings import ReferenceMode, RoleRanks
@@ -162,3 +166,31 @@ def test_the_sizing_page_is_what_its_script_writes() -> None:
     for case in measured:
         settings = {key: value for key, value in case.items() if key != "measured_mib"}
         assert script.computed_mib(script.Case(**settings)) == pytest.approx(case["measured_mib"], rel=0.15)
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("async_grpo_1gpu", 1), ("async_grpo_8gpu", 8)])
+def test_the_experiments_for_gpus_start_where_there_are_as_many(
+    name: str, gpus: int, tmp_path: Path, tiny_chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every check of a start but that of the GPUs themselves, which are folders here."""
+    (tmp_path / "score.py").write_text("def score(data, completion):\n    return 1.0\n")
+    for each in ("dataset", "eval"):
+        (tmp_path / f"{each}.jsonl").write_text(f'{{"prompt": "of {each}: 1+1=", "answer": "2"}}\n')
+    given = [f"model.path={tiny_chat_model}", f"fileroot={tmp_path}", f"reward.path={tmp_path / 'score.py'}:score"]
+    given += [f"{each}.path={tmp_path / f'{each}.jsonl'}" for each in ("dataset", "eval")]
+    config = load_experiment(name, [*given, f"generation.sglang.python={sys.executable}"])
+    assert isinstance(config, ExperimentConfig)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path / "gpus")
+    with pytest.raises(ConfigError, match="this machine shows no NVIDIA GPU"):
+        validate(config)
+    for gpu in range(gpus):
+        (tmp_path / "gpus" / str(gpu)).mkdir(parents=True)
+    validate(config)
+    assert not before_start.warnings(config)
+    servers = [plan for plan in plan_workers(config) if plan.kind == GENERATION_SERVER]
+    used = [gpu for row in rows_of(config) for gpu in [row.gpu]] + [gpu for p in servers for gpu in p.resources.gpus]
+    assert set(used) == {str(gpu) for gpu in range(gpus)}
+    config.generation.backend = GenerationBackend.embedded
+    (warning,) = before_start.warnings(config)
+    assert warning.startswith("generation.backend='embedded': on a GPU it is for tests and small models")

@@ -39,7 +39,11 @@ def adopting(url: str) -> list[str]:
     return ["generation.backend=sglang", f"generation.sglang.urls=[{url}]"]
 
 
-@pytest.mark.parametrize("name", sorted(known_experiments(experiments_dir())))
+ANYWHERE = sorted(name for name in known_experiments(experiments_dir()) if not name.endswith("gpu"))
+"""The others are checked where GPUs are pretended, in tests/unit/commands/test_show_allocation.py."""
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_every_built_in_experiment_is_valid_as_it_stands(name: str, tiny_chat_model: Path) -> None:
     config = load_experiment(name, [])
     if config.model.path is not None and is_hub_name(config.model.path):  # which becomes a folder before the checks
@@ -195,6 +199,18 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
         (["generation.context_length=20"], ["generation.context_length=20", "or more"]),
         (["generation.max_running_requests=4"], ["generation.max_running_requests=4", "group_size=8"]),
         (["generation.max_total_tokens=20"], ["generation.max_total_tokens=20", "or more"]),
+        (["policies=[{name: a b}]"], ["policies: 'a b'", "begins with a letter"]),
+        (["policies=[{name: a}, {name: a}]"], ["policies: 'a': 2 policies have this name"]),
+        (["policies=[{name: a, path: /nowhere}]"], ["policies: 'a': path='/nowhere'", "no config.json"]),
+        (["policies=[{name: a, versions: {every: 60}}]", "total_train_steps=60"], ["versions.every=60", "use less"]),
+        (["policies=[{name: a, path: /, versions: {every: 3}}]"], ["leave out path or versions"]),
+        (["policies=[{name: a}]", "system.shared_filesystem=false"], ["policies: their weights are not brought"]),
+        (["policies=[{name: a}]", *adopting("http://127.0.0.1:1")], ["policies: their servers are started"]),
+        (
+            ["policies=[{name: a}]", "generation.backend=sglang", "manager.weight_transport=distributed"],
+            ["policies: 'a': older versions are read from their folders", "use weight_transport=disk"],
+        ),
+        (["policies=[{name: a, versions: {pick: best}}]"], ["policies: versions.pick='best'", "uniform, latest"]),
         (["model.path=/nowhere"], ["model.path='/nowhere'", "config.json"]),
         (["dataset.path=/nowhere.jsonl"], ["dataset.path='/nowhere.jsonl'", "no such file"]),
         (["dataset.path=rows.txt"], ["dataset.path='rows.txt'", "ends in .jsonl"]),

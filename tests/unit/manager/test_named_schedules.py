@@ -284,6 +284,25 @@ def test_a_prompt_is_not_lost_where_a_stale_attempt_is_received_again_and_hides_
     assert manager.play("r3") == ["e0-0"]
 
 
+def test_a_rollout_that_the_trainer_dropped_does_not_come_back_at_the_next_manager() -> None:
+    """Its worker was silent for a while; the manager that heard of the drop died before the worker reported the end."""
+    schedule = begun()
+    schedule.allocate(0, 1, "answered")
+    schedule.a_lease_lapses(0)
+    schedule.allocate(1, 1, "answered")
+    first, second = ([each.prompt_id for each in worker.running.values()] for worker in schedule.workers)
+    assert first == second
+    schedule.push(1)
+    schedule.arrive(0, 0, True)
+    schedule.push(0)
+    schedule.arrive(0, 0, True)
+    schedule.collect()
+    assert [drop.reason for drop in schedule.trainer.buffer._drops] == ["duplicate_prompt"]
+    schedule.report_step()
+    schedule.the_manager_dies()
+    schedule.teardown()
+
+
 def test_a_stale_attempt_that_is_received_again_does_not_cost_the_next_one() -> None:
     """As above; the next master knows the version that the run continues at."""
     second = SampleBuffer(1, 1, OnStale.drop)

@@ -132,6 +132,23 @@ def test_a_process_that_follows_a_dead_one_has_a_lease_as_soon_as_it_has_spoken(
     assert shut.service.expire_workers() == [WORKER]
 
 
+def test_a_late_request_of_a_rollout_that_ended_while_the_gate_is_shut_loads_no_server() -> None:
+    shut = Shut(granted("r1"))
+    service = shut.service
+    service.await_workers({WORKER: 0, "rollout_worker/1": 0})
+    service.router.update(0, "http://server", 0, routable=True)
+    service.routes_changed(0)
+    shut.open_session(0, m.HeldRollout(m.GrantedRollout("r1", "e0-0", 0, 0, 0, 0, 0)))
+    caller = {"worker": WORKER, "manager": 2}
+    request = m.RouteRequest(1, 1, 1, request_id="r1/0", rollout_id="r1")
+    assert call(service, "/schedule_request", **caller, requests=[request]).scheduled
+    ended = m.FinishedRollout("r1", False, "rejected")
+    call(service, "/finish_rollout", **caller, finished=[ended])
+    assert not call(service, "/schedule_request", **caller, requests=[request]).scheduled
+    assert service.router.placed == 0
+    assert not service.begun
+
+
 def test_a_worker_that_was_silent_for_a_while_and_speaks_before_the_gate_opens_is_not_given_up() -> None:
     shut = Shut(granted("r1"))
     shut.service.worker_died(WORKER)

@@ -49,10 +49,12 @@ from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatLoader, FlatPolicyEngine
+from asyncrl.trainer.engines.sharded import loader
 from asyncrl.trainer.engines.sharded.architectures import PIPELINE_PARALLEL, TENSOR_PARALLEL
 from asyncrl.trainer.engines.sharded.gathering import whole
 from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError
+from asyncrl.trainer.model.layout_parity import SequenceLayout
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
@@ -200,7 +202,7 @@ class Candidate:
         """The flat engine, and the gradients of the whole batch: what ranks find is compared with."""
         engine = trainer(self, AttentionImplementation.sdpa)
         gradients_of(engine, ragged_batch())
-        return engine, {n: p.grad.numpy() for n, p in engine.network.named_parameters() if p.grad is not None}
+        return engine, {n: p.grad.numpy().copy() for n, p in engine.network.named_parameters() if p.grad is not None}
 
     def logprobs(self, tokens: list[int], prompt: int) -> Tensor:
         """log p of `tokens[prompt:]`, the sequence alone; differentiable."""
@@ -240,8 +242,8 @@ def trainer(
     config = configured("d1")
     config.model.attn_implementation = attention
     config.trainer.share_prefixes = share_prefixes
-    loader = FlatLoader(config, RankPosition(), torch.device("cpu"))
-    return loader.policy(str(candidate.folder), Dtype.float32, OptimizerConfig())
+    flat = FlatLoader(config, RankPosition(), torch.device("cpu"))
+    return flat.policy(str(candidate.folder), Dtype.float32, OptimizerConfig())
 
 
 def configured(parallel: str) -> ExperimentConfig:
@@ -268,6 +270,7 @@ def assert_trains_right(candidate: Candidate, engine: FlatPolicyEngine) -> None:
     batch = ragged_batch()
     weights_T = batch["tokens"] / VOCABULARY - 0.5
     got = engine.logprobs(batch, batch["loss_mask"])
+    engine.network.zero_grad()
     gradients_of(engine, batch)
     candidate.plain.zero_grad()
     for start, length in zip(batch.starts_S, batch.lengths_S, strict=True):
@@ -287,7 +290,7 @@ def assert_trains_right(candidate: Candidate, engine: FlatPolicyEngine) -> None:
 
 def shares_prefixes(candidate: Candidate) -> str:
     """Under the default settings; the stream has fewer tokens than the samples."""
-    engine = trainer(candidate, AttentionImplementation.sdpa)
+    engine, _ = candidate.alone
     if engine.attention != AttentionKind.tree:
         return "no"
     batch = ragged_batch()
@@ -309,7 +312,7 @@ def trains_packed(candidate: Candidate) -> str:
 
 def trains_padded(candidate: Candidate) -> str:
     """As chosen where packing is not right; else by `model.attn_implementation=eager`."""
-    engine = trainer(candidate, AttentionImplementation.sdpa)
+    engine, _ = candidate.alone
     if engine.attention != AttentionKind.padded:  # eager attention
         engine = trainer(candidate, AttentionImplementation.eager)
     assert engine.attention == AttentionKind.padded
@@ -394,6 +397,7 @@ class TwoRanks:
 
     def _be_rank(self, rank: int, scratch: Path) -> None:
         torch.set_num_threads(1)
+        loader.settled_layout = proven_once(loader.settled_layout)
         number = 0
         while True:
             folder, parallel = self._jobs[rank].get()
@@ -406,6 +410,18 @@ class TwoRanks:
                 self._told.put((rank, error))
             except Exception:
                 self._told.put((rank, RuntimeError(traceback.format_exc())))
+
+
+def proven_once(settled_layout: Callable[..., SequenceLayout]) -> Callable[..., SequenceLayout]:
+    """The proof is of the model in one process, so it is the same in every layout of ranks."""
+    settled: dict[str, SequenceLayout] = {}
+
+    def once(path: str, *rest: Any) -> SequenceLayout:
+        if path not in settled:
+            settled[path] = settled_layout(path, *rest)
+        return settled[path]
+
+    return once
 
 
 def spread(folder: str, parallel: str, rank: int, scratch: Path) -> Found:
@@ -477,7 +493,12 @@ def served_by_sglang(candidate: Candidate, python: str, scratch: Path) -> str:
 
     async def scores() -> list[list[float]]:
         host = SGLangHost(
-            config, index=0, run_dir=scratch, device=Device.cpu, token="t" * 32, log=logging.getLogger("sglang")
+            config,
+            scratch="sglang0",
+            run_dir=scratch,
+            device=Device.cpu,
+            token="t" * 32,
+            log=logging.getLogger("sglang"),
         )
         try:
             served = await host.start()

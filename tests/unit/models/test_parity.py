@@ -25,6 +25,8 @@ from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.model import layout_parity, packed_attention
 from asyncrl.trainer.model.layout_parity import first_layout, select_attention
 from asyncrl.trainer.model.loading import Critic
+from asyncrl.trainer.model.packed_attention import PACKED
+from asyncrl.trainer.model.varlen_attention import VARLEN, all_pairs
 from asyncrl.trainer.settings import AttentionImplementation
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 16}
@@ -203,6 +205,28 @@ def test_flex_attention_is_used_where_branches_see_their_path_alone(
 
     monkeypatch.setattr("asyncrl.trainer.batches.micro_batch.pre_order", one_branch)
     assert settle(build(model_type, spread), flex) == AttentionKind.tree
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(("model_type", "attention"), [("llama", VARLEN), ("gemma2", PACKED), ("gpt_oss", PACKED)])
+def test_torchs_variable_length_kernel_is_used_where_it_exists_and_is_right(
+    model_type: str, attention: str, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(model_type, spread)
+    assert settle(model) == AttentionKind.tree
+    assert model.config._attn_implementation == PACKED, "there is no kernel for a CPU"
+    monkeypatch.setattr(layout_parity, "kernel_exists", lambda *_: True)
+    for share, kind in ((True, AttentionKind.tree), (False, AttentionKind.packed)):
+        assert settle(model, share_prefixes=share) == kind
+        assert model.config._attn_implementation == attention
+
+    def without_ends(*tensors: Any, **options: Any) -> Tensor:
+        query, key, value, ends, *rest = tensors
+        return all_pairs(query, key, value, ends[[0, -1]], *rest, **options)
+
+    monkeypatch.setattr("asyncrl.trainer.model.varlen_attention.all_pairs", without_ends)
+    assert settle(model) == AttentionKind.tree
+    assert model.config._attn_implementation == PACKED, "a kernel that mixes sequences is not used"
 
 
 def test_flex_attention_is_not_asked_to_branch_recurrent_layers() -> None:

@@ -90,6 +90,18 @@ def test_the_command_prints_settings_figures_and_assumptions(
     assert "The last row is the run as it was" in shown
 
 
+def test_a_plan_from_a_host_without_free_cores_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "exp" / "run"
+    VirtualRun(KNOBS["trainer-bound"], folder).play()
+    file = folder / "observed" / "generation_server-0.jsonl"
+    assert doctor.main([str(folder), "--plan", "2"], "asyncrl") == 0
+    assert "hosts whose cores are free" not in " ".join(capsys.readouterr().out.split())
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line | {"no_core_s": line["at"] - lines[0]["at"]}) + "\n" for line in lines))
+    assert doctor.main([str(folder), "--plan", "2"], "asyncrl") == 0
+    assert "hosts whose cores are free" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_run_without_figures_of_its_servers_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "exp" / "run"
     VirtualRun(KNOBS["trainer-bound"], folder).play()

@@ -32,7 +32,7 @@ class NextTry(NamedTuple):
 
 
 class PromptQueue:
-    """See the module's docstring. Pure state.
+    """The prompts that are neither used nor live, in data order. Pure state.
 
     Args:
         rows: of the dataset, which make an epoch.

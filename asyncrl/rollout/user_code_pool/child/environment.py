@@ -23,7 +23,7 @@ _PARTS_OF_A_STEP = 5
 
 
 class ProcessEnvironment(Environment):
-    """See the module's docstring.
+    """An environment that runs in a process of the pool.
 
     Args:
         target: its class, with the arguments of the constructor.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.routing import Routers
@@ -44,7 +44,7 @@ from asyncrl.trainer.engines.sharded.stage import (
 from asyncrl.trainer.engines.sharded.tensor_parallel import LayoutError, cut_layers, cut_output_embedding, keep_whole
 from asyncrl.trainer.model.gradient_checkpointing import checkpoint_layers
 from asyncrl.trainer.model.layout_parity import SequenceLayout
-from asyncrl.trainer.model.loading import prepare_vision
+from asyncrl.trainer.model.loading import as_classifier, is_classifier, prepare_vision, single_score
 from asyncrl.trainer.model.lora import add_adapters, initialise, is_adapter, plain_name, published_adapters
 from asyncrl.trainer.model.scoring import logits_function
 from asyncrl.trainer.settings import LoraConfig, VisionMode
@@ -106,7 +106,7 @@ class Built:
         names: parameter of the stage to its name in checkpoints: of a policy, as in a model folder, where a tied output
             embedding has the input's; of a value model as in the stage.
         buffers: persistent ones of this stage, by their names in a model folder.
-        published: of a policy, all tensors of its model folder in the model's order; the same on all ranks.
+        published: all tensors of its model folder in the model's order, the same on all ranks; none of a critic.
         adapters: the adapters, in the same way, by their names in peft's folder.
         stages: the pipeline stage of each of these.
         folder: by the names in the model folder, which part of which parameter each is.
@@ -115,6 +115,7 @@ class Built:
         tied: name of the embedding that is input and output embedding in one; None where they are two.
         routers: of the stage's layers, where their choices are replayed.
         pictures: of the model; None: it is used for text alone.
+        in_folder: of a value model, parameter of the stage to its name in the model folder.
     """
 
     stage: Stage
@@ -129,6 +130,7 @@ class Built:
     tied: str | None = None
     routers: Routers | None = None
     pictures: Pictures | None = None
+    in_folder: dict[str, str] = field(default_factory=dict)
 
 
 def build_policy(path: str | Path, plan: BuildPlan) -> Built:
@@ -204,39 +206,56 @@ def build_critic(path: str | Path, plan: BuildPlan) -> Built:
 def build_reward_model(path: str | Path, plan: BuildPlan) -> Built:
     """This rank's part of the sequence classifier with one label in `path`.
 
+    To be trained, `path` may be a language model's folder: its trunk then gets a new head, at 0.
+
     Raises:
         ValueError: it has several labels, or no linear head called `score`.
         LayoutError, OSError: as `build_policy`.
     """
-    model = _on_meta(AutoModelForSequenceClassification, path, plan)
-    head = dict(model.named_children()).get("score")
-    if not isinstance(head, nn.Linear) or head.out_features != 1:
-        raise ValueError(f"the reward model in {path} gives no single score; train it with num_labels=1")
-    return _build_value(path, model, head, plan)
+    config = AutoConfig.from_pretrained(str(path))
+    new = plan.trained and not is_classifier(config)
+    model = _on_meta(AutoModelForSequenceClassification, path, plan, as_classifier(config) if new else config)
+    model.config.architectures = [type(model).__name__]
+    return _build_value(path, model, single_score(model, path), plan, new_head=new)
 
 
-def _build_value(path: str | Path, model: PreTrainedModel, head: nn.Linear | None, plan: BuildPlan) -> Built:
+def _build_value(
+    path: str | Path, model: PreTrainedModel, head: nn.Linear | None, plan: BuildPlan, *, new_head: bool = True
+) -> Built:
     pictures = None if head is not None else prepare_vision(model, path, plan.vision, attach=False)
     folder = folder_tensors(model)
     place, trunk = plan.stage, cast(PreTrainedModel, model.base_model)
     hidden = trunk.config.get_text_config().hidden_size
     bias = head is None or head.bias is not None
+    published = [] if head is None else _published(model, folder, plan.dtype)
+    stages = _StageOf(model, place.stages)
     with torch.device("meta"):
         score = nn.Linear(hidden, 1, bias=bias, dtype=torch.float32) if place.last else None
-    model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
+    if head is None:
+        model.set_output_embeddings(None)  # type: ignore[no-untyped-call]
     cut_stage(trunk, place)
     stage = ValueStage(trunk, place, score)
     _cut(stage, model, plan)
-    names = {name: name for name, _ in stage.named_parameters()}
-    built = Built(stage, names, _buffers(stage, model), model, embeddings=embedding_names(stage), pictures=pictures)
+    names, in_folder = {name: name for name, _ in stage.named_parameters()}, _names(stage, model, tied=False)
+    built = Built(
+        stage,
+        names,
+        _buffers(stage, model),
+        model,
+        published,
+        stages={part.name: stages(part.parameter) for part in folder},
+        folder={part.name: part for part in folder},
+        embeddings=embedding_names(stage),
+        pictures=pictures,
+        in_folder=in_folder,
+    )
     _shard(built, plan)
-    untrained = () if head is not None else ("head.weight", "head.bias")
-    _materialise(built, path, plan, _names(stage, model, tied=False), folder, untrained)
+    _materialise(built, path, plan, in_folder, folder, ("head.weight", "head.bias") if new_head else ())
     return built
 
 
-def _on_meta(kind: Any, path: str | Path, plan: BuildPlan) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(str(path))
+def _on_meta(kind: Any, path: str | Path, plan: BuildPlan, config: PretrainedConfig | None = None) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(str(path)) if config is None else config
     with torch.device("meta"):
         model: PreTrainedModel = kind.from_config(config, dtype=plan.held)
     set_attention(model, plan.attention.attention)  # models with an attention of their own know no other names before

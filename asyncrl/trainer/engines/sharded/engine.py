@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -114,6 +115,11 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return self._parameters
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        config: PretrainedConfig = self._built.model.config
+        return config
 
     def step(self) -> StepOutcome:
         outcome = self.optimizer.step()
@@ -248,11 +254,6 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         if plan.lora is not None and plan.merge:
             self._published = Merged(published, adapters, plan.lora, built.folder.values(), self.model_config)
 
-    @property
-    def model_config(self) -> PretrainedConfig:
-        config: PretrainedConfig = self._built.model.config
-        return config
-
     def compute_gradients(
         self,
         batch: StepBatch,
@@ -326,6 +327,22 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
 
 class ShardedValueEngine(ShardedEngine, ValueEngine):
     """A critic or reward model."""
+
+    @cached_property
+    def _published(self) -> Gathering:
+        built = self._built
+        if not built.published:
+            raise RuntimeError("this role is a critic, which is not published: no model folder holds its head")
+        mine = {built.in_folder[name]: parameter for name, parameter in self.parameters().items()}
+        return Gathering(
+            built.published, built.stages, built.folder, {**mine, **built.buffers}, self._place, self._plan.device
+        )
+
+    def published_specs(self) -> list[TensorSpec]:
+        return self._published.published_specs()
+
+    def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+        return self._published.gather(owners)
 
     def compute_gradients(
         self, batch: StepBatch, wanted_T: Tensor, seqs: Sequence[int], loss: ValueLoss

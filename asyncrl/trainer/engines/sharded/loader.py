@@ -66,8 +66,8 @@ class ShardedLoader(EngineLoader):
     def critic(self, path: str, optimizer: OptimizerConfig) -> ShardedValueEngine:
         return self._value(path, build_critic, optimizer)
 
-    def reward_model(self, path: str) -> ShardedValueEngine:
-        return self._value(path, build_reward_model, None)
+    def reward_model(self, path: str, optimizer: OptimizerConfig | None = None) -> ShardedValueEngine:
+        return self._value(path, build_reward_model, optimizer)
 
     def _value(
         self, path: str, build: Callable[[str, BuildPlan], Built], optimizer: OptimizerConfig | None

@@ -222,4 +222,4 @@ def test_the_loss_is_the_mean_over_the_tokens_that_carry_it(chat_format: Formats
     batch = [item for row in rows for item in row]
     for budget in (10_000, 1):
         learner = MuonLearner(model, SFTConfig(tokens_per_micro_batch=budget), 1)
-        assert learner.mean_loss(batch) == pytest.approx(expected, rel=1e-5)
+        assert learner.measure(batch).loss == pytest.approx(expected, rel=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -141,11 +142,14 @@ def test_the_rows_of_the_page_are_read(folder: Path) -> None:
     assert texts == ["[user]1How many circles are there?", "[user]11Which is larger?", "[user]1Colour?"]
 
 
-def test_demonstrations_with_pictures_are_refused_by_name(folder: Path) -> None:
-    row = {"prompt": "a", "images": ["one.png"], "answer": "b"}
-    dataset = dataset_of(folder, row, demonstrations=True)
-    with pytest.raises(ValueError, match="has pictures, which demonstrations do not support"):
-        DemonstrationFormat(FORM).encode(dataset, dataset.row(0))
+def test_demonstrations_have_their_pictures_if_the_training_takes_any(folder: Path) -> None:
+    dataset = dataset_of(folder, {"prompt": "a", "images": ["one.png"], "answer": "b"}, demonstrations=True)
+    (made,) = DemonstrationFormat(FORM).encode(dataset, dataset.row(0))
+    (placed,) = made.pictures
+    assert placed.picture == ONE
+    assert not any(made.loss_mask[: placed.end])
+    with pytest.raises(ValueError, match="it has pictures, and this training takes none"):
+        DemonstrationFormat(replace(FORM, pictures=None)).encode(dataset, dataset.row(0))
 
 
 def test_prompt_template_and_pictures(folder: Path) -> None:

@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Gemma2Config, GptOssConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
 import asyncrl.trainer.batches.prefix_tree as prefix_tree
 from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.trainer.batches.micro_batch import MicroBatch, one_micro_batch
-from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
-from asyncrl.trainer.batches.prefix_tree import Prefixes, PrefixOrder, cut_tree, lay_out, pre_order
+from asyncrl.trainer.batches.micro_batch_layout import MAX_BLOCK_WASTE, AttentionKind
+from asyncrl.trainer.batches.prefix_tree import Branches, Prefixes, PrefixOrder, cut_tree, lay_out, pre_order
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
@@ -27,6 +27,7 @@ from asyncrl.trainer.model.flex_attention import FLEX, visible_blocks
 from asyncrl.trainer.model.loading import load_causal_lm, load_critic
 from asyncrl.trainer.model.packed_attention import PACKED
 from asyncrl.trainer.model.scoring import EntropyMode
+from asyncrl.trainer.model.varlen_attention import VARLEN, varlen_attention
 from asyncrl.trainer.settings import OptimizerConfig
 
 CPU = torch.device("cpu")
@@ -94,6 +95,40 @@ def test_rows_look_at_their_own_path_and_their_outputs_are_the_stream(
             computed.append(position)
             assert tuple(held[keys[row, : first[row] + column + 1]]) == prefix_of[position]
     assert computed == list(range(stream.size))
+
+
+LAYOUTS = st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 4000)), min_size=1, max_size=40)
+
+
+@given(LAYOUTS, st.sampled_from([1000, 1 << 20, 1 << 24]))
+def test_a_tree_computes_no_more_pairs_than_packed_sequences(rows: list[tuple[int, int]], mask_bytes: int) -> None:
+    """But for the padding that blocks may have."""
+    shared = np.minimum([0, *(wanted for wanted, _ in rows[1:])], np.array([0] + [s + o for s, o in rows])[:-1])
+    lengths = np.array([own for _, own in rows]) + shared
+    shared[1:] = np.minimum(shared[1:], lengths[:-1])
+    tree = Branches(np.arange(len(rows)), lengths, shared)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_tree, "MAX_MASK_BYTES", mask_bytes)
+        found = sum(block.pairs for block in lay_out(tree).blocks)
+    packed = sum(length * (length + 1) // 2 for length in lengths.tolist())
+    longest = int(lengths.max())
+    assert found <= (1.0 + MAX_BLOCK_WASTE) ** 2 * packed + longest, (found, packed)
+
+
+@pytest.mark.parametrize(
+    ("samples", "prompt", "answer", "share"),
+    [(8, 12_000, 3_000, 1.0), (16, 300, 1_000, 1.0), (16, 6_000, 500, 0.21)],
+    ids=["agent, long turns", "maths", "agent, short turns"],
+)
+def test_pairs_of_a_group_beside_those_of_packed_sequences(
+    samples: int, prompt: int, answer: int, share: float
+) -> None:
+    length = prompt + answer
+    shared = np.array([0] + [prompt] * (samples - 1))
+    stream = lay_out(Branches(np.arange(samples), np.full(samples, length), shared))
+    assert stream.size == prompt + samples * answer
+    pairs = sum(block.pairs for block in stream.blocks)
+    assert pairs <= share * samples * length * (length + 1) // 2
 
 
 @given(sequence_lists, st.sampled_from([None, 1, 2, 5]), st.sampled_from([1, 2, 4, 8]))
@@ -223,9 +258,9 @@ def folder(
     return qwen_dir if config is None else saved_model(tmp_path_factory.mktemp("model"), config)
 
 
-def policy(folder: Path, kind: AttentionKind, budget: int) -> FlatPolicyEngine:
+def policy(folder: Path, kind: AttentionKind, budget: int, attention: str | None = None) -> FlatPolicyEngine:
     model = load_causal_lm(str(folder), "float32", "sdpa", CPU)
-    model.set_attn_implementation(FLEX if kind == AttentionKind.flex else PACKED)
+    model.set_attn_implementation(attention or (FLEX if kind == AttentionKind.flex else PACKED))
     return FlatPolicyEngine(
         model,
         temperature=0.9,
@@ -270,6 +305,47 @@ def test_logprobs_entropies_and_gradients_are_those_of_packed_sequences(
         scale = packed[1].abs().max()
         torch.testing.assert_close(tree[1] / scale, packed[1] / scale, rtol=0, atol=2e-6)
         assert tree[2] == pytest.approx(packed[2], abs=1e-4)
+
+
+@pytest.mark.parametrize("budget", [30, 10_000])
+def test_the_rule_of_torchs_variable_length_kernel_gives_what_packed_attention_gives(
+    folder: Path, batch: StepBatch, budget: int
+) -> None:
+    """Forward and backward, with grouped queries and windows; capped logits and sinks are refused by name."""
+    weights_T = torch.linspace(-1, 1, batch.num_tokens)
+
+    def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict]:
+        return (outputs.logprobs_N * weights_T[micro_batch.targets_N]).sum(), {}
+
+    results = []
+    for attention in (PACKED, VARLEN):
+        engine = policy(folder, AttentionKind.packed, budget, attention)
+        if attention == VARLEN and engine.model_config.model_type in ("gemma2", "gpt_oss"):
+            with pytest.raises(NotImplementedError, match="no capped logits, sinks"):
+                engine.logprobs(batch, batch["loss_mask"])
+            return
+        engine.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), share)
+        results.append((engine.logprobs(batch, batch["loss_mask"]), engine.optimizer.grad.clone()))
+    (packed, packed_grad), (found, found_grad) = results
+    torch.testing.assert_close(found, packed, rtol=0, atol=2e-6)
+    scale = packed_grad.abs().max()
+    torch.testing.assert_close(found_grad / scale, packed_grad / scale, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_torchs_variable_length_kernel_takes_what_it_is_given(window: int | None) -> None:
+    """On tensors that have shapes and no values: torch's own checks of its arguments."""
+    with torch.device("meta"):
+        query, key, value = (
+            torch.randn(1, heads, 30, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
+        )
+        ends = torch.tensor([0, 20, 30], dtype=torch.int32)
+        out, _ = varlen_attention(
+            nn.Module(), query, key, value, None, cu_seq_lens_q=ends, max_length_q=20, sliding_window=window
+        )
+        assert (out.shape, out.dtype, out.device.type) == ((1, 30, 4, 16), torch.bfloat16, "meta")
+        gradients = torch.autograd.grad(out.sum(), (query, key, value))
+        assert [each.shape for each in gradients] == [query.shape, key.shape, value.shape]
 
 
 def test_values_of_all_tokens_are_those_of_packed_sequences(qwen_dir: Path, batch: StepBatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.engines import role
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.flat import FlatPolicyEngine, FlatValueEngine
 from asyncrl.trainer.engines.flat_adamw import FlatAdamW
@@ -108,6 +111,33 @@ def test_only_what_is_needed_goes_into_the_model(qwen_dir: Path, make_batch: Mak
     assert micro_batch.seqs == [3]
     assert micro_batch.model_inputs["input_ids"].shape == (1, 2)
     assert micro_batch.tokens_N.tolist() == [batch["tokens"][batch.starts_S[3] + 2].item()]
+
+
+def test_all_micro_batches_are_laid_out_before_the_first_is_computed(
+    qwen_dir: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a GPU need not wait for the layout of the next one; those that are computed are let go."""
+    batch, events, made = make_batch(), [], []
+    lay_out = role.micro_batches
+
+    def observed(*args: Any, **options: Any) -> Iterator[MicroBatch]:
+        for micro_batch in lay_out(*args, **options):
+            events.append("laid out")
+            made.append(weakref.ref(micro_batch))
+            yield micro_batch
+
+    monkeypatch.setattr(role, "micro_batches", observed)
+    policy = engine(qwen_dir, budget=40, train=True)
+
+    def share(_: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Tensor]]:
+        events.append("computed")
+        assert sum(each() is not None for each in made) == len(made) - events.count("computed") + 1
+        return outputs.logprobs_N.sum(), {}
+
+    policy.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), share)
+    count = len(made)
+    assert count > 1
+    assert events == ["laid out"] * count + ["computed"] * count
 
 
 def test_a_first_token_cannot_be_scored(qwen_dir: Path, make_batch: MakeBatch) -> None:

@@ -1,0 +1,121 @@
+"""Packed attention by torch's own variable-length kernel, for GPUs and types of 16 bits.
+
+The kernel is told where each sequence of the stream ends (`packing_arguments`), so that nothing is gathered, masked or
+repeated, and a block of pairs that no token sees costs nothing. It knows grouped queries and sliding windows. What it
+does not know is refused by name, and the next layout is tried: capped logits, sinks, dropout, and values of another
+size than keys. A stream of shared prefixes has no such ends and goes to `packed_attention`.
+
+On a CPU `all_pairs` computes the same by a mask of all pairs, which is slow and for tests: they compare it with
+`packed_attention`. Whether a model is right with the kernel is checked at load like every layout
+(`asyncrl.trainer.model.layout_parity`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from asyncrl.models.transformers_internals import register_attention
+from asyncrl.trainer.model.packed_attention import DeviceBlock, packed_attention
+
+VARLEN = "asyncrl_varlen"
+"""Name of `varlen_attention` among transformers' attention functions."""
+_TYPES = (torch.float16, torch.bfloat16)
+
+
+def kernel_exists(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if torch has the kernel for tensors of `dtype` on `device`; an old GPU may still refuse it."""
+    return device.type == "cuda" and dtype in _TYPES
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attention_blocks: Sequence[DeviceBlock] | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence of a packed stream; arguments and result as of `packed_attention`.
+
+    Args:
+        cu_seq_lens_q: int32 [sequences + 1], where each sequence starts and the last ends; None: of shared prefixes.
+        max_length_q: tokens of the longest.
+
+    Raises:
+        NotImplementedError: the kernel does not know what the model asks for, or the model hands nothing down.
+    """
+    if cu_seq_lens_q is None:
+        return packed_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            attention_blocks=attention_blocks,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            s_aux=s_aux,
+        )
+    if softcap is not None or s_aux is not None or dropout or value.shape[-1] != query.shape[-1]:
+        raise NotImplementedError("torch's kernel knows no capped logits, sinks, dropout or values of another size")
+    compute: Callable[..., Tensor] = all_pairs if query.device.type == "cpu" else varlen_attn  # type: ignore[assignment]
+    out = compute(
+        *(each.squeeze(0).transpose(0, 1) for each in (query, key, value)),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.unsqueeze(0), None
+
+
+def all_pairs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """As `varlen_attn`, of causal attention with the same ends for queries and keys: [T, heads, size] each.
+
+    A token sees itself and, within its sequence, the `window_size[0]` tokens before it (-1: all).
+    """
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+    places = torch.arange(len(query), device=query.device, dtype=torch.int32)
+    sequence = torch.bucketize(places, cu_seq_q, right=True)
+    age = places[:, None] - places
+    visible = (sequence[:, None] == sequence) & (age >= 0)
+    if window_size[0] >= 0:
+        visible &= age <= window_size[0]
+    scores = torch.einsum("qhd,khd->hqk", query, key).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1).to(value.dtype)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+register_attention(VARLEN, varlen_attention)

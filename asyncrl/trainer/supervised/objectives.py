@@ -1,0 +1,292 @@
+"""Objectives of supervised training: the gradients of a batch's loss, by the engines of RL training.
+
+A rank takes every N-th row of a batch, of N data-parallel ranks. Losses are divided by the size of the whole batch, so
+that gradients and losses add up over ranks and micro-batches.
+
+The engines cut a batch as they like, so a pair's two answers may be in different micro-batches. A loss on judged
+answers is therefore taken in two passes: first the score of each answer, without gradients; the loss is a function of
+these numbers alone, so autograd gives its derivative by each. Then the engine's gradients of the scores, each times its
+derivative, add up to the gradients of the loss, whatever the cut. This costs a second forward pass, a third more.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from asyncrl.algorithms.arithmetic.packed import segment_sum
+from asyncrl.algorithms.arithmetic.sums import Stats
+from asyncrl.algorithms.preference_losses.inputs import AnswerPairs, LabelledAnswers, ScoredPairs
+from asyncrl.plugins.datasets.demonstrations import Demonstration
+from asyncrl.plugins.datasets.preferences import JudgedAnswer
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs, TrainingEngine, ValueEngine
+from asyncrl.trainer.parallel.rank_position import RankPosition
+
+
+class Measures(NamedTuple):
+    """Means over a batch, before a step on it.
+
+    Attributes:
+        loss: in nats per answer token of demonstrations, else of a pair or labelled answer.
+        accuracy: share of the pairs whose chosen answer scores higher; None without pairs.
+        margin: difference of the mean scores of chosen and rejected answers; None without judged answers of both kinds.
+            Scores are a reward model's, or log-ratios to the start model in nats.
+    """
+
+    loss: float
+    accuracy: float | None = None
+    margin: float | None = None
+
+
+class Objective(Protocol):
+    """A loss on batches for an engine. All ranks call its methods together, with the same batch."""
+
+    @property
+    def engine(self) -> TrainingEngine:
+        """The engine of the model that is trained."""
+        ...
+
+    def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
+        """The gradients of the loss, in place of those before."""
+        ...
+
+    def measure(self, batch: Sequence[Demonstration]) -> Measures:
+        """The same figures without gradients."""
+        ...
+
+
+class Imitation:
+    """Cross entropy of the tokens that carry loss."""
+
+    def __init__(self, engine: PolicyEngine, place: RankPosition, device: torch.device) -> None:
+        self.engine, self._place, self._device = engine, place, device
+
+    def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
+        """See `Objective`."""
+        answer_tokens = sum(item.answer_length for item in batch)
+
+        def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, Stats]:
+            return -outputs.logprobs_N.sum() / answer_tokens, {}
+
+        mine = self._mine(batch)
+        loss, _ = self.engine.compute_gradients(mine, mine["loss_mask"], range(mine.num_seqs), share)
+        return Measures(self._place.data.all_reduce_sum(loss.double()).item())
+
+    def measure(self, batch: Sequence[Demonstration]) -> Measures:
+        """See `Objective`."""
+        mine = self._mine(batch)
+        total = -self.engine.logprobs(mine, mine["loss_mask"]).double().sum()
+        return Measures(self._place.data.all_reduce_sum(total).item() / sum(item.answer_length for item in batch))
+
+    def _mine(self, batch: Sequence[Demonstration]) -> StepBatch:
+        data = self._place.data
+        return step_batch(batch[data.rank :: data.world], self._device)
+
+
+class JudgedObjective(ABC):
+    """Base of the losses on judged answers; `_scores` and `_losses` are what they differ in.
+
+    Args:
+        width: answers that a loss takes together: 2 of a pair, 1 of a labelled one.
+    """
+
+    def __init__(self, place: RankPosition, device: torch.device, width: int) -> None:
+        self._place, self._device, self._width = place, device, width
+
+    def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
+        """See `Objective`."""
+        judged = cast(Sequence[JudgedAnswer], batch)
+        own = self._own(judged)
+        scores_S = self._scores(own, judged).requires_grad_()
+        measures, loss = self._measured(own, scores_S, judged)
+        (derivatives_S,) = torch.autograd.grad(loss, scores_S)
+        self._backpropagate(own, derivatives_S.float())
+        return measures
+
+    def measure(self, batch: Sequence[Demonstration]) -> Measures:
+        """See `Objective`."""
+        judged = cast(Sequence[JudgedAnswer], batch)
+        own = self._own(judged)
+        return self._measured(own, self._scores(own, judged), judged)[0]
+
+    @abstractmethod
+    def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
+        """Scores [S] of this rank's answers, in fp64, without gradients."""
+
+    @abstractmethod
+    def _losses(self, own: Sequence[JudgedAnswer], scores_S: Tensor) -> Tensor:
+        """Losses of this rank's pairs or answers, differentiable by `scores_S`."""
+
+    @abstractmethod
+    def _backpropagate(self, own: Sequence[JudgedAnswer], derivatives_S: Tensor) -> None:
+        """The gradients of the scores, each times its derivative."""
+
+    def _own(self, batch: Sequence[JudgedAnswer]) -> list[JudgedAnswer]:
+        """This rank's part of `batch`: pairs stay together."""
+        data, width = self._place.data, self._width
+        return [item for index, item in enumerate(batch) if index // width % data.world == data.rank]
+
+    def _measured(
+        self, own: Sequence[JudgedAnswer], scores_S: Tensor, batch: Sequence[JudgedAnswer]
+    ) -> tuple[Measures, Tensor]:
+        """The whole batch's figures, and this rank's share of the loss."""
+        number = len(batch) // self._width
+        loss = self._losses(own, scores_S).sum() / number
+        found_S, preferred_S = scores_S.detach(), self._tensor([item.preferred for item in own], torch.bool)
+        right = (found_S[0::2] > found_S[1::2]).sum() if self._width == 2 else found_S.new_zeros(())
+        sums = [loss.detach(), right, found_S[preferred_S].sum(), found_S[~preferred_S].sum()]
+        total, right, chosen, rejected = self._place.data.all_reduce_sum(
+            torch.stack([s.double() for s in sums])
+        ).tolist()
+        liked = sum(item.preferred for item in batch)
+        margin = chosen / liked - rejected / (len(batch) - liked) if 0 < liked < len(batch) else None
+        return Measures(total, right / number if self._width == 2 else None, margin), loss
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+class RewardModelling(JudgedObjective):
+    """A loss on a reward model's scores of pairs. An answer's score is the head's output at its last token."""
+
+    def __init__(
+        self, engine: ValueEngine, loss: Callable[[ScoredPairs], Tensor], place: RankPosition, device: torch.device
+    ) -> None:
+        super().__init__(place, device, 2)
+        self.engine, self._loss = engine, loss
+        self._losses([], self._tensor([]))  # refuses wrong parameters before the first step
+
+    def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
+        columns = step_batch(own, self._device)
+        ends_S = torch.from_numpy(columns.starts_S + columns.lengths_S - 1).to(self._device)
+        return self.engine.outputs(columns)[ends_S].double()
+
+    def _losses(self, own: Sequence[JudgedAnswer], scores_S: Tensor) -> Tensor:
+        margins_P = self._tensor([item.margin for item in own[0::2]])
+        return self._loss(ScoredPairs(scores_S[0::2], scores_S[1::2], margins_P))
+
+    def _backpropagate(self, own: Sequence[JudgedAnswer], derivatives_S: Tensor) -> None:
+        # The engine gives the values of the prefixes before wanted tokens: a token after the last one is wanted.
+        longer = [replace(item, token_ids=[*item.token_ids, 0], loss_mask=_last(item)) for item in own]
+        columns = step_batch(longer, self._device)
+
+        def share(micro_batch: MicroBatch, values_N: Tensor) -> tuple[Tensor, Stats]:
+            return (values_N * _of_tokens(derivatives_S, micro_batch)).sum(), {}
+
+        self.engine.compute_gradients(columns, columns["loss_mask"], range(columns.num_seqs), share)
+
+
+class PolicyPreference(JudgedObjective):
+    """A loss on the log-ratios of answers: of the policy to `reference`, the frozen start model."""
+
+    def __init__(
+        self, engine: PolicyEngine, reference: PolicyEngine, place: RankPosition, device: torch.device, width: int
+    ) -> None:
+        super().__init__(place, device, width)
+        self.engine, self._reference = engine, reference
+        self._losses([], self._tensor([]))  # refuses wrong parameters before the first step
+
+    def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
+        columns = step_batch(own, self._device)
+        policy_T, reference_T = (
+            engine.logprobs(columns, columns["loss_mask"]).double() for engine in (self.engine, self._reference)
+        )
+        return segment_sum(policy_T - reference_T, columns.seq_ids_T, columns.num_seqs)
+
+    def _backpropagate(self, own: Sequence[JudgedAnswer], derivatives_S: Tensor) -> None:
+        columns = step_batch(own, self._device)
+
+        def share(micro_batch: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, Stats]:
+            return (outputs.logprobs_N * _of_tokens(derivatives_S, micro_batch)).sum(), {}
+
+        self.engine.compute_gradients(columns, columns["loss_mask"], range(columns.num_seqs), share)
+
+
+class PairPreference(PolicyPreference):
+    """A loss on the log-ratios of pairs."""
+
+    def __init__(
+        self,
+        engine: PolicyEngine,
+        reference: PolicyEngine,
+        loss: Callable[[AnswerPairs], Tensor],
+        place: RankPosition,
+        device: torch.device,
+    ) -> None:
+        self._loss = loss
+        super().__init__(engine, reference, place, device, 2)
+
+    def _losses(self, own: Sequence[JudgedAnswer], scores_S: Tensor) -> Tensor:
+        lengths_S = self._tensor([item.answer_length for item in own])
+        return self._loss(AnswerPairs(scores_S[0::2], scores_S[1::2], lengths_S[0::2], lengths_S[1::2]))
+
+
+class LabelPreference(PolicyPreference):
+    """A loss on the log-ratios of labelled answers.
+
+    The divergence from the start model is estimated as TRL does it: by the mean log-ratio of answers that belong to
+    other prompts, each prompt of the batch with the answer of the next.
+    """
+
+    def __init__(
+        self,
+        engine: PolicyEngine,
+        reference: PolicyEngine,
+        loss: Callable[[LabelledAnswers], Tensor],
+        place: RankPosition,
+        device: torch.device,
+    ) -> None:
+        self._loss, self._kl = loss, torch.zeros((), dtype=torch.float64, device=device)
+        super().__init__(engine, reference, place, device, 1)
+
+    def _scores(self, own: Sequence[JudgedAnswer], batch: Sequence[JudgedAnswer]) -> Tensor:
+        others = [with_answer_of(item, batch[(index + 1) % len(batch)]) for index, item in enumerate(batch)]
+        total = super()._scores(self._own(others), batch).sum()
+        self._kl = (self._place.data.all_reduce_sum(total) / len(batch)).clamp(min=0.0)
+        return super()._scores(own, batch)
+
+    def _losses(self, own: Sequence[JudgedAnswer], scores_S: Tensor) -> Tensor:
+        desirable_S = self._tensor([item.preferred for item in own], torch.bool)
+        return self._loss(LabelledAnswers(scores_S, desirable_S, self._kl))
+
+
+def with_answer_of(item: JudgedAnswer, other: JudgedAnswer) -> JudgedAnswer:
+    """The prompt of `item` with the answer of `other`."""
+    prompt, answer = item.loss_mask.index(True), other.loss_mask.index(True)
+    return replace(
+        item,
+        token_ids=item.token_ids[:prompt] + other.token_ids[answer:],
+        loss_mask=item.loss_mask[:prompt] + other.loss_mask[answer:],
+    )
+
+
+def step_batch(own: Sequence[Demonstration], device: torch.device) -> StepBatch:
+    """The sequences `own` as the engines take them."""
+    columns = {
+        "tokens": torch.tensor([token for item in own for token in item.token_ids], dtype=torch.int64),
+        "loss_mask": torch.tensor([learnt for item in own for learnt in item.loss_mask], dtype=torch.bool),
+        "lengths": torch.tensor([len(item.token_ids) for item in own], dtype=torch.int64),
+        "rollouts": torch.arange(len(own)),
+        "minibatches": torch.zeros(len(own), 1, dtype=torch.int64),
+    }
+    columns = {name: column.to(device) for name, column in columns.items()}
+    pictures = [item.pictures for item in own] if any(item.pictures for item in own) else ()
+    names = [str(n) for n in range(len(own))]
+    return StepBatch(columns, version=0, num_minibatches=1, rollout_ids=names, pictures=pictures)
+
+
+def _last(item: Demonstration) -> list[bool]:
+    return [False] * len(item.token_ids) + [True]
+
+
+def _of_tokens(values_S: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Values [N] of the sequences of the wanted tokens, from those [S] of the batch's sequences."""
+    seqs = torch.tensor(micro_batch.seqs, dtype=torch.int64, device=values_S.device)
+    return values_S[seqs][micro_batch.seq_ids_N]

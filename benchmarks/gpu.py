@@ -1,0 +1,222 @@
+"""What asyncrl's speed on a GPU depends on, in one command: offline, with random weights of Qwen2.5-1.5B's sizes.
+
+    python benchmarks/gpu.py                                 all rows, on the first GPU; gpu.json is the record
+    python benchmarks/gpu.py --rows machine model training   some of them
+    python benchmarks/gpu.py --tiny --device cpu             every row with small sizes, to see that each works
+
+Each row is a process of its own, so that one that fails, even of the GPU's memory, says why and the next begins. A row
+prints what it measures as it measures it and is saved in the record once it ends; one that takes longer than its limit
+is ended and keeps what it has. The limits add up to less than half an hour:
+
+    machine 1 min, model 1, tests 2, attention 4, scoring 1, training 6, weights 2, embedded 2.5, agreement 1,
+    sglang 3.5, runs 3.5, failures 1.5
+
+Rows for SGLang need an interpreter that has it (`--sglang-python`, or ASYNCRL_SGLANG_PYTHON); without one they are left
+out, and the whole runs use the embedded engine. At the end the targets are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from gpu_rows import attention, generation, machine, runs, training, weights
+from gpu_rows.bench import Bench, Figure, LeftOut, said
+from transformers.utils.logging import disable_progress_bar
+
+
+class Row(NamedTuple):
+    """A part of the table that is measured in a process of its own, within `limit_s`."""
+
+    name: str
+    limit_s: float
+    measure: Callable[[Bench], Iterator[Figure]]
+
+
+ROWS = (
+    Row("machine", 60, machine.machine),
+    Row("model", 60, machine.model),
+    Row("tests", 120, machine.tests),
+    Row("attention", 240, attention.attention),
+    Row("scoring", 60, attention.scoring),
+    Row("training", 360, training.training),
+    Row("weights", 120, weights.weights),
+    Row("embedded", 150, generation.embedded),
+    Row("agreement", 60, generation.agreement),
+    Row("sglang", 210, generation.sglang),
+    Row("runs", 210, runs.runs),
+    Row("failures", 90, runs.failures),
+)
+BUDGET_S = 30 * 60
+END_S = 10.0
+"""Longest that a row's process may take to end after its last figure."""
+NEEDED = "model"
+"""The row that makes what most others need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a number is to be: at least or at most `value`; `terms` are added up, each a row and a name."""
+
+    name: str
+    terms: tuple[tuple[str, str], ...]
+    value: float
+    at_least: bool = False
+    over: tuple[str, str] | None = None
+    """A number by which the sum is divided."""
+
+    def found(self, figures: dict[str, dict[str, float | str]]) -> float | None:
+        """The number; None where one of its terms was not measured."""
+        values = [figures.get(row, {}).get(name) for row, name in (*self.terms, *([self.over] if self.over else ()))]
+        numbers = [value for value in values if isinstance(value, float)]
+        if len(numbers) < len(values):
+            return None
+        return sum(numbers[:-1]) / numbers[-1] if self.over else sum(numbers)
+
+
+_STEP = ("training", f"{training.STEP}: step")
+_DECODING = ("sglang", "decoding: share of the memory bandwidth")
+TARGETS = (
+    Target("training, packed", (("training", f"{training.STEP}: utilisation"),), 0.4, at_least=True),
+    Target(
+        "training, shared prefixes",
+        (("training", "prompts of 512 shared, flex_attention: utilisation"),),
+        0.4,
+        at_least=True,
+    ),
+    Target(
+        "decoding by SGLang, of the bandwidth",
+        (("sglang", "decoding: share of the memory bandwidth"),),
+        0.6,
+        at_least=True,
+    ),
+    Target(
+        "published until served, s",
+        (
+            ("weights", "version: written and synced"),
+            ("weights", "version: checked"),
+            ("sglang", "control: update from disk"),
+        ),
+        2.0,
+    ),
+    Target(
+        "in-memory checkpoint, of a step",
+        (("weights", "in-memory checkpoint: training waits"),),
+        0.05,
+        over=_STEP,
+    ),
+    Target("embedded engine beside trainer, nats", (("agreement", "embedded, bfloat16: mean distance"),), 0.02),
+    Target("SGLang beside trainer, nats", (("sglang", "SGLang, bfloat16: mean distance"),), 0.02),
+)
+
+
+def _be_row(row: Row, bench: Bench, sender: Connection) -> None:
+    """Measure `row` and send its figures, in a process that is the first of a session of its own."""
+    os.setsid()
+    try:
+        for figure in row.measure(bench):
+            sender.send(asdict(figure))
+    except LeftOut as reason:
+        sender.send(asdict(Figure("", "left out", str(reason))))
+    except BaseException as error:
+        traceback.print_exc()
+        sender.send(asdict(Figure("", "", said(error), failed=True)))
+    sender.send(None)
+    sender.close()
+
+
+def measured(row: Row, bench: Bench) -> Iterator[Figure]:
+    """The figures of `row` as they come; the last one is a failure if it ended early or took too long."""
+    context = multiprocessing.get_context("fork")  # which has imported all of it already; CUDA begins in the child
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_be_row, args=(row, bench, sender))
+    process.start()
+    sender.close()
+    ends = time.monotonic() + row.limit_s
+    try:
+        while True:
+            if not receiver.poll(max(0.0, ends - time.monotonic())):
+                yield Figure("", "", f"took longer than {row.limit_s:.0f} s", failed=True)
+                return
+            try:
+                told = receiver.recv()
+            except EOFError:
+                process.join()
+                yield Figure("", "", f"its process ended with exit code {process.exitcode}", failed=True)
+                return
+            if told is None:
+                process.join(END_S)
+                return
+            yield Figure(**told)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        process.join()
+
+
+def summary(figures: dict[str, dict[str, float | str]]) -> Iterator[str]:
+    """A line for each target."""
+    for target in TARGETS:
+        value, sign = target.found(figures), ">=" if target.at_least else "<="
+        if value is None:
+            yield f"  {target.name:<44} {'not measured':>12}      target {sign} {target.value}"
+            continue
+        met = value >= target.value if target.at_least else value <= target.value
+        yield f"  {target.name:<44} {value:>12.4g}      target {sign} {target.value}  {'met' if met else 'MISSED'}"
+
+
+def main() -> int:
+    """Measure the rows; returns 1 if one of them failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes: shows that every row works")
+    parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="some of them")
+    parser.add_argument("--json", type=Path, default=Path("gpu.json"), help="the record")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure; default: the temporary one")
+    parser.add_argument("--sglang-python", default=os.environ.get("ASYNCRL_SGLANG_PYTHON"))
+    options = parser.parse_args()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    wanted = options.rows or [row.name for row in ROWS]
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="asyncrl-gpu-", dir=options.folder) as folder:
+        bench = Bench(torch.device(options.device), options.tiny, Path(folder), options.sglang_python)
+        record: dict[str, object] = {"device": options.device, "tiny": options.tiny, "rows": {}}
+        for row in ROWS:
+            if row.name not in wanted and not (row.name == NEEDED and set(wanted) - {"machine", "tests"}):
+                continue
+            begun = time.monotonic()
+            print(f"{row.name}: {(row.measure.__doc__ or '').splitlines()[0]}", flush=True)
+            figures: list[Figure] = []
+            for figure in measured(row, bench):
+                if figure.part and figure.part not in {each.part for each in figures}:
+                    print(f"  {figure.part}")
+                figures.append(figure)
+                print(figure, flush=True)
+            failed += sum(figure.failed for figure in figures)
+            bench.figures[row.name] = {each.key: each.value for each in figures if not each.failed}
+            took = time.monotonic() - begun
+            print(f"  ({took:.0f} s of {row.limit_s:.0f})", flush=True)
+            record["rows"] = {**dict(record["rows"]), row.name: {"s": took, "figures": [*map(asdict, figures)]}}  # type: ignore[call-overload]
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+    print("targets" + (" (of the full size: small ones say nothing)" if options.tiny else ""))
+    print(*summary(bench.figures), sep="\n")
+    print(f"{failed} failed; the record is {options.json}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

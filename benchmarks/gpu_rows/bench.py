@@ -1,0 +1,194 @@
+"""Common parts of the rows of `benchmarks/gpu.py`: figures, the random model, clocks, batches."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config
+
+from asyncrl.api.trajectory import Sample, Trajectory
+from asyncrl.config.setting import Device, Dtype
+
+QWEN2_1_5B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+"""Qwen2.5-1.5B's sizes."""
+TINY: dict[str, Any] = QWEN2_1_5B | {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 512,
+}
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number, or a text, of a `part` of a row; `failed` marks the reason why there is no number."""
+
+    part: str
+    name: str
+    value: float | str
+    unit: str = ""
+    failed: bool = False
+
+    @property
+    def key(self) -> str:
+        """Its name within the row."""
+        return f"{self.part}: {self.name}" if self.part else self.name
+
+    def __str__(self) -> str:
+        if isinstance(self.value, str):
+            return f"    {'FAILED: ' if self.failed else ''}{self.name}{': ' if self.name else ''}{self.value}"
+        return f"    {self.name:<44} {self.value:>12,.4g} {self.unit}{'  FAILED' if self.failed else ''}"
+
+
+class LeftOut(Exception):
+    """A row, or a part of one, cannot be measured on this machine; the message says why. This is no failure."""
+
+
+@dataclass
+class Bench:
+    """What all rows are measured with.
+
+    Attributes:
+        device: where models compute.
+        tiny: every size is small, to show that the row works.
+        folder: of this command, removed at its end.
+        sglang: an interpreter that has SGLang; None: rows for it are left out.
+        figures: of the rows before, by row and name.
+    """
+
+    device: torch.device
+    tiny: bool
+    folder: Path
+    sglang: str | None = None
+    figures: dict[str, dict[str, float | str]] = field(default_factory=dict)
+
+    @property
+    def cuda(self) -> bool:
+        """True on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def setting(self) -> Device:
+        """The device as settings name it."""
+        return Device.cuda if self.cuda else Device.cpu
+
+    @property
+    def config(self) -> Qwen2Config:
+        """The random model's sizes."""
+        return Qwen2Config(**(TINY if self.tiny else QWEN2_1_5B))
+
+    @property
+    def dtype(self) -> Dtype:
+        """Type of compute, as `auto` chooses it."""
+        return Dtype.auto.on(self.device.type)
+
+    @property
+    def model(self) -> str:
+        """Folder of the random model.
+
+        Raises:
+            RuntimeError: the row that makes it failed.
+        """
+        folder = self.folder / "model"
+        if not (folder / "config.json").is_file():
+            raise RuntimeError("there is no model: the row 'model' failed or was not asked for")
+        return str(folder)
+
+    def size(self, full: int, tiny: int) -> int:
+        """`full`, or `tiny` where everything is small."""
+        return tiny if self.tiny else full
+
+    def earlier(self, row: str, name: str) -> float | None:
+        """A number of a row before this one; None if there is none."""
+        value = self.figures.get(row, {}).get(name)
+        return value if isinstance(value, float) else None
+
+    def synchronise(self) -> None:
+        """Wait for what the device computes."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, step: Callable[[], object], rounds: int) -> float:
+        """Median seconds of `rounds` calls of `step`, after one that warms up."""
+        step()
+        times = []
+        for _ in range(rounds):
+            self.synchronise()
+            begun = time.perf_counter()
+            step()
+            self.synchronise()
+            times.append(time.perf_counter() - begun)
+        return statistics.median(times)
+
+    def forget(self) -> None:
+        """Free what nobody refers to, and begin to look for the peak of memory anew."""
+        gc.collect()  # FSDP2's modules and states refer to each other
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self, part: str) -> Iterator[Figure]:
+        """Peak of the memory that torch allocated on the GPU since `forget`; nothing on a CPU."""
+        if self.cuda:
+            yield Figure(part, "peak", torch.cuda.max_memory_allocated(self.device) / GIB, "GiB")
+
+
+def tried(bench: Bench, name: str, measure: Callable[[], Iterator[Figure]]) -> Iterator[Figure]:
+    """The figures of one part of a row; if it fails, why, so that the next part can begin."""
+    bench.forget()
+    try:
+        yield from measure()
+    except LeftOut as reason:
+        yield Figure(name, "left out", str(reason))
+    except Exception as error:  # whatever a part raises is its result
+        yield Figure(name, "", said(error), failed=True)
+
+
+def said(error: BaseException) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def grouped(lengths: list[int], prompt: int, group: int, vocabulary: int) -> list[Trajectory]:
+    """Groups of `group` samples of these lengths, which share prompts of `prompt` tokens; the rest is random.
+
+    With `prompt` 0 samples share nothing, and the first quarter of each is its prompt.
+    """
+    rng = np.random.default_rng(0)
+    made = []
+    size = group if prompt else 1
+    for number, first in enumerate(range(0, len(lengths), size)):
+        shared = rng.integers(2, vocabulary, prompt)
+        samples = []
+        for place, length in enumerate(lengths[first : first + size]):
+            tokens = np.concatenate([shared, rng.integers(2, vocabulary, length - prompt)]).astype(np.int32)
+            mask = (np.arange(length) >= (prompt or max(1, length // 4))).astype(np.uint8)
+            versions = np.where(mask, 0, -1).astype(np.int32)
+            zeros = np.zeros(length, np.float32)
+            samples.append(Sample(tokens, mask, zeros, versions, reward=float(place % 2), episode=place))
+        made.append(Trajectory(f"r{number}", f"p{number}", number, tuple(samples)))
+    return made

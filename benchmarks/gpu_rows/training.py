@@ -1,0 +1,231 @@
+"""Train steps of the random model: tokens per second, utilisation, memory beside its estimate, waits of the host.
+
+Utilisation is the floating-point operations that the model itself takes, over what as many seconds of plain bf16 matrix
+products do on this GPU. Forward and backward, as PaLM's appendix B (arXiv 2204.02311) counts them, are
+
+    6 W T + 12 L A P     W: weights of all matrix products, the head's included, the input embedding's not
+                         T computed tokens, L layers, A = query heads x head size
+                         P pairs of tokens of which one sees the other
+
+What gradient checkpointing computes again is not counted. Of shared prefixes the tokens of the stream are counted, each
+once, while `tokens/s` are of the samples, as a run reports them.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import Qwen2Config
+
+from asyncrl.comm.name_resolve import make_resolver
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import Dtype
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.trainer.batches.micro_batch import MicroBatch
+from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
+from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
+from asyncrl.trainer.parallel.layout import Layout
+from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.parallel.worker_grid import Coordinates
+from asyncrl.trainer.parallel.world import training_world
+from asyncrl.trainer.placement import placement
+from asyncrl.trainer.roles import TrainingRank, build_rank
+from asyncrl.trainer.settings import AttentionImplementation, MomentsOn
+from asyncrl.trainer.sizing import Workload, count, need
+from gpu_rows.bench import GIB, Bench, Figure, grouped, tried
+from gpu_rows.machine import matmul_flops
+
+STEP = "step of 16 x 2048, packed"
+"""The row that others refer to."""
+GROUP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One train step. `prompt` tokens of `length` are shared by groups of `GROUP` samples; 0: samples share nothing."""
+
+    name: str
+    engine: str = "flat"
+    attention: AttentionImplementation = AttentionImplementation.sdpa
+    checkpointing: bool = False
+    moments_on: MomentsOn = MomentsOn.device
+    offload: bool = False
+    micro_batch: int = 8192
+    sequences: int = 16
+    length: int = 2048
+    prompt: int = 0
+    ragged: bool = False
+
+    def lengths(self, tiny: bool) -> list[int]:
+        """Tokens of each sample; ragged ones are log-normal, as answers of a model that reasons."""
+        length = 24 if tiny else self.length
+        if not self.ragged:
+            return [length] * self.sequences
+        drawn = np.random.default_rng(0).lognormal(0.0, 0.7, self.sequences)
+        least = self.shared(tiny) + 2
+        return [max(least, min(4 * length, round(length * each))) for each in (drawn / drawn.mean()).tolist()]
+
+    def shared(self, tiny: bool) -> int:
+        """Tokens that a group shares."""
+        return min(self.prompt, 8) if tiny else self.prompt
+
+
+_FLEX = AttentionImplementation.flex_attention
+VARIANTS = (
+    Variant(STEP),
+    Variant("the same, checkpointing", checkpointing=True),
+    Variant("the same, checkpointing, micro-batches of 32768", checkpointing=True, micro_batch=32768),
+    Variant("the same, checkpointing, moments on the host", checkpointing=True, moments_on=MomentsOn.host),
+    Variant("the same, checkpointing, off-loaded", checkpointing=True, offload=True),
+    Variant("the same, sharded, checkpointing", engine="sharded", checkpointing=True),
+    Variant("lognormal lengths, checkpointing", ragged=True, checkpointing=True, micro_batch=16384),
+    Variant("prompts of 512 shared, sdpa", prompt=512, checkpointing=True),
+    Variant("prompts of 512 shared, flex_attention", prompt=512, checkpointing=True, attention=_FLEX),
+    Variant(
+        "8 x 9000 after 6000 shared, flex_attention",
+        prompt=6000,
+        sequences=8,
+        length=9000,
+        checkpointing=True,
+        attention=_FLEX,
+        micro_batch=32768,
+    ),
+)
+QUICK = (0, 5, 8)
+"""Places of the variants that the small size runs: each way of the code once."""
+
+
+def training(bench: Bench) -> Iterator[Figure]:
+    """Every variant, one after the other."""
+    peak = bench.earlier("machine", "matmul bfloat16")
+    flops = matmul_flops(bench, torch.bfloat16) if peak is None else 1e12 * peak
+    chosen = [VARIANTS[place] for place in QUICK] if bench.tiny else VARIANTS
+    for number, variant in enumerate(chosen):
+        folder = bench.folder / f"variant{number}"
+        folder.mkdir()
+        yield from tried(bench, variant.name, partial(_variant, bench, variant, folder, flops))
+
+
+@contextmanager
+def rank_of(bench: Bench, variant: Variant, folder: Path, dtype: Dtype | None = None) -> Iterator[TrainingRank]:
+    """A rank that trains alone as `variant` says, in the type that is chosen for the device, or in `dtype`."""
+    config = ExperimentConfig()
+    config.model.path, config.model.dtype = bench.model, dtype or bench.dtype
+    config.model.attn_implementation = variant.attention
+    config.trainer.engine, config.trainer.gradient_checkpointing = variant.engine, variant.checkpointing
+    config.trainer.offload, config.optimizer.moments_on = variant.offload, variant.moments_on
+    config.trainer.tokens_per_micro_batch = bench.size(variant.micro_batch, 128)
+    graph = load_graph(config)
+    if variant.engine == "flat":
+        yield build_rank(config, graph, World(), bench.device)
+        return
+    resolver = make_resolver("file", str(folder / "names"))
+    with training_world(config, 0, placement(config, graph), bench.device, folder, resolver) as world:
+        yield build_rank(config, graph, world, bench.device)
+
+
+def _variant(bench: Bench, variant: Variant, folder: Path, peak_flops: float) -> Iterator[Figure]:
+    lengths, shared = variant.lengths(bench.tiny), variant.shared(bench.tiny)
+    trajectories = grouped(lengths, shared, GROUP, bench.config.vocab_size)
+    with rank_of(bench, variant, folder) as rank:
+        engine = rank.policy("actor")
+
+        def step() -> None:
+            batch = build_step_batch(
+                trajectories, [0] * len(trajectories), version=0, num_minibatches=1, device=bench.device
+            )
+            with engine.on_device():
+                train_step(engine, batch)
+
+        took = bench.seconds(step, bench.size(3, 1))
+        tokens, pairs = stream_of(lengths, shared)
+        yield Figure(variant.name, "step", took, "s")
+        yield Figure(variant.name, "throughput", sum(lengths) / took, "tokens/s")
+        used = model_flops(bench.config, tokens, pairs) / took / peak_flops
+        yield Figure(variant.name, "utilisation", used, "of the matmul peak")
+        yield from bench.peak(variant.name)
+        yield Figure(variant.name, "peak as estimated", estimated(bench, variant, max(lengths)) / GIB, "GiB")
+        if bench.cuda:
+            yield from _waits(variant.name, step)
+            yield Figure(variant.name, "kernels", float(launches(bench, step)), "launches")
+
+
+def train_step(engine: PolicyEngine, batch: StepBatch) -> None:
+    """One optimizer step."""
+    total = int(batch["loss_mask"].sum())
+
+    def loss(_: MicroBatch, outputs: PolicyOutputs) -> tuple[Tensor, dict[str, Any]]:
+        return -outputs.logprobs_N.sum() / total, {}
+
+    engine.compute_gradients(batch, batch["loss_mask"], range(batch.num_seqs), loss)
+    engine.step()
+
+
+def stream_of(lengths: list[int], shared: int) -> tuple[int, int]:
+    """Tokens that are computed, and pairs of which one sees the other, where groups share their first tokens."""
+    tokens = pairs = 0
+    for first in range(0, len(lengths), GROUP):
+        group = lengths[first : first + GROUP]
+        tokens += shared + sum(group) - shared * len(group)
+        own = [length * (length + 1) // 2 - shared * (shared + 1) // 2 for length in group]
+        pairs += shared * (shared + 1) // 2 + sum(own)
+    return tokens, pairs
+
+
+def model_flops(config: Qwen2Config, tokens: int, pairs: int) -> float:
+    """Floating-point operations of a train step; see the module's docstring."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head = hidden // heads
+    layer = hidden * head * (2 * heads + 2 * config.num_key_value_heads) + 3 * hidden * config.intermediate_size
+    weights = config.num_hidden_layers * layer + hidden * config.vocab_size
+    return 6.0 * weights * tokens + 12.0 * config.num_hidden_layers * heads * head * pairs
+
+
+def estimated(bench: Bench, variant: Variant, longest: int) -> int:
+    """Bytes that `trainer.sizing` expects at the peak."""
+    work = Workload(
+        variant.engine,
+        bench.dtype,
+        variant.attention,
+        bench.size(variant.micro_batch, 128),
+        longest,
+        moments_on_host=variant.moments_on == MomentsOn.host,
+    )
+    of = need(count(bench.config.to_dict()), Layout(), Coordinates(0, 0, 0), work, trained=True)
+    return of.total_checkpointed if variant.checkpointing else of.total
+
+
+def _waits(name: str, step: Any) -> Iterator[Figure]:
+    """Where a step makes the host wait for the GPU, by line, as torch warns of it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = [each for each in caught if "synchroniz" in str(each.message)]
+    yield Figure(name, "waits of the host", float(len(found)), "in a step")
+    places = Counter(f"{re.sub(r'.*/asyncrl/', '', each.filename)}:{each.lineno}" for each in found)
+    for place, times in places.most_common(5):
+        yield Figure(name, f"waits at {place}", float(times))
+
+
+def launches(bench: Bench, step: Any) -> int:
+    """Kernels that a call of `step` launches."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        step()
+        bench.synchronise()
+    return sum(event.count for event in profiled.key_averages() if "LaunchKernel" in event.key)

@@ -1,0 +1,75 @@
+"""What is written after a train step: versions, the in-memory checkpoint, checkpoints; and reading them again."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+from asyncrl.runtime.ranks import Ranks
+from asyncrl.trainer.messages import SaveCheckpoint
+from asyncrl.trainer.roles import TrainingRank
+from asyncrl.weights.versions.manifest import verify
+from asyncrl.weights.versions.publishing import publish, tokenizer_assets
+from asyncrl.weights.versions.shared_files import SharedFiles
+from gpu_rows.bench import Bench, Figure, tried
+from gpu_rows.training import VARIANTS, rank_of
+
+SHARED_MEMORY = Path("/dev/shm")
+ROUNDS = 2
+"""The first writes into fresh memory and files."""
+
+
+def weights(bench: Bench) -> Iterator[Figure]:
+    """Seconds by phase, of the second of two rounds."""
+    with rank_of(bench, VARIANTS[0], bench.folder) as rank:
+        policy = rank.policy("actor")
+        bytes_ = sum(spec.nbytes for spec in policy.published_specs())
+        yield Figure("version", "size", bytes_ / 1e9, "GB")
+        yield from tried(bench, "version", partial(_version, bench, rank))
+        for name, root in (("in-memory checkpoint", SHARED_MEMORY), ("checkpoint", bench.folder)):
+            yield from tried(bench, name, partial(_checkpoint, bench, rank, name, root))
+
+
+def _version(bench: Bench, rank: TrainingRank) -> Iterator[Figure]:
+    """A version on the disk, and what a reader does with it first."""
+    policy = rank.policy("actor")
+    shared = SharedFiles(policy.model_config, tokenizer_assets(Path(bench.model)))
+    for version in range(1, ROUNDS + 1):
+        bench.synchronise()
+        begun = time.perf_counter()
+        folder = publish(policy, bench.folder / "versions", role="actor", version=version, ranks=Ranks(), shared=shared)
+        written = time.perf_counter()
+        verify(folder)
+        checked = time.perf_counter()
+    yield Figure("version", "written and synced", written - begun, "s")
+    yield Figure("version", "checked", checked - written, "s")
+
+
+def _checkpoint(bench: Bench, rank: TrainingRank, name: str, root: Path) -> Iterator[Figure]:
+    in_memory = root == SHARED_MEMORY
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-benchmark-", dir=root))
+    try:
+        with closing(rank.writer(in_memory)) as writer:
+            for version in range(1, ROUNDS + 1):
+                path = folder / f"v{version}"
+                bench.synchronise()
+                begun = time.perf_counter()
+                rank.save_checkpoint(SaveCheckpoint(str(path), version, {}, in_memory=in_memory))
+                bench.synchronise()
+                copied = time.perf_counter()
+                files = writer.share(path).result()
+                writer.commit(path, files, keep=1, protected=())
+                ended = time.perf_counter()
+        yield Figure(name, "training waits", copied - begun, "s")
+        yield Figure(name, "written after that", ended - copied, "s")
+        begun = time.perf_counter()
+        rank.load_checkpoint(folder)
+        bench.synchronise()
+        yield Figure(name, "read", time.perf_counter() - begun, "s")
+    finally:
+        shutil.rmtree(folder)
