@@ -5,6 +5,7 @@ The last function lets the reference itself follow the actor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -88,18 +89,62 @@ def full(inputs: KLInputs) -> Tensor:
     Raises:
         ValueError: `log_probs_TV` or `ref_log_probs_TV` is missing.
     """
+    return _divergence(*_distributions(inputs, "full"))
+
+
+@kl_estimator("forward")
+def forward(inputs: KLInputs) -> Tensor:
+    """sum_v pi_ref(v) log(pi_ref(v) / pi(v)): the policy covers all that the reference does; exact, as `full`.
+
+    The loss of distillation from a teacher's whole distributions (Hinton et al., arXiv:1503.02531).
+
+    Raises:
+        ValueError: as of `full`.
+    """
+    new_TV, ref_TV = _distributions(inputs, "forward")
+    return _divergence(ref_TV, new_TV)
+
+
+@kl_estimator("jsd")
+def jsd(inputs: KLInputs, *, beta: float = 0.5) -> Tensor:
+    """beta KL(pi_ref || m) + (1 - beta) KL(pi || m) with m = beta pi_ref + (1 - beta) pi: bounded, between the two.
+
+    Generalised Jensen-Shannon divergence of GKD (Agarwal et al., arXiv:2306.13649) eq. 1; as in TRL's
+    `generalized_jsd_loss`, beta 0 stands for `forward` and beta 1 for `full`, its limits up to a factor.
+
+    Raises:
+        ValueError: as of `full`, or beta is outside [0, 1].
+    """
+    if not 0.0 <= beta <= 1.0:
+        raise ValueError(f"beta is {beta}; set it within 0 (as forward) to 1 (as full)")
+    if beta == 0.0:
+        return forward(inputs)
+    if beta == 1.0:
+        return full(inputs)
+    new_TV, ref_TV = _distributions(inputs, "jsd")
+    mixture_TV = torch.logaddexp(ref_TV + math.log(beta), new_TV + math.log1p(-beta))
+    kl_T = beta * _divergence(ref_TV, mixture_TV) + (1.0 - beta) * _divergence(new_TV, mixture_TV)
+    return torch.where(inputs.mask_T, kl_T, 0)  # elsewhere the mixture's logarithm is 0 but for rounding
+
+
+def _distributions(inputs: KLInputs, name: str) -> tuple[Tensor, Tensor]:
+    """Log-softmax of the policy and, without gradient, of the reference, `[T, V]`; 0 at tokens without loss."""
     if inputs.log_probs_TV is None or inputs.ref_log_probs_TV is None:
         raise ValueError(
-            "kl 'full' needs log_probs_TV and ref_log_probs_TV, the log-softmax over the vocabulary; "
+            f"kl {name!r} needs log_probs_TV and ref_log_probs_TV, the log-softmax over the vocabulary; "
             "pass them or choose k1, k2 or k3"
         )
     mask_T1 = inputs.mask_T[:, None]
     new_TV = torch.where(mask_T1, as_float(inputs.log_probs_TV), 0)
-    ref_TV = torch.where(mask_T1, as_float(inputs.ref_log_probs_TV).detach(), 0)
-    # Words that the policy rules out (log 0) contribute nothing, but -inf - -inf would be nan.
-    possible_TV = torch.isfinite(new_TV)
-    difference_TV = torch.where(possible_TV, new_TV, 0) - torch.where(possible_TV, ref_TV, 0)
-    kl_T: Tensor = (torch.where(possible_TV, new_TV.exp(), 0) * difference_TV).sum(dim=-1)
+    return new_TV, torch.where(mask_T1, as_float(inputs.ref_log_probs_TV).detach(), 0)
+
+
+def _divergence(one_TV: Tensor, other_TV: Tensor) -> Tensor:
+    """`[T]`: KL(one || other) of log-probabilities `[T, V]`."""
+    # Words that `one` rules out (log 0) contribute nothing, but -inf - -inf would be nan.
+    possible_TV = torch.isfinite(one_TV)
+    difference_TV = torch.where(possible_TV, one_TV, 0) - torch.where(possible_TV, other_TV, 0)
+    kl_T: Tensor = (torch.where(possible_TV, one_TV.exp(), 0) * difference_TV).sum(dim=-1)
     return kl_T
 
 

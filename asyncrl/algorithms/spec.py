@@ -11,6 +11,10 @@ Resolve: TypeAlias = Callable[[str, str, Mapping[str, Any]], Callable[..., Any]]
 """Gives the function of a kind, a name and parameters, these bound; `asyncrl.config.catalog.resolve` is one."""
 
 
+WHOLE_DISTRIBUTIONS = frozenset({"full", "forward", "jsd"})
+"""KL estimators that need both models' log-softmax over the vocabulary."""
+
+
 class ProximalMode(StrEnum):
     """Source of the proximal log-probabilities."""
 

@@ -124,6 +124,18 @@ class ChatClient(GenerationClient, Protocol):
         """
         ...
 
+    def policy(self, name: str) -> Self:
+        """One of `policies` in this episode, such as an older version of the trained policy: a client like this one.
+
+        Its answers are part of the environment: they are never samples, whatever is done with them. Each answer is of
+        one version, `reply.completion.versions`, and the next answer may be of another. Asked for the same name again,
+        it is the same client.
+
+        Raises:
+            ValueError: the run has no policy of this name.
+        """
+        ...
+
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """Return every recorded branch that ends in sampled tokens, in order of their beginning, each with `reward`.
 

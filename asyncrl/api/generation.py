@@ -54,6 +54,8 @@ class GenerationRequest:
     n: int
     sampling: SamplingParams
     pictures: tuple[PlacedPicture, ...] = ()
+    policy: str = ""
+    """The one of `policies` that is to answer; empty: the trained one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Completion:
 
     `routing` is set with `moe.replay_routing`: the experts of each token of the request and the answer, except the last
     token, `[P + T - 1, layers, per_token]`; see `Sample.routing`.
+
+    `policy` is the one of `policies` that answered; empty: the trained one. The versions of another model are 0.
     """
 
     token_ids: list[int]
@@ -69,6 +73,7 @@ class Completion:
     versions: list[int]
     finish_reason: FinishReason
     routing: NDArray[Any] | None = None
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

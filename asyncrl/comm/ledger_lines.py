@@ -91,11 +91,12 @@ class Abandoned(_Line, frozen=True, tag="abandoned"):
     at: float
 
 
-class Trained(_Line, frozen=True, tag="trained"):
+class Trained(_Line, frozen=True, tag="trained", omit_defaults=True):
     """The step that made version `step` trained the rollout, whatever was said of it before.
 
     `versions`: generated tokens by the policy version that produced them. `reward`: the mean over its `episodes`, which
-    gave so many `samples`.
+    gave so many `samples`. `opponents`: oldest and newest version of each of `policies` that answered in it; 0 of a
+    model that stays.
     """
 
     rollout: str
@@ -107,6 +108,7 @@ class Trained(_Line, frozen=True, tag="trained"):
     episodes: int
     samples: int
     reward: float
+    opponents: dict[str, tuple[int, int]] = {}
 
 
 class LedgerBooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

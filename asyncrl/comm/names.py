@@ -10,6 +10,7 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     trajectory_pullers/<dp>         address of a data-parallel head's trajectory puller
     trajectory_pushers/<index>      presence of a RolloutWorker (the pushers that the pullers are grouped for)
     generation_servers/<index>      a generation server: `GenerationServerEntry`
+    policy_servers/<index>          a server of one of `policies`: `GenerationServerEntry`
     joined/<kind>/<index>           who added a worker to the run that goes on
     staging_servers/<index>         URL of the staging server of a host; 0 is on the launcher's
     staged/<folder>/<host>          where the initial model, or what RolloutWorkers read, is on the host of that address
@@ -29,6 +30,7 @@ import msgspec
 
 MODEL_WORKER = "model_worker"
 GENERATION_SERVER = "generation_server"
+POLICY_SERVER = "policy_server"
 ROLLOUT_WORKER = "rollout_worker"
 STAGING_SERVER = "staging_server"
 GSERVER_MANAGER = "gserver_manager"
@@ -49,6 +51,8 @@ PUSHERS = "trajectory_pushers"
 """Subtree of all trajectory pushers."""
 GENERATION_SERVERS = "generation_servers"
 """Subtree of all generation servers."""
+POLICY_SERVERS = "policy_servers"
+"""Subtree of all servers of `policies`."""
 STAGING_SERVERS = "staging_servers"
 """Subtree of the staging servers' URLs, where hosts share no folder."""
 MANAGER_KEY = "gserver_manager"
@@ -176,6 +180,11 @@ def pusher_key(index: int) -> str:
 def gen_server_key(index: int) -> str:
     """`GenerationServerEntry` of generation server `index`."""
     return f"{GENERATION_SERVERS}/{index}"
+
+
+def policy_server_key(index: int) -> str:
+    """`GenerationServerEntry` of server `index` of `policies`."""
+    return f"{POLICY_SERVERS}/{index}"
 
 
 def staging_server_key(index: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.config.setting import MOST_SEED, setting
 from asyncrl.inference.settings import GenerationConfig
-from asyncrl.manager.settings import ManagerConfig
+from asyncrl.manager.settings import ManagerConfig, PolicyConfig, VersionPoolConfig
 from asyncrl.master.settings import BufferConfig, OnStale
 from asyncrl.observe.settings import LoggingConfig, ProfileConfig, SamplesConfig
 from asyncrl.plugins.agents.settings import AgentConfig
@@ -89,6 +89,11 @@ class ExperimentConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     manager: ManagerConfig = field(default_factory=ManagerConfig)
+    policies: list[PolicyConfig] = setting(
+        help="policies that agents play with besides the trained one: older versions of it, or other models; each with "
+        "name, path or versions, and servers",
+        factory=list,
+    )
     buffer: BufferConfig = field(default_factory=BufferConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     moe: MoeConfig = field(default_factory=MoeConfig)
@@ -100,6 +105,16 @@ class ExperimentConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
+
+    @property
+    def version_pools(self) -> list[VersionPoolConfig]:
+        """The pools of older versions of the trained policy."""
+        return [policy.versions for policy in self.policies if policy.path is None]
+
+    @property
+    def policy_of_server(self) -> list[PolicyConfig]:
+        """The policy of each process of the kind `policy_server`, by index."""
+        return [policy for policy in self.policies for _ in range(policy.servers)]
 
     @property
     def optimizer_steps(self) -> int:

@@ -15,7 +15,7 @@ import asyncio
 import math
 import time
 from pathlib import Path
-from typing import Never
+from typing import ClassVar, Never
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError
@@ -30,7 +30,7 @@ from asyncrl.observe import observer
 from asyncrl.runtime.process.hardware import count_gpus, visible_gpus
 from asyncrl.runtime.process.lasting_imports import lasting_imports
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
-from asyncrl.runtime.process.worker import AsyncWorker
+from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.trials.restart_budget import RestartBudget
 from asyncrl.weights.staging.messages import MODEL
 
@@ -41,6 +41,13 @@ class EngineFailed(RuntimeError):
 
 class GenerationServer(AsyncWorker):
     """The process around one engine."""
+
+    _scratch: ClassVar[str] = "sglang"
+
+    @property
+    def _key(self) -> str:
+        """The server's name in name resolution."""
+        return names.gen_server_key(self.index)
 
     async def main(self) -> None:
         """Keep the engine up until a stop is requested."""
@@ -119,13 +126,12 @@ class GenerationServer(AsyncWorker):
     def _register(self, served: ServedEngine) -> None:
         """Publish the engine's address with a lease, and tell the launcher that it serves."""
         entry = names.GenerationServerEntry(served.url, served.pid, self.config.generation.backend, int(BASE_VERSION))
-        key = names.gen_server_key(self.index)
-        self.resolver.add(key, entry.encode(), lease_s=self.config.system.lease_s, replace=True)
+        self.resolver.add(self._key, entry.encode(), lease_s=self.config.system.lease_s, replace=True)
         self.ready()
         self.log.info("%s serves at %s", self.config.generation.backend, served.url)
 
     def _unregister(self) -> None:
-        if not self.resolver.withdraw(names.gen_server_key(self.index)):
+        if not self.resolver.withdraw(self._key):
             self.log.info("the registration was already gone, or is another's")
 
     def _make_host(self) -> EngineHost:
@@ -145,12 +151,36 @@ class GenerationServer(AsyncWorker):
         self.log.info("SGLang computes on %s in %s", where, generation.dtype.on(device))
         return SGLangHost(
             self.config,
-            index=self.index,
+            scratch=f"{self._scratch}{self.index}",
             run_dir=self.run_dir,
             device=device,
             security=self.http_security,
             log=self.log,
         )
+
+
+class PolicyServer(GenerationServer):
+    """A server of one of `policies`: of a model that stays, or of older versions of the trained policy.
+
+    It begins with the folder `path`, or with the initial model. The GserverManager drains it before each update, so an
+    answer is of one version.
+    """
+
+    _scratch = "policy"
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        policy = self.config.policy_of_server[self.index]
+        if policy.path is not None:
+            self.config.model.path = str(Path(policy.path).expanduser())
+        self.config.moe.replay_routing = False  # its tokens are not trained
+
+    @property
+    def _key(self) -> str:
+        return names.policy_server_key(self.index)
+
+    async def _check_kept_requests(self, url: str) -> None:
+        """Nothing to check: no answer spans a weight update."""
 
 
 async def _fault_in_keeping(client: GenerationServerClient, mode: UpdateMode, timeout_s: float) -> str:

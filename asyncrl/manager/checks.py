@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import GenerationBackend, adopts
+from asyncrl.manager.settings import PolicyConfig, VersionPoolConfig
+from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 from asyncrl.weights.transports.base import weight_transport
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -24,3 +30,51 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"manager.rollout_lease_s={lease_s:g}: a GserverManager that replaces another waits so long for silent "
             f"workers, and the run ends after system.stall_timeout_s={limit_s:g} without a step; use a shorter lease"
         )
+    yield from _policies(config)
+
+
+def _policies(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each policy that agents could not play with."""
+    if not config.policies:
+        return
+    if adopts(config.generation):
+        yield (
+            "policies: their servers are started, and generation.sglang.urls names servers that run already; leave the "
+            "urls out"
+        )
+    if not config.system.shared_filesystem:
+        yield (
+            "policies: their weights are not brought to hosts that share no folder; use system.shared_filesystem=true"
+        )
+    named = [policy.name for policy in config.policies]
+    for policy in config.policies:
+        setting = f"policies: {policy.name!r}"
+        if not _NAME.fullmatch(policy.name):
+            yield f"{setting}: a name has letters, digits, _ and -, and begins with a letter; for example past"
+        elif named.count(policy.name) > 1:
+            yield f"{setting}: {named.count(policy.name)} policies have this name; give each its own"
+        yield from _versions(config, policy) if policy.path is None else _folder(config, policy, policy.path)
+
+
+def _versions(config: ExperimentConfig, policy: PolicyConfig) -> Iterator[str]:
+    transport, every = weight_transport(config.manager.weight_transport), policy.versions.every
+    if not transport.needs_folders:
+        yield (
+            f"policies: {policy.name!r}: older versions are read from their folders, which manager.weight_transport="
+            f"{transport.name!r} does not write; use weight_transport=disk"
+        )
+    if every >= config.total_train_steps:
+        yield (
+            f"policies: {policy.name!r}: versions.every={every}: no version would join the pool before the run ends, "
+            f"after total_train_steps={config.total_train_steps}; use less"
+        )
+
+
+def _folder(config: ExperimentConfig, policy: PolicyConfig, path: str) -> Iterator[str]:
+    setting = f"policies: {policy.name!r}: path={path!r}"
+    if policy.versions != VersionPoolConfig():
+        yield f"{setting}: a model that stays has no versions; leave out path or versions"
+    if not (Path(path).expanduser() / "config.json").is_file():
+        yield f"{setting}: no Hugging Face folder, it has no config.json; name the folder of a model"
+    elif config.model.path is not None and (difference := vocabulary_difference(config.model.path, path)):
+        yield f"{setting}: {difference}"

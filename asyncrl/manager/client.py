@@ -263,7 +263,8 @@ class ManagerClient:
     async def status(self) -> GateStatus:
         """The manager's state; a report of what was consumed brings it, too."""
         reply = await self._call("/status", None, m.StatusReply)
-        in_use = {version for server in reply.servers for version in (server.version, server.goal)}
+        servers = (*reply.servers, *reply.opponents)
+        in_use = {version for server in servers for version in (server.version, server.goal)}
         gate, known = reply.gate, frozenset(version for version in in_use if version is not None)
         return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt)
 
@@ -271,7 +272,8 @@ class ManagerClient:
         """The manager's state in a line for people."""
         reply = await self._call("/status", None, m.StatusReply)
         gate = reply.gate
-        shown = ", ".join(f"{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in reply.servers)
+        servers = (*reply.servers, *reply.opponents)
+        shown = ", ".join(f"{s.policy}{s.index} {s.state} v{s.version} ({s.sequences} running)" for s in servers)
         if not reply.rebuilt:
             return f"the gate is shut until the MasterWorker and all RolloutWorkers report; servers: {shown or 'none'}"
         return (

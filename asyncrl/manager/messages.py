@@ -89,12 +89,14 @@ class RouteRequest(RequestSize, frozen=True, kw_only=True):
         rollout_id: None for an evaluation.
         affinity: the conversation whose cache the request can use.
         min_version: least version of the server; None: that of the rollout's admission.
+        policy: one of `policies`, whose versions do not count; empty: the trained policy.
     """
 
     request_id: Name
     rollout_id: str | None
     affinity: str = ""
     min_version: int | None = None
+    policy: str = ""
 
 
 class Route(Message, frozen=True, omit_defaults=True):
@@ -403,7 +405,11 @@ class GateState(Books, frozen=True, kw_only=True):
 
 
 class ServerStatus(Message, frozen=True):
-    """A generation server: its state (`ServerState`), served version and goal, and the load placed on it."""
+    """A generation server: its state (`ServerState`), served version and goal, and the load placed on it.
+
+    Attributes:
+        policy: the one of `policies` that it serves; empty: the trained policy.
+    """
 
     index: int
     url: str
@@ -414,6 +420,7 @@ class ServerStatus(Message, frozen=True):
     failures: int
     sequences: int
     tokens: int
+    policy: str = ""
 
 
 class StatusReply(Message, frozen=True):
@@ -425,3 +432,4 @@ class StatusReply(Message, frozen=True):
     workers: list[str]
     rebuilt: bool = True
     """False while the manager waits for the master and the workers to report; the counters are zeros until then."""
+    opponents: list[ServerStatus] = []

@@ -31,6 +31,7 @@ from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import Empty, RequestSize, StatusReply
+from asyncrl.manager.opponents import Opponents
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
@@ -83,7 +84,8 @@ class GserverManager(AsyncWorker):
             first=_first_request(config) if updates.update_mode != UpdateMode.finish else None,
             pacing=DeadlinePacing(*bound) if config.rollout.pacing == Pacing.deadline else None,
             clock=self._clock,
-            versions_in_use=self._decisions.versions_in_use,
+            versions_in_use=self._versions_in_use,
+            policies=[policy.name for policy in config.policies],
             launch=self.launch,
             curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
         )
@@ -94,9 +96,11 @@ class GserverManager(AsyncWorker):
 
     async def main(self) -> None:
         """Serve until a stop is requested."""
-        workers, servers = (
-            PROCESS_KINDS[kind].count(self.config) for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER)
+        workers, servers, others = (
+            PROCESS_KINDS[kind].count(self.config)
+            for kind in (names.ROLLOUT_WORKER, names.GENERATION_SERVER, names.POLICY_SERVER)
         )
+        servers += others
         allow_connections(workers + servers, f"{workers} RolloutWorkers and {servers} generation servers")
         servers_http = JsonHttp(self.http_security)
         publisher = PublisherClient(self.resolver, self.security, worker_grid(self.config).publisher)
@@ -110,6 +114,7 @@ class GserverManager(AsyncWorker):
             log=self.log,
             clock=self._clock,
         )
+        self._opponents = Opponents(self.config, self._service, servers_http, self.log, self._clock)
         self._staging = None if self.config.system.shared_filesystem else self._make_staging(servers_http)
         registry = manager_registry(self._service, self._decisions, self._logprob_check)
         verbs = self._service.verbs() | {
@@ -127,6 +132,7 @@ class GserverManager(AsyncWorker):
                     self._fleet_runner.run(),
                     self._watch_versions(),
                     self._watch_registrations(),
+                    self._opponents.run(),
                     self._say_begun(),
                 ]
                 if self._staging is not None:
@@ -139,6 +145,9 @@ class GserverManager(AsyncWorker):
             await http.close()
             await servers_http.close()
             publisher.close()
+
+    def _versions_in_use(self) -> set[int]:
+        return self._decisions.versions_in_use() | self._opponents.versions_in_use()
 
     def _make_staging(self, http: JsonHttp) -> Staging:
         hosts, inputs = staging_hosts(self.config), str(self.run_dir / INPUTS_DIR)
@@ -182,7 +191,7 @@ class GserverManager(AsyncWorker):
         service, target = self._service, self._decisions.target
         newest = None if target is None else target.version
         servers, workers = self._fleet_runner.status(), service.leases.workers
-        return StatusReply(service.gate_state(), servers, newest, workers, service.begun)
+        return StatusReply(service.gate_state(), servers, newest, workers, service.begun, self._opponents.status())
 
     async def _answer_status(self, request: Empty) -> StatusReply:
         return self.status()
@@ -229,6 +238,7 @@ class GserverManager(AsyncWorker):
         self._fleet_runner.publish(target)
         if self._staging is not None:
             self._staging.publish(target)
+        await self._opponents.published(target.version, target.path)
 
     async def _watch_hosts(self, staging: Staging) -> None:
         """Follow which staging servers there are."""
@@ -240,11 +250,13 @@ class GserverManager(AsyncWorker):
     async def _watch_registrations(self) -> None:
         """Follow which generation servers and RolloutWorkers there are, and which of these the launcher replaces."""
         registered = await asyncio.to_thread(self.resolver.follow, names.GENERATION_SERVERS)
+        others = await asyncio.to_thread(self.resolver.follow, names.POLICY_SERVERS)
         statuses = await asyncio.to_thread(self.resolver.follow, f"{names.STATUSES}/{names.ROLLOUT_WORKER}")
         replaced = await asyncio.to_thread(self.resolver.follow, f"{names.INCARNATIONS}/{names.ROLLOUT_WORKER}")
         while True:
             servers, workers = _servers(registered), _incarnations(statuses, self.config.rollout.workers)
             self._fleet_runner.registered(servers)
+            self._opponents.registered(_servers(others))
             if not self._service.begun:
                 self._call_roll(_ready(statuses), _replaced(replaced))
             await self._drop_rollouts_of_replaced(_replaced(replaced))

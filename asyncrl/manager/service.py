@@ -76,6 +76,7 @@ class ManagerService:
         versions_in_use: returns the versions that servers serve or load, whose weights must not be deleted.
         launch: that this process belongs to; "" accepts workers of any.
         curriculum: builds the curriculum from its state; None: there is none.
+        policies: names of the policies besides the trained one that agents may ask.
     """
 
     def __init__(
@@ -93,13 +94,15 @@ class ManagerService:
         versions_in_use: Callable[[], Collection[int]] = tuple,
         launch: str = "",
         curriculum: Callable[[object], Curriculum] | None = None,
+        policies: Collection[str] = (),
     ) -> None:
         self.number, self.launch = number, launch
         self.begun = False
         """The state is rebuilt, and the gate open."""
         self.roll_call = RollCall()
         self.rollouts = RolloutState(batch_size, max_staleness, order)
-        self.router = Router(routing, ids_remembered(batch_size, max_staleness))
+        conversations = ids_remembered(batch_size, max_staleness)
+        self._routers = {policy: Router(routing, conversations) for policy in ("", *policies)}
         self.leases = WorkerLeases(lease_s)
         self._clock, self._versions_in_use, self._make_curriculum = clock, versions_in_use, curriculum
         self._roll_call_until = clock() + lease_s
@@ -110,6 +113,27 @@ class ManagerService:
         self._routes = Notifier()
         self.progress = Notifier()
         self._losses = LostServers()
+
+    @property
+    def router(self) -> Router:
+        """The router of the trained policy's servers."""
+        return self._routers[""]
+
+    def router_of(self, policy: str) -> Router:
+        """The router of the servers of `policy`; empty: the trained one.
+
+        Raises:
+            BadRequest: the run has no such policy.
+        """
+        if policy not in self._routers:
+            named = ", ".join(name for name in self._routers if name) or "none"
+            raise m.BadRequest(f"$.policy: {policy!r} is not one of `policies`, which has {named}")
+        return self._routers[policy]
+
+    def _release_rollout(self, rollout_id: str) -> None:
+        """The rollout is over, and its requests to any policy with it."""
+        for router in self._routers.values():
+            router.release_rollout(rollout_id)
 
     @property
     def gate(self) -> StalenessGate:
@@ -246,7 +270,7 @@ class ManagerService:
         if request.version > newest:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
         for rollout_id in [*request.trained, *(dropped.rollout_id for dropped in request.dropped)]:
-            self.router.release_rollout(rollout_id)
+            self._release_rollout(rollout_id)
         for dropped in request.dropped:
             self.admission.rollout_ended(dropped.rollout_id, kept=False)
         self.rollouts.consume(request)
@@ -316,7 +340,7 @@ class ManagerService:
 
     def server_lost(self, url: str) -> None:
         """Requests at `url` may never be answered: tell their owners."""
-        self._losses.add(url, len(self.router))
+        self._losses.add(url, sum(map(len, self._routers.values())))
 
     def expire_workers(self) -> list[str]:
         """Drop the rollouts of workers whose lease has run out; return their names."""
@@ -350,7 +374,8 @@ class ManagerService:
         if isinstance(ended, _Replaced) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
             return  # it has spoken before the state was rebuilt
         self.leases.end(worker)
-        self.router.release_worker(worker)
+        for router in self._routers.values():
+            router.release_worker(worker)
         if not self.begun:
             self._ended_before.append(ended)
             if isinstance(ended, _Replaced):
@@ -362,7 +387,7 @@ class ManagerService:
         else:
             lost = self.rollouts.replaced(worker, ended.incarnation, killed=ended.killed)
         for rollout_id in lost:
-            self.router.release_rollout(rollout_id)
+            self._release_rollout(rollout_id)
             self.admission.rollout_ended(rollout_id, kept=False)
         self._changed()
 
@@ -380,7 +405,9 @@ class ManagerService:
                 return None
             admitted_at = known.admitted_at(request.rollout_id)
             min_version = max(min_version, admitted_at or 0)
-        return self.router.schedule(request, worker, min_version)
+        if request.policy:
+            min_version = 0  # an opponent is as old as it is
+        return self.router_of(request.policy).schedule(request, worker, min_version)
 
     def _note_call(self, request: m.WorkerRequest) -> None:
         """Renew the caller's lease, and take in the ends that its call reports.
@@ -395,7 +422,8 @@ class ManagerService:
         if not self._is_over(request):
             self.leases.renew(request.worker, self._clock())
         for request_id in request.released:
-            self.router.release(request_id)
+            for router in self._routers.values():
+                router.release(request_id)
         for finished in request.finished:
             self._finish(finished)
         if request.finished:
@@ -428,7 +456,7 @@ class ManagerService:
 
     def _finish(self, finished: m.FinishedRollout) -> None:
         """A rollout ended: the trainer has it, or it is dropped."""
-        self.router.release_rollout(finished.rollout_id)
+        self._release_rollout(finished.rollout_id)
         if not self.begun:
             self.roll_call.finish(finished)
             return

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Optional
 
@@ -25,6 +26,66 @@ class UpdateMode(StrEnum):
     """They go on with the keys and values that they have."""
     finish = auto()
     """The server is drained first."""
+
+
+class PickVersion(StrEnum):
+    """Choice of the version that a server of a pool gets."""
+
+    uniform = auto()
+    """Any member of the pool, each with the same probability."""
+    latest = auto()
+    """The newest member."""
+
+
+@dataclass
+class VersionPoolConfig:
+    """Older versions of the trained policy, as a pool of opponents."""
+
+    every: int = setting(10, "each version that this number divides joins the pool", unit="versions", minimum=1)
+    keep: int = setting(5, "newest members that stay in the pool; their weights stay on disk", minimum=1)
+    pick: PickVersion = setting(
+        PickVersion.uniform, "how a server chooses its member: each as likely (uniform), or the newest (latest)"
+    )
+    hold: int = setting(
+        1, "a server keeps the member that it chose for so many versions of the policy", unit="versions", minimum=1
+    )
+
+    def members(self, newest: int) -> list[int]:
+        """Return the versions in the pool once `newest` is published, oldest first; none before the first joins."""
+        return [version for version in range(newest - newest % self.every, 0, -self.every)][: self.keep][::-1]
+
+    def needed(self, newest: int) -> set[int]:
+        """Return the versions whose weights servers may read while `newest` is published."""
+        return {*self.members(newest), *self.members(self._chosen_at(newest))}
+
+    def choose(self, newest: int, seed: int, server: int) -> int | None:
+        """Return the member that `server` plays once `newest` is published; None if the pool has no member yet.
+
+        The choice depends on the arguments alone, so a resumed run makes the same ones.
+        """
+        since = self._chosen_at(newest)
+        members = self.members(since)
+        if not members:
+            return None
+        if self.pick == PickVersion.latest:
+            return members[-1]
+        return random.Random(f"{seed}/{server}/{since}").choice(members)
+
+    def _chosen_at(self, newest: int) -> int:
+        """Return the version at which servers made the choices that hold at `newest`."""
+        return newest - newest % self.hold
+
+
+@dataclass
+class PolicyConfig:
+    """A policy that agents play with and that is not trained: `client.policy(name)`."""
+
+    name: str = setting("", "the name by which agents ask for it: letters, digits, `_` and `-`")
+    path: Optional[str] = setting(
+        None, "Hugging Face folder of a model that stays as it is; null: older versions of the trained policy"
+    )
+    versions: VersionPoolConfig = field(default_factory=VersionPoolConfig)
+    servers: int = setting(1, "GenerationServers for it, beside generation.servers", minimum=1)
 
 
 @dataclass

@@ -200,5 +200,5 @@ def assemble(
         steps=steps,
         reported=reported,
         reports=reports,
-        publishing=Publishing(ranks, actors, announcer),
+        publishing=Publishing(ranks, actors, announcer, config.version_pools),
     )

@@ -62,6 +62,8 @@ class _GreedyPolicy:
     policy: GenerationClient
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
+        if request.policy:  # an opponent plays as ever
+            return await self.policy.generate(request)
         return await self.policy.generate(replace(request, sampling=_greedy(request.sampling)))
 
 

@@ -77,15 +77,34 @@ class _RolloutPolicy:
     failures: list[Exception] = field(default_factory=list)
     failed_in: str | None = None
     """The code of the user's in which the rollout failed, where that is known."""
+    met: dict[str, Counter[int]] = field(default_factory=dict)
+    """Tokens of the opponents' answers, by their policy and its version."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        route, self.route = self.route, None
+        route = None
+        if not request.policy:
+            route, self.route = self.route, None
         try:
             with timed(Activity.generate):
-                return await self.client.generate(request, self.rollout_id, route=route)
+                result = await self.client.generate(request, self.rollout_id, route=route)
         except Exception as error:
             self.failures.append(error)
             raise
+        if request.policy:
+            versions = self.met.setdefault(request.policy, Counter())
+            versions.update(version for completion in result.completions for version in completion.versions)
+        return result
+
+    def opponents(self) -> dict[str, float]:
+        """Metrics of the policies that were met: oldest, newest and mean version, by tokens."""
+        found: dict[str, float] = {}
+        for policy, versions in self.met.items():
+            if tokens := versions.total():
+                mean = sum(version * count for version, count in versions.items()) / tokens
+                found[f"policy/{policy}/version"] = mean
+                found[f"policy/{policy}/oldest_version"] = float(min(versions))
+                found[f"policy/{policy}/newest_version"] = float(max(versions))
+        return found
 
 
 class RolloutLoop:
@@ -198,7 +217,7 @@ class RolloutLoop:
             policy.failed_in = group_failed_in(error, type(components.agent).__name__, policy.failures)
             raise
         self._lost.update({name: counted.pop(name) for name in list(counted) if name.startswith(LOST_EPISODES)})
-        return samples, metrics_of(samples) | counted | meter.metrics()
+        return samples, metrics_of(samples) | counted | policy.opponents() | meter.metrics()
 
     async def _hand_over(self, trajectory: Trajectory) -> None:
         """Push the trajectory until a training rank has it, with the counts of episodes lost since the last push."""

@@ -17,7 +17,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -86,7 +86,9 @@ class MadeUpPolicy:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Answer `request`, as version 0, after others had their turn."""
         await asyncio.sleep(0)
-        return GenerationResult(request.request_id, tuple(self._answer(request) for _ in range(request.n)))
+        return GenerationResult(
+            request.request_id, tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
+        )
 
     def _answer(self, request: GenerationRequest) -> Completion:
         most = min(_MOST_TOKENS, request.sampling.max_new_tokens)

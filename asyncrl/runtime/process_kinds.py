@@ -17,6 +17,7 @@ from asyncrl.comm.names import (
     GSERVER_MANAGER,
     MASTER_WORKER,
     MODEL_WORKER,
+    POLICY_SERVER,
     RECORDER,
     ROLLOUT_WORKER,
     STAGING_SERVER,
@@ -147,6 +148,15 @@ def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Res
     return Resources(generation.threads, _dealt(index, server_shape(generation).gpus, ours), niceness, allocator)
 
 
+def _policy_servers(config: ExperimentConfig) -> int:
+    return 0 if config.samples.replay else len(config.policy_of_server)
+
+
+def _policy_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
+    """As of the generation servers, after which they are counted."""
+    return _generation_server(config, _generation_servers(config) + index, here)
+
+
 def _staging_servers(config: ExperimentConfig) -> int:
     return len(staging_hosts(config)) if _generation_servers(config) else 0
 
@@ -190,6 +200,15 @@ PROCESS_KINDS = {
         runs=_TRAIN | _EVALUATE,
         serves=True,
         restart=Restart.alone,
+    ),
+    POLICY_SERVER: ProcessKind(
+        "asyncrl.inference.process:PolicyServer",
+        _policy_servers,
+        _policy_server,
+        runs=_TRAIN | _EVALUATE,
+        serves=True,
+        restart=Restart.alone,
+        placed_as=GENERATION_SERVER,
     ),
     ROLLOUT_WORKER: ProcessKind("asyncrl.rollout.process:RolloutWorker", _rollout_workers, restart=Restart.alone),
     EVALUATION_WORKER: ProcessKind(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.algorithms.registry import KINDS
-from asyncrl.algorithms.spec import KLPlace, ProximalMode
+from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, KLPlace, ProximalMode
 from asyncrl.comm.names import ACTOR, MODEL_WORKER
 from asyncrl.config import catalog
 from asyncrl.config.experiment import ExperimentConfig
@@ -18,6 +18,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.models.picture_rules import placeholder_in
 from asyncrl.models.routers import routing_shape
+from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.process.stacks import py_spy
@@ -303,6 +304,11 @@ def _parts_of_the_reward(config: ExperimentConfig) -> Iterator[str]:
             f"algorithm.kl.name='k3_unbiased': it weighs a term of the loss, and algorithm.kl_in={algorithm.kl_in} is "
             "elsewhere; use kl_in=loss, or kl.name=k1"
         )
+    if algorithm.kl_coef and algorithm.kl.name in WHOLE_DISTRIBUTIONS and algorithm.kl_in == KLPlace.reward:
+        yield (
+            f"algorithm.kl.name={algorithm.kl.name!r}: whole distributions are compared in the loss only, and "
+            "algorithm.kl_in=reward is elsewhere; use kl_in=loss, or kl.name=k1"
+        )
     if algorithm.selection.name == "m2po" and algorithm.prox != ProximalMode.recompute:
         yield (
             f"algorithm.selection='m2po': its ratios are those of the policy at the step's start, which algorithm.prox="
@@ -347,25 +353,8 @@ def _other_tokenizer(config: ExperimentConfig) -> Iterator[str]:
     policy, reference = config.model.path, config.algorithm.reference.path
     if not config.algorithm.kl_coef or policy is None or reference is None:
         return
-    own, other = _vocabulary(policy), _vocabulary(reference)
-    if own is None or other is None or own == other:
-        return
-    differ = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
-    yield (
-        f"algorithm.reference.path={reference!r}: its tokenizer is not the one of model.path={policy!r}: {len(differ)} "
-        f"tokens differ, for example {differ[0]!r}; use a model with the policy's tokenizer"
-    )
-
-
-def _vocabulary(folder: str) -> dict[str, int] | None:
-    """The ids of a tokenizer's tokens; None if its file does not say."""
-    try:
-        told = json.loads((Path(folder).expanduser() / "tokenizer.json").read_text(encoding="utf-8"))
-        vocabulary = told["model"]["vocab"]
-        ids = dict(vocabulary) if isinstance(vocabulary, dict) else {str(t[0]): n for n, t in enumerate(vocabulary)}
-        return ids | {token["content"]: token["id"] for token in told.get("added_tokens", ())}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    if difference := vocabulary_difference(policy, reference):
+        yield f"algorithm.reference.path={reference!r}: {difference}"
 
 
 def _algorithms(config: ExperimentConfig) -> Iterator[str]:

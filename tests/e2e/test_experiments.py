@@ -429,6 +429,60 @@ def test_roles_are_compared_with_their_own_past(start_run: Any, command: Any, tm
     assert pytest.approx({"first": expected, "second": -expected}) in found, "of the newest checkpoint"
 
 
+OWN_MATCH = """
+from asyncrl.api import GenerationRequest
+
+
+async def run(prompt, env, client):
+    async def said(player, tokens):
+        request = GenerationRequest(prompt.prompt_id, tuple(tokens), 1, prompt.sampling)
+        return (await player.generate(request)).completions[0]
+
+    mine = await said(client, prompt.input_ids)
+    past = await said(client.policy("past"), prompt.input_ids)
+    judge = await said(client.policy("judge"), prompt.input_ids)
+    assert {past.policy, judge.policy} == {"past", "judge"} and len(set(past.versions)) <= 1
+    return float(len(mine.token_ids) > len(past.token_ids))
+"""
+
+
+def test_a_policy_plays_against_opponents_of_older_versions_over_a_death_and_a_restart(
+    start_run: Any, command: Any, tmp_path: Path, tiny_model: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN_MATCH)
+    settings = {
+        "experiment_name": "async_grpo",
+        "agent__path": f"{tmp_path / 'mine.py'}:run",
+        "policies": f"[{{name: past, versions: {{every: 2, keep: 2}}}}, {{name: judge, path: {tiny_model}}}]",
+        "rollout__sampling__max_new_tokens": 12,
+    }
+    first = start_run("async_grpo", **settings, total_train_steps=6)
+    first.wait_for_step(3)
+    first.worker("policy_server/0").kill()
+    assert first.wait() == 0, first.output + first.logs()
+    second = start_run("async_grpo", **settings, total_train_steps=9)
+    assert second.wait() == 0, second.output + second.logs()
+    rows = second.rows()
+    assert [row["step"] for row in rows] == list(range(1, 10))
+    met = [row["policy/past/newest_version"] for row in rows if "policy/past/newest_version" in row]
+    assert met[0] == 0, "the initial model, until a version joins the pool"
+    assert met[-1] >= 2
+    trained = [
+        line
+        for file in sorted((second.run_dir / "ledger").iterdir())
+        for line in map(json.loads, file.read_text().splitlines())
+        if line["kind"] == "trained"
+    ]
+    assert all(line["opponents"]["judge"] == [0, 0] for line in trained)
+    versions = {version for line in trained for version in line["opponents"]["past"]}
+    assert versions <= {0, 2, 4, 6, 8}
+    assert len(versions) > 1
+    kept = {folder.name for folder in (second.run_dir / "weights" / "actor").iterdir()}
+    assert {"v6", "v8"} <= kept
+    assert not {"v1", "v2", "v3", "v5"} & kept
+    assert command("audit", second.run_dir).code == 0
+
+
 def test_an_agent_that_imports_only_openai_trains(start_run: Any) -> None:
     run = finished(start_run, "openai_agent")
     assert not any(reason.startswith("failed") for reason in run.summary()["books"]["dropped"]), run.logs()

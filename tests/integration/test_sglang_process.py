@@ -129,7 +129,7 @@ async def make(config: ExperimentConfig, tmp_path: Path, security: HttpSecurity)
     def build(mode: str) -> SGLangHost:
         config.generation.sglang.env["FAKE_MODE"] = mode
         log = logging.getLogger("sglang-under-test")
-        host = SGLangHost(config, index=0, run_dir=tmp_path, device="cpu", security=security, log=log)
+        host = SGLangHost(config, scratch="sglang0", run_dir=tmp_path, device="cpu", security=security, log=log)
         hosts.append(host)
         return host
 
@@ -279,7 +279,7 @@ async def test_a_killed_owner_takes_the_whole_tree_and_its_shared_memory_along(
             config.model.path = {config.model.path!r}
             config.generation.sglang.python = {config.generation.sglang.python!r}
             config.generation.sglang.env = {dict(config.generation.sglang.env)!r}
-            host = SGLangHost(config, index=0, run_dir=Path({str(tmp_path)!r}), device="cpu", security=None,
+            host = SGLangHost(config, scratch="sglang0", run_dir=Path({str(tmp_path)!r}), device="cpu", security=None,
                               log=logging.getLogger())
             await host.start()
             print("READY", flush=True)

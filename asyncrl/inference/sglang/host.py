@@ -44,7 +44,7 @@ class SGLangHost:
 
     Args:
         config: the experiment, `model.path` resolved.
-        index: of this server; its scratch folder is named after it.
+        scratch: name of its scratch folder, which no other server of the run has.
         run_dir: the run's folder.
         device: what it runs on.
         security: the token that it asks for, and TLS; None where the run has no secret.
@@ -55,14 +55,14 @@ class SGLangHost:
         self,
         config: ExperimentConfig,
         *,
-        index: int,
+        scratch: str,
         run_dir: Path,
         device: Device,
         security: HttpSecurity | None,
         log: logging.Logger,
     ) -> None:
         self._config, self._device, self._security, self._log = config, device, security, log
-        self._preferred_scratch = run_dir / "tmp" / f"sglang{index}"
+        self._preferred_scratch = run_dir / "tmp" / scratch
         self._scratch: Path | None = None
         self._ports: PortBlock | None = None
         self._tree: ProcessTree | None = None

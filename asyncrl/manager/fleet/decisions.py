@@ -198,6 +198,7 @@ class FleetDecisions:
         self._cancelled: list[CancelUpdate] = []
         self._there: dict[str, Target] | None = {} if staged else None
         self.target: Target | None = None
+        self._targets: dict[int, Target] = {}
 
     @property
     def servers(self) -> list[ServerLife]:
@@ -218,6 +219,10 @@ class FleetDecisions:
         """Newer weights are there. An older target than the present one is ignored."""
         if self.target is None or target.version > self.target.version:
             self.target = target
+
+    def assign(self, server: int, target: Target) -> None:
+        """Bring this server to `target`, whether newer or older than its weights; other targets are not for it."""
+        self._targets[server] = target
 
     def arrived(self, host: str, target: Target) -> None:
         """The weights are on the host at this address. Older ones than those that are there already are ignored."""
@@ -244,7 +249,8 @@ class FleetDecisions:
         if known is not None and known.url == url:
             return False
         self.deregister(index)
-        current = self.target is None or version == self.target.version
+        target = self._wanted(index)
+        current = target is None or version == target.version
         life = ServerLife(index, url, version, ServerState.SERVING if current else ServerState.QUARANTINED, due=now)
         if not current:
             life.reason = f"new at version {version}"
@@ -278,7 +284,7 @@ class FleetDecisions:
                     else:
                         orders.append(self._begin(life, now))
                 case ServerState.QUARANTINED if now >= life.due and not life.checking and not self._waits(life):
-                    orders.append(self._check(life) if self.target is None else self._begin(life, now))
+                    orders.append(self._check(life) if self._wanted(life.index) is None else self._begin(life, now))
         for life in self.servers:
             if life.state is ServerState.DRAINING and not running.get(life.index):
                 orders.append(self._begin(life, now))
@@ -350,7 +356,7 @@ class FleetDecisions:
         if not life.checking:
             return False
         life.checking = False
-        if self.target is not None:  # published meanwhile: `poll` brings it there
+        if self._wanted(life.index) is not None:  # published meanwhile: `poll` brings it there
             return False
         life.state = ServerState.SERVING
         life.failures = 0
@@ -380,9 +386,13 @@ class FleetDecisions:
         target = self._target_of(life)
         return target is not None and target.version not in (life.version, life.damaged)
 
+    def _wanted(self, server: int) -> Target | None:
+        """The weights that the server is to have; None if it keeps those that it began with."""
+        return self._targets.get(server, self.target)
+
     def _target_of(self, life: ServerLife) -> Target | None:
         """The newest weights that the server can have."""
-        return self.target if self._there is None else self._there.get(host_of(life.url))
+        return self._wanted(life.index) if self._there is None else self._there.get(host_of(life.url))
 
     def _waits(self, life: ServerLife) -> bool:
         """True if the server is quarantined until its host has weights."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
@@ -33,6 +33,9 @@ UNKNOWN_VERSION = -1
 """Version of a server whose weights are unknown; it gets no requests."""
 
 
+Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
+
+
 class WeightsChanged(HttpError):
     """The server has other weights than the last update loaded."""
 
@@ -47,6 +50,8 @@ class FleetRunner:
         transport: brings weights to the servers.
         config: interval of health checks, time limit of an update.
         checks: checks that a server must pass after each update.
+        policy: one of `policies`, whose servers these are, so that the gate does not depend on them; empty: the
+            trained policy.
         clock: seconds in which this process ran, for the limits of updates.
     """
 
@@ -59,11 +64,13 @@ class FleetRunner:
         *,
         config: ManagerConfig,
         checks: Sequence[UpdateCheck] = (),
-        log: logging.Logger,
+        policy: str = "",
+        log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._decisions = decisions
         self._service = service
+        self._policy, self._router = policy, service.router_of(policy)
         self._http = http
         self._transport = transport
         self._config = config
@@ -97,6 +104,11 @@ class FleetRunner:
         self._decisions.publish(target)
         self._changed.notify()
 
+    def assign(self, server: int, target: Target) -> None:
+        """Bring this server to `target`, which was checked."""
+        self._decisions.assign(server, target)
+        self._changed.notify()
+
     def arrived(self, host: str, target: Target) -> None:
         """The weights are on the host at this address."""
         self._decisions.arrived(host, target)
@@ -115,7 +127,7 @@ class FleetRunner:
 
     def status(self) -> list[ServerStatus]:
         """Return the state of each server for `/status`."""
-        views = {view.index: view for view in self._service.router.servers}
+        views = {view.index: view for view in self._router.servers}
         return [
             ServerStatus(
                 index=life.index,
@@ -127,13 +139,14 @@ class FleetRunner:
                 failures=life.failures,
                 sequences=views[life.index].sequences if life.index in views else 0,
                 tokens=views[life.index].tokens if life.index in views else 0,
+                policy=self._policy,
             )
             for life in self._decisions.servers
         ]
 
     async def _follow_orders(self) -> None:
         while True:
-            running = {view.index: view.sequences for view in self._service.router.servers}
+            running = {view.index: view.sequences for view in self._router.servers}
             for order in self._decisions.poll(self._clock(), running):
                 match order:
                     case BeginUpdate():
@@ -249,13 +262,13 @@ class FleetRunner:
     def _show(self) -> None:
         """Tell the router and the gate which servers get requests, and clients which ones they lost."""
         lives = {life.index: life for life in self._decisions.servers}
-        self._service.router.returning = sum(
+        self._router.returning = sum(
             life.state is ServerState.UPDATING and not life.failures for life in lives.values()
         )
         for index, (url, in_use) in list(self._shown.items()):
             life = lives.get(index)
             if life is None or life.url != url:
-                self._service.router.remove(index)
+                self._router.remove(index)
                 self._service.server_lost(url)
                 del self._shown[index]
             elif in_use and life.state is ServerState.QUARANTINED:
@@ -263,8 +276,8 @@ class FleetRunner:
         for index, life in lives.items():
             self._shown[index] = (life.url, life.state is not ServerState.QUARANTINED)
             version = UNKNOWN_VERSION if life.version is None else life.version
-            self._service.router.update(index, life.url, version, life.state is ServerState.SERVING)
-        self._service.routes_changed(self._decisions.served_version)
+            self._router.update(index, life.url, version, life.state is ServerState.SERVING)
+        self._service.routes_changed(None if self._policy else self._decisions.served_version)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

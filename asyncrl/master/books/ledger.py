@@ -17,7 +17,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.api.trajectory import OPPONENTS
 from asyncrl.comm.files.retry_write import retry_write_blocking
 from asyncrl.comm.ledger_lines import (
     SEAL_BYTES,
@@ -208,7 +209,8 @@ class Ledger:
             samples, rewards = len(record.rewards), record.episode_rewards
             reward = sum(rewards) / len(rewards)
             head = (record.rollout_id, record.prompt_id, record.order, self.lineage, step)
-            self._add(Trained(*head, record.version_tokens, len(rewards), samples, reward))
+            opponents = _opponents(record.metrics)
+            self._add(Trained(*head, record.version_tokens, len(rewards), samples, reward, opponents))
         line, at, plain = self._lines + 1, self._at(), _plain(books) if books else None
         self._seal(Step(line=line, at=at, lineage=self.lineage, step=step, books=plain, seal=""))
         self._write()
@@ -386,6 +388,16 @@ def _cut_torn_line(file: Path) -> None:
     if whole != len(data):
         _log.warning("%s ends within a line: the last %d bytes are cut away", file, len(data) - whole)
         retry_write_blocking(partial(os.truncate, file, whole), f"{file}", _log)
+
+
+def _opponents(metrics: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+    """Oldest and newest version of each policy that answered in a rollout with these metrics."""
+    versions: dict[str, dict[str, int]] = {}
+    for name, number in metrics.items():
+        if name.startswith(OPPONENTS):
+            policy, _, which = name.removeprefix(OPPONENTS).partition("/")
+            versions.setdefault(policy, {})[which] = int(number)
+    return {policy: (each["oldest_version"], each["newest_version"]) for policy, each in versions.items()}
 
 
 def _plain(books: GateBooks) -> LedgerBooks:

@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
+from asyncrl.manager.settings import VersionPoolConfig
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.observe import observer
 from asyncrl.rollout.messages import EvaluationResult
@@ -144,12 +145,19 @@ class Publishing:
     Args:
         actors: the ranks that hold the actor.
         announcer: knows which versions servers have, or are to have next.
+        pools: whose members agents play with; their weights stay.
     """
 
-    def __init__(self, ranks: RankClients, actors: Sequence[RequestClient], announcer: VersionAnnouncer) -> None:
+    def __init__(
+        self,
+        ranks: RankClients,
+        actors: Sequence[RequestClient],
+        announcer: VersionAnnouncer,
+        pools: Sequence[VersionPoolConfig] = (),
+    ) -> None:
         self.on_disk = 0
         """Newest version whose weights are in a folder; 0 is the base model."""
-        self._ranks, self._actors, self._announcer = ranks, actors, announcer
+        self._ranks, self._actors, self._announcer, self._pools = ranks, actors, announcer, pools
 
     async def publish(self, version: int, in_use: Collection[int], *, to_disk: bool) -> str:
         """Make the weights available as `version`, the current one; returns its folder, which holds the weights
@@ -161,6 +169,7 @@ class Publishing:
         if to_disk:
             self.on_disk = version
         kept = {version, version - 1, self.on_disk, self._announcer.announced, *self._announcer.put_off, *in_use}
+        kept |= self._members(version)
         published, _ = await asyncio.gather(
             self._ranks.some(self._actors, Publish(ACTOR, version, to_disk, self._ranks.master)),
             self._ranks.all(CollectWeights(ACTOR, tuple(sorted(kept)))),
@@ -168,5 +177,10 @@ class Publishing:
         return published[0].path
 
     async def forget_others(self, version: int) -> None:
-        """Remove the weights of all versions but this one: a restart has forgotten their steps, and makes others."""
-        await self._ranks.all(CollectWeights(ACTOR, (version,)))
+        """Remove the weights of all versions but this one and the members of pools, which came before it: a restart has
+        forgotten the steps of later versions, and makes others.
+        """
+        await self._ranks.all(CollectWeights(ACTOR, tuple(sorted({version} | self._members(version)))))
+
+    def _members(self, version: int) -> set[int]:
+        return {member for pool in self._pools for member in pool.needed(version)}

@@ -94,7 +94,7 @@ class History:
         """The resolved settings, as nested mappings."""
         changed = (self.folder / CONFIG_FILE).stat().st_mtime_ns
         if self._config[0] != changed:
-            loaded = read_settings(self.folder)
+            loaded = read_settings(self.folder) or {}
             assert isinstance(loaded, dict)
             self._config = (changed, {str(key): value for key, value in loaded.items()})
         return self._config[1]

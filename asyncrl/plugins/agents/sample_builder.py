@@ -51,8 +51,12 @@ class SampleBuilder:
         """Append what the policy wrote as it went on from `tokens`, with its log-probabilities and versions.
 
         Raises:
-            ValueError: it went on from other tokens.
+            ValueError: it went on from other tokens, or is another policy's.
         """
+        if completion.policy:
+            raise ValueError(
+                f"an answer of policy {completion.policy!r} is not trained; append its tokens with `observe`"
+            )
         before = len(self._tokens)
         if completion.token_ids and completion.routing is not None:
             if len(completion.routing) != before + len(completion.token_ids) - 1:

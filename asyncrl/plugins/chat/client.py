@@ -58,6 +58,8 @@ class ChatPolicy:
     limits: ChatLimits = ChatLimits()
     reasoning: Reasoning = Reasoning.keep
     drift: DriftCheck = DriftCheck.off
+    policies: tuple[str, ...] = ()
+    """Names of the policies that an agent may ask besides the trained one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,17 @@ class _Context:
             return self.given.pictures
         length = len(self.parent.ids)
         return (*self.parent.pictures, *(placed.shifted(length) for placed in self.given.pictures))
+
+
+@dataclass(frozen=True, slots=True)
+class _Opponent:
+    """The policy `name` as an episode asks it."""
+
+    policy: GenerationClient
+    name: str
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        return await self.policy.generate(replace(request, policy=self.name))
 
 
 class EpisodeClient:
@@ -113,6 +126,26 @@ class EpisodeClient:
         self._group = ""
         self._conversations: dict[str, Self] = {}
         """The episode's clients by comparison group; all clients of the episode share this table."""
+        self._opponent = ""
+        self._opponents: dict[str, Self] = {}
+        """The episode's clients of other policies, by name; shared too."""
+
+    def policy(self, name: str) -> Self:
+        """See `asyncrl.api.ChatClient`.
+
+        Raises:
+            ValueError: the run has no policy of this name.
+        """
+        if name not in self._rules.policies:
+            named = ", ".join(self._rules.policies) or "none"
+            raise ValueError(f"policy {name!r} is not one of the setting `policies`, which has {named}")
+        if name not in self._opponents:
+            made = copy.copy(self)
+            made._start("")
+            made._policy, made._opponent, made._conversations = _Opponent(self._policy, name), name, {}
+            made._counts, made._answered_at = defaultdict(float), {}
+            self._opponents[name] = made
+        return self._opponents[name]
 
     def conversation(self, group: str) -> Self:
         """See `asyncrl.api.ChatClient`. Counts and random streams are the episode's.
@@ -163,6 +196,8 @@ class EpisodeClient:
         Raises:
             Exception: the policy cannot answer.
         """
+        if request.policy and request.policy != self._opponent:
+            return await self.policy(request.policy).generate(request)
         check_prompt_pictures(self._prompt, request.input_ids, request.pictures)
         parent = self._recorder.find_ids(request.input_ids, request.pictures)
         length = len(parent.ids) if parent else 0
@@ -256,6 +291,8 @@ class EpisodeClient:
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
+        if self._opponent:
+            return []
         own = self._recorder.samples(reward)
         if self._group:
             return [replace(sample, group=self._group) for sample in own]

@@ -304,3 +304,28 @@ def _is_whole(file: Path, described: Mapping[str, Any]) -> bool:
     known = {(token["id"], token["content"]) for token in added}
     named = described.get("added_tokens_decoder", {})
     return all((int(number), token["content"]) in known for number, token in named.items())
+
+
+def vocabulary_difference(policy: str, other: str) -> str | None:
+    """Return an error message if the tokenizers in two folders give tokens different ids, so that the ids of `policy`
+    would mean something else to `other`. None if they agree, or if a folder has no tokenizer.json.
+    """
+    ids, others = _vocabulary(policy), _vocabulary(other)
+    if ids is None or others is None or ids == others:
+        return None
+    differ = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
+    return (
+        f"its tokenizer is not the one of model.path={policy!r}: {len(differ)} tokens differ, for example "
+        f"{differ[0]!r}; use a model with the policy's tokenizer"
+    )
+
+
+def _vocabulary(folder: str) -> dict[str, int] | None:
+    """The ids of a tokenizer's tokens; None if its file does not say."""
+    try:
+        told = json.loads((Path(folder).expanduser() / TOKENIZER_FILE).read_text(encoding="utf-8"))
+        vocabulary = told["model"]["vocab"]
+        ids = dict(vocabulary) if isinstance(vocabulary, dict) else {str(t[0]): n for n, t in enumerate(vocabulary)}
+        return ids | {token["content"]: token["id"] for token in told.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -182,6 +182,7 @@ class RolloutClient:
             request: what to generate.
             rollout_id: the rollout it belongs to; None for evaluation, which no staleness count sees.
             min_version: every token is of this policy version or newer; a rollout's admission version counts anyway.
+                Answers of other policies (`request.policy`) are of any version.
             route: the server that the manager gave the rollout for its first request, which this is; once it has
                 expired the manager is asked for another.
 
@@ -214,7 +215,10 @@ class RolloutClient:
             finally:
                 self._manager.release(own_id)
         prompt_tokens = len(request.input_ids)
-        return GenerationResult(request.request_id, tuple(partial.completion(prompt_tokens) for partial in partials))
+        answers = (partial.completion(prompt_tokens) for partial in partials)
+        if request.policy:
+            answers = (replace(answer, policy=request.policy) for answer in answers)
+        return GenerationResult(request.request_id, tuple(answers))
 
     async def _complete(self, work: Work, route: Route | None) -> None:
         """Rounds until every answer is complete; the first goes to `route` where it is given."""
@@ -263,7 +267,8 @@ class RolloutClient:
             request_id=work.own_id,
             rollout_id=work.rollout_id,
             affinity=work.rollout_id or "",
-            min_version=work.min_version,
+            min_version=None if request.policy else work.min_version,
+            policy=request.policy,
         )
         while (route := await self._manager.schedule(wanted, SCHEDULE_HOLD_S)) is None:
             pass
@@ -286,7 +291,7 @@ class RolloutClient:
         server = GenerationServerClient(self._http, route.url, self._sender)
         sampling = request.sampling if self._servers_stop else replace(request.sampling, stop=())
         routing = None
-        if self._routing is not None and work.rollout_id is not None:
+        if self._routing is not None and work.rollout_id is not None and not request.policy:
             routing = RoutingWanted(self._routing, min(partial.routed for partial in open_partials.values()))
         fork = self._prefix_request(items, wire_rid(work.own_id, request.n, attempt))
         rids = [item.rid for item in (*items, *([] if fork is None else [fork]))]

@@ -70,7 +70,9 @@ class ServedEpisodeClient(EpisodeClient):
 
     def close(self) -> None:
         """Close its sessions, if it has any."""
-        clients: tuple[ServedEpisodeClient, ...] = (self, *self._conversations.values())
+        clients: list[ServedEpisodeClient] = [self, *self._conversations.values()]
+        for opponent in self._opponents.values():
+            clients += [opponent, *opponent._conversations.values()]
         for client in clients:
             client._is_over = True
             if client._session is not None:

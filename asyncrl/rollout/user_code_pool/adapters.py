@@ -171,6 +171,10 @@ class _ClientOnWorkerLoop(_OnWorkerLoop):
         inner: Any = self._inner
         return _ClientOnWorkerLoop(inner.conversation(group), self._runner)
 
+    def policy(self, name: str) -> _ClientOnWorkerLoop:
+        inner: Any = self._inner
+        return _ClientOnWorkerLoop(inner.policy(name), self._runner)
+
 
 class _GroupOnWorkerLoop(_OnWorkerLoop):
     def episode(self, prompt: Prompt) -> _ClientOnWorkerLoop:
@@ -238,6 +242,10 @@ class _BlockingClient(_BlockingWithOthers):
     def conversation(self, group: str) -> _BlockingClient:
         inner: Any = self._inner
         return self._also(inner.conversation(group))
+
+    def policy(self, name: str) -> _BlockingClient:
+        inner: Any = self._inner
+        return self._also(inner.policy(name))
 
 
 class _BlockingGroup(_BlockingWithOthers):

@@ -13,6 +13,7 @@ from torch import Tensor
 from asyncrl.algorithms.arithmetic.sums import Stat, Stats, count_stat, merge_stats
 from asyncrl.algorithms.inputs import PolicyLossInputs, SelectionInputs, SelectionOutput
 from asyncrl.algorithms.objective import should_stop, weight_variance
+from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS
 from asyncrl.runtime.ranks import Ranks
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch
@@ -99,7 +100,7 @@ class _Loss:
         self._ctx, self._batch = ctx, batch
         self._objective = ctx.state.objective
         kl = self._objective.spec.kl
-        self.exact_kl = kl is not None and kl.name == "full"
+        self.exact_kl = kl is not None and kl.name in WHOLE_DISTRIBUTIONS
         bonus = self._objective.spec.entropy_coef != 0.0
         self.entropy = EntropyMode.differentiable if bonus else EntropyMode.constant
         self.wanted_T = self._signal()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.algorithms.spec import ValueNormalisation
+from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, ValueNormalisation
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.graph.types import Graph
@@ -66,13 +66,14 @@ def _not_supported(config: ExperimentConfig, placed: Placement) -> Iterator[str]
     algorithm, actor = config.algorithm, placed.actor
     together = placed.grid("ref") == actor
     if (
-        algorithm.kl_estimator.name == "full"
+        algorithm.kl_estimator.name in WHOLE_DISTRIBUTIONS
         and algorithm.kl_coef
         and (ENGINES[engine_of(config)].in_parts or not together)
     ):
         yield (
-            "algorithm.kl='full': whole distributions are compared where each rank has the whole model; use "
-            "trainer.engine=flat with the reference on the actor's ranks, or another estimator, for example k3"
+            f"algorithm.kl={algorithm.kl_estimator.name!r}: whole distributions are compared where each rank has the "
+            "whole model; use trainer.engine=flat with the reference on the actor's ranks, or another estimator, for "
+            "example k3"
         )
     if algorithm.reference.mode == ReferenceMode.ema:
         if not together:

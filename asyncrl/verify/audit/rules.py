@@ -266,6 +266,7 @@ class Replay:
             )
         self._check_lineage(line.lineage)
         self._check_ages(line, known)
+        self._check_opponents(line)
         self._set_fate(known, _TRAINED)
         self._use(line.prompt, line.order, f"trained at step {line.step}")
         known.step = line.step
@@ -286,6 +287,14 @@ class Replay:
             totals.whole_tokens = None
         else:
             totals.whole_tokens += known.tokens
+
+    def _check_opponents(self, line: Trained) -> None:
+        for policy, (oldest, newest) in line.opponents.items():
+            if not 0 <= oldest <= newest < line.step:
+                self._report(
+                    f"rollout {line.rollout}, trained at step {line.step}, met versions {oldest} to {newest} of policy "
+                    f"{policy!r}: no such versions then"
+                )
 
     def _check_ages(self, line: Trained, known: _Rollout) -> None:
         name = f"rollout {line.rollout}"

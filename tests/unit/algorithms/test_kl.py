@@ -11,6 +11,7 @@ import torch
 from asyncrl.algorithms.inputs import KLInputs
 from asyncrl.algorithms.kl import KLController, ema_update_, kl_token_rewards
 from asyncrl.algorithms.objective import should_stop, weight_variance
+from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS
 from asyncrl.config.catalog import known, resolve
 
 SAMPLED = {
@@ -47,6 +48,39 @@ def test_full_divergence_equals_its_definition():
         assert float(found[t]) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        ("jsd", {"beta": 0.0}, [0.3799459017961193, 0.6557392249034679, 1.4622680763439213, 0.4081611303270988]),
+        ("jsd", {"beta": 0.1}, [0.03233016137220758, 0.058966437723542306, 0.10934163988529585, 0.03433422769158805]),
+        ("jsd", {}, [0.08092767778560976, 0.175255134667905, 0.2425958548349776, 0.08339306265241257]),
+        ("jsd", {"beta": 0.9}, [0.02858803522045904, 0.07965611751834256, 0.09110383622905005, 0.028921187517592283]),
+        ("jsd", {"beta": 1.0}, [0.31931882318727356, 1.0204941155490779, 1.1007658794277257, 0.32190277903427916]),
+        ("forward", {}, [0.3799459017961193, 0.6557392249034679, 1.4622680763439213, 0.4081611303270988]),
+    ],
+)
+def test_divergences_of_distillation_are_those_of_trl(name, params, expected):
+    """TRL 1.16.0, `GKDTrainer.generalized_jsd_loss` of these log-probabilities token by token, reduction `sum`."""
+    found = resolve("kl", name, params)(full_inputs(0))
+    assert found.tolist() == pytest.approx([0.0, *expected[:2], 0.0, *expected[2:]], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE_DISTRIBUTIONS))
+def test_a_student_that_equals_its_teacher_learns_nothing(name):
+    leaf = full_inputs(0).ref_log_probs_TV.clone().requires_grad_()
+    inputs = full_inputs(0)
+    same = KLInputs(inputs.ref_logprobs_T, inputs.ref_logprobs_T, inputs.mask_T, leaf.log_softmax(-1), leaf.detach())
+    kl_T = resolve("kl", name)(same)
+    kl_T.sum().backward()
+    assert kl_T.abs().max() < 1e-12
+    assert leaf.grad.abs().max() < 1e-12
+
+
+def test_a_share_of_the_teacher_outside_of_0_to_1_is_refused():
+    with pytest.raises(ValueError, match="set it within 0"):
+        resolve("kl", "jsd", {"beta": 1.5})(full_inputs(0))
+
+
 def test_full_divergence_takes_words_that_the_policy_rules_out():
     inputs = full_inputs(1)
     logits = inputs.log_probs_TV.clone()
@@ -78,7 +112,7 @@ def test_k1_and_k3_are_unbiased_for_the_full_divergence():
 
 
 def test_every_registered_estimator_is_tested_here():
-    assert {*SAMPLED, "k3_unbiased", "full"} == set(known("kl"))
+    assert {*SAMPLED, "k3_unbiased", *WHOLE_DISTRIBUTIONS} == set(known("kl"))
 
 
 def test_the_weighted_k3_has_the_gradient_of_the_divergence_on_tokens_of_another_policy() -> None:

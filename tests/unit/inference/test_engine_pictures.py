@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -168,3 +169,22 @@ def test_a_model_that_does_not_look_is_refused(vlm_folder: Folder, tmp_path: Pat
     model.save_pretrained(str(folder))
     with pytest.raises(UnsupportedModelError, match="it computes the same whatever the picture"):
         _engine(folder)
+
+
+def test_distinct_pictures_leave_no_more_than_the_limit(vlm_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python benchmarks/pictures.py` does so with 10,000, and reads the resident memory."""
+    limit = 1 << 18  # three of them
+    monkeypatch.setattr("asyncrl.models.picture_ids.RECENT_BYTES", limit)
+    folder = vlm_folder("qwen2_vl")
+    engine = _engine(folder)
+    asked = _ask("r", folder, "<u>", picture(0), "<end><a>", tokens=1)
+    for number in range(60):
+        (placed,) = asked.pictures
+        shown = (replace(placed, picture=picture(number)),)
+        _run(engine, replace(asked, rid=f"r{number}", pictures=shown))
+    gc.collect()
+    assert engine._pictures is not None
+    ids = engine._pictures.ids
+    assert engine.stats().encoded_pictures == 60
+    assert 0 < ids._recent_bytes <= limit
+    assert len(ids._by_first) == len(ids._seen) == len(ids._recent) < 5

@@ -266,7 +266,9 @@ class Schedule(RuleBasedStateMachine):
             order=ORDER,
             number=next(self.numbers),
             first=SIZE,
+            policies=["past"],
         )
+        service.router_of("past").update(0, "http://past", 0, routable=True)
         service.router.update(0, "http://server", self.served, routable=True)
         service.routes_changed(self.served)
         return service
@@ -446,13 +448,21 @@ class Schedule(RuleBasedStateMachine):
         """The prompts that were dropped for good, as the master knows."""
         return set(self.trainer.buffer.used).difference(*self.trainer.trained)
 
-    @move(pick=PICK, fate=FATE, when=some_run)
-    def schedule(self, pick: int, fate: str) -> None:
-        """A later request of a rollout; it ends with its rollout, whatever else is lost."""
+    @move(version=range(3), there=BOTH)
+    def the_opponents_server_changes(self, version: int, there: bool) -> None:
+        """It is updated, to any version, or quarantined: the gate sees nothing of it."""
+        before = self.service.gate_state()
+        self.service.router_of("past").update(0, "http://past", version, routable=there)
+        self.service.routes_changed(None)
+        assert self.service.gate_state() == before
+
+    @move(pick=PICK, fate=FATE, policy=("", "past"), when=some_run)
+    def schedule(self, pick: int, fate: str, policy: str) -> None:
+        """A later request of a rollout, to either policy; it ends with its rollout, whatever else is lost."""
         worker, name = self.pick_running(pick)
         if not self.has_session(worker, fate):
             return
-        each = m.RouteRequest(1, 1, 1, request_id=f"{name}/{pick % 3}", rollout_id=name)
+        each = m.RouteRequest(1, 1, 1, request_id=f"{name}/{policy}{pick % 3}", rollout_id=name, policy=policy)
         request = m.ScheduleRequest(**worker.who(), requests=[each])
         self.call_as(worker, lambda service: service.schedule_request(request), lambda reply: None, fate)
 

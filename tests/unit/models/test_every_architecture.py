@@ -493,7 +493,12 @@ def served_by_sglang(candidate: Candidate, python: str, scratch: Path) -> str:
 
     async def scores() -> list[list[float]]:
         host = SGLangHost(
-            config, index=0, run_dir=scratch, device=Device.cpu, token="t" * 32, log=logging.getLogger("sglang")
+            config,
+            scratch="sglang0",
+            run_dir=scratch,
+            device=Device.cpu,
+            token="t" * 32,
+            log=logging.getLogger("sglang"),
         )
         try:
             served = await host.start()

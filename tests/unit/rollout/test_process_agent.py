@@ -43,6 +43,7 @@ def run(prompt, env, client, *, chat):
     seen["samples"] = client.samples(0.5)
     judge = client.conversation("judge")
     seen["judge"], seen["judge_session"] = judge.chat(messages), client.endpoint("judge")
+    seen["past"] = client.policy("past").conversation("role").chat(messages)
     SEEN.update(seen)
     return seen["samples"]
 """
@@ -71,9 +72,11 @@ PROMPT = Prompt("p", 4, {"prompt": "?", "more": [1]}, (1, 2), 3, SamplingParams(
 
 
 class Client:
-    def __init__(self) -> None:
+    def __init__(self, role: str = "") -> None:
         self.asked: list[Any] = []
         self.judge: Client | None = None
+        self.past: Client | None = None
+        self.role = role
         self.opened = 0
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -90,7 +93,15 @@ class Client:
     def samples(self, reward: float = 0.0) -> list[Sample]:
         return [replace(SAMPLE, reward=reward), SAMPLE]
 
+    def policy(self, name: str) -> Client:
+        assert name == "past"
+        self.past = self.past or Client(role="role")
+        return self.past
+
     def conversation(self, group: str) -> Client:
+        if self.role:
+            assert group == self.role
+            return self
         self.judge = self.judge or Client()
         assert group == "judge"
         return self.judge
@@ -151,6 +162,7 @@ def test_what_an_agent_in_a_process_is_given_is_what_the_worker_has(child: Any) 
     assert client.judge is not None
     assert (client.judge.asked, client.judge.opened) == ([[{"role": "user", "content": "?"}], {}], 1)
     assert (seen["judge"], seen["judge_session"].api_key) == (REPLY, "sk")
+    assert (seen["past"], client.past.asked) == (REPLY, client.judge.asked)
     assert seen["session"] == SimpleNamespace(base_url="http://x/v1", root_url="http://x", api_key="sk")
     assert seen["reset"] == ("seed 3", {"options": {"data": {}}})
     assert seen["step"] == ("go", 1.0, True, False, {})

@@ -372,6 +372,8 @@ def test_a_teacher_is_refused_in_a_form_that_teaches_nothing_or_of_another_token
     algorithm.kl_coef, algorithm.kl, algorithm.kl_in = 0.1, ChoiceConfig("k3_unbiased"), KLPlace.reward
     algorithm.advantage = ChoiceConfig("grpo")
     assert "'k3_unbiased'" in the_message(config)
+    algorithm.kl = ChoiceConfig("jsd")
+    assert "compared in the loss only" in the_message(config)
     algorithm.kl, algorithm.kl_in = ChoiceConfig("auto"), KLPlace.loss
     folders = []
     for name, vocabulary in (("policy", {"a": 0, "b": 1}), ("teacher", {"a": 1, "b": 0})):

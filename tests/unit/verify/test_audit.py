@@ -407,3 +407,16 @@ def test_a_finished_run_that_was_cut_is_found(recorded_run: Path) -> None:
     shutil.rmtree(recorded_run / "weights")
     findings = audit(recorded_run).findings
     assert {finding.partition(": ")[0] for finding in findings} >= {"summary.json", "metrics.jsonl", "weights"}
+
+
+@pytest.mark.parametrize(("versions", "right"), [([0, 0], True), ([1, 0], False), ([0, 99], False), ([-1, 0], False)])
+def test_an_opponent_of_a_version_that_did_not_exist_is_found(
+    recorded_run: Path, versions: list[int], right: bool
+) -> None:
+    file, lines = ledger_of(recorded_run)
+    number = next(each for each in surviving(lines) if lines[each]["kind"] == "trained")
+    lines[number]["opponents"] = {"past": versions}
+    write(file, lines, sealed=True)
+    findings = audit(recorded_run).findings
+    assert (findings == ()) is right, findings
+    assert right or "of policy 'past'" in str(findings)

@@ -90,17 +90,20 @@ class _Env(_Asking):
 
 
 class _Client(_Asking):
-    def __init__(self, ask: Ask, group: str = "") -> None:
+    def __init__(self, ask: Ask, group: str = "", policy: str = "") -> None:
         super().__init__(ask)
-        self._group = group
+        self._group, self._policy = group, policy
 
     def _asked(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        own = {"group": self._group} if self._group else {}
+        own = {key: value for key, value in (("group", self._group), ("policy", self._policy)) if value}
         return super()._asked(name, *args, **own, **kwargs)
 
     def conversation(self, group: str) -> _Client:
         check_group(group)
-        return _Client(self._ask, group)
+        return _Client(self._ask, group, self._policy)
+
+    def policy(self, name: str) -> _Client:
+        return _Client(self._ask, policy=name)
 
     def generate(self, request: GenerationRequest) -> GenerationResult:
         return msgspec.convert(self._asked("generate", request), GenerationResult)
@@ -123,6 +126,8 @@ async def answer(env: Environment, client: ChatClient, name: str, args: Sequence
     """Answer a request of the agent's process: call a method of its environment or of its client."""
     if name in ("reset", "step"):
         return await getattr(env, name)(*args, **kwargs)
+    if "policy" in kwargs:
+        client = client.policy(kwargs.pop("policy"))
     if "group" in kwargs:
         client = client.conversation(kwargs.pop("group"))
     if name == "generate":

@@ -116,7 +116,8 @@ class Stage(nn.Module, ABC):
         self.seeing: Callable[[MicroBatch], AbstractContextManager[None]] = lambda micro_batch: nullcontext()
         """Within it the trunk knows the pictures of a micro-batch. Set by the engine; called where FSDP2 has gathered
         the vision tower."""
-        tower = [module for module in trunk.modules() if module not in set(text_part(trunk).modules())]
+        decoder = set(text_part(trunk).modules())
+        tower = (module for module in trunk.modules() if module not in decoder)
         self._tower = [module for module in tower if any(True for _ in module.parameters(recurse=False))]
 
     def forward(self, micro_batch: MicroBatch, hidden: Tensor | None = None, **outputs: Any) -> Any:

@@ -174,3 +174,8 @@ def test_settings_are_found_by_their_names(run: Path) -> None:
     history = History(run / "metrics.jsonl")
     assert history.setting("rollout.max_concurrent") == 4
     assert history.setting("rollout.nothing", 7) == 7
+
+
+def test_an_emptied_config_has_no_settings(run: Path) -> None:
+    (run / "config.yaml").write_text("")
+    assert History(run).setting("rollout.max_concurrent") is None

@@ -19,6 +19,7 @@ from asyncrl.api import (
     ChatFinish,
     ChatReply,
     Completion,
+    FinishReason,
     GenerationRequest,
     Prompt,
     Sample,
@@ -26,6 +27,7 @@ from asyncrl.api import (
     ToolCall,
     ToolSchema,
 )
+from asyncrl.plugins.agents.sample_builder import SampleBuilder
 from asyncrl.plugins.chat.client import ChatPolicy, ConversationEnded, EpisodeClient
 from asyncrl.plugins.chat.drift import DriftError
 from asyncrl.plugins.chat.parsers import Parsed
@@ -516,3 +518,32 @@ async def test_conversations_of_an_episode_record_apart_and_name_their_samples(
     for name in ("", "x" * 65):
         with pytest.raises(ValueError, match="comparison group"):
             client.conversation(name)
+
+
+async def test_what_another_policy_says_is_recorded_nowhere(prompt: Prompt) -> None:
+    policy = FakePolicy(1, vocab=600)
+    client = EpisodeClient(policy, prompt, 0, None, ChatPolicy(policies=("past", "judge")))
+    past = client.policy("past")
+    assert client.policy("past") is past
+    request = GenerationRequest("r", (3, 4), 1, SamplingParams(seed=1, max_new_tokens=4))
+    await past.generate(request)
+    await past.conversation("role").generate(request)
+    await client.generate(replace(request, policy="judge"))
+    assert [asked.policy for asked in policy.asked] == ["past", "past", "judge"]
+    assert client.samples() == past.samples() == past.conversation("role").samples() == []
+    await client.generate(request)
+    (sample,) = client.samples(1.0)
+    assert_exact(sample, policy.said[-1:])
+
+
+def test_a_policy_that_the_run_lacks_is_refused_by_name(prompt: Prompt) -> None:
+    client = EpisodeClient(FakePolicy(1), prompt, 0, None, ChatPolicy(policies=("past",)))
+    with pytest.raises(ValueError, match="policy 'future' is not one of the setting `policies`, which has past"):
+        client.policy("future")
+
+
+def test_another_policys_answer_is_no_part_of_a_sample() -> None:
+    builder = SampleBuilder([1, 2])
+    answer = Completion([3], [-0.5], [4], FinishReason.stop, policy="past")
+    with pytest.raises(ValueError, match="an answer of policy 'past' is not trained"):
+        builder.generate(answer)

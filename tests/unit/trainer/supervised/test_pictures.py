@@ -17,7 +17,7 @@ from asyncrl.plugins.datasets.demonstrations import BadDemonstration, Demonstrat
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.supervised.checks import check
-from asyncrl.trainer.supervised.loop import SFTProgress, demonstration_format, make_base_model, phases_of
+from asyncrl.trainer.supervised.loop import SFTProgress, make_base_model, phases_of, row_format
 from asyncrl.trainer.supervised.settings import SFTConfig, SFTPhaseConfig, SupervisedOptimizer
 from tests.tiny_vlm import picture, render
 
@@ -54,7 +54,7 @@ def config(tmp_path: Path, vlm_folder: Folder, shown: list[Picture]) -> SFTConfi
 def _encoded(config: SFTConfig) -> EncodedRows:
     assert config.model.path is not None
     (phase,) = phases_of(config)
-    form = demonstration_format(config, load_tokenizer(config.model.path))
+    form = row_format(config, load_tokenizer(config.model.path))
     return EncodedRows.of(phase.dataset, form, config.dataset.max_tokens)
 
 
