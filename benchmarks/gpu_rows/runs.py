@@ -44,7 +44,7 @@ def failures(bench: Bench) -> Iterator[Figure]:
 def _run(bench: Bench, name: str, staleness: int, *, kill: bool) -> Iterator[Figure]:
     root = bench.folder / name.replace(" ", "_")
     root.mkdir()
-    steps = bench.size(6, 3)
+    steps, limit_s = bench.size(6, 3), LIMIT_S * bench.size(1, 5)
     process = subprocess.Popen(
         [sys.executable, "-m", "asyncrl.launch", "own_model", *_settings(bench, root, staleness, steps)],
         stdout=(root / "output").open("wb"),
@@ -56,13 +56,13 @@ def _run(bench: Bench, name: str, staleness: int, *, kill: bool) -> Iterator[Fig
     killed = False
     begun, pause = time.monotonic(), threading.Event()
     try:
-        while process.poll() is None and time.monotonic() - begun < LIMIT_S:
+        while process.poll() is None and time.monotonic() - begun < limit_s:
             _look(process.pid, seen, memory if bench.cuda else {})
             if kill and not killed and len(_rows(folder)) >= 2:
                 killed = _kill_server(seen)
             pause.wait(LOOK_S)
         if process.poll() is None:
-            raise TimeoutError(f"the run had {len(_rows(folder))} of {steps} steps after {LIMIT_S:.0f} s")
+            raise TimeoutError(f"the run had {len(_rows(folder))} of {steps} steps after {limit_s:.0f} s")
         if process.returncode:
             lines = (root / "output").read_text(errors="replace").splitlines()
             raise RuntimeError(f"the run ended with {process.returncode}: {' | '.join(lines[-4:])}")
