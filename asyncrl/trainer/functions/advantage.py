@@ -77,9 +77,8 @@ def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
         batch["returns"] = output.returns_T
         batch["value_mask"] = mask_T if output.value_mask_T is None else output.value_mask_T
     stats["advantage/abs_mean"] = mean_stat(advantages_T.abs(), mask_T)
-    stats["samples/penalised"] = count_stat(torch.tensor(batch.num_seqs, device=batch.device))
-    reduced = ctx.reduce(stats)
-    samples = int(reduced.pop("samples/penalised"))
+    reduced = ctx.reduce({**stats, "samples": count_stat(torch.tensor(batch.num_seqs, device=batch.device))})
+    samples = int(reduced.pop("samples"))  # of all ranks
     if place == KLPlace.reward and "kl/reference" in reduced:  # of the loss `actor_train` has it
         ctx.state.kl.update(reduced["kl/reference"], samples)
     return reduced
