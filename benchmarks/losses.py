@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from asyncrl.algorithms.inputs import AdvantageInputs, CorrectionInputs, KLInputs, PolicyLossInputs, ValueLossInputs
 from asyncrl.algorithms.objective import Objective
-from asyncrl.algorithms.spec import Choice, ObjectiveSpec
+from asyncrl.algorithms.spec import WHOLE_DISTRIBUTIONS, Choice, ObjectiveSpec
 from asyncrl.config.catalog import known, resolve
 
 LIMIT = 3.0
@@ -168,7 +168,7 @@ def cases(data: Data) -> list[tuple[str, bool, Callable[[], None]]]:
         loss = resolve("value_loss", name)
         return train(lambda: loss(value).loss_T, value.values_T)
 
-    sampled_kls = [name for name in known("kl") if name != "full"]
+    sampled_kls = [name for name in known("kl") if name not in WHOLE_DISTRIBUTIONS]
     rows = [(f"policy_loss {name}", True, policy(name)) for name in known("policy_loss")]
     rows += [(f"objective {name}", True, objective(name)) for name in known("policy_loss")]
     rows += [

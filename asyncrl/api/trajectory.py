@@ -21,9 +21,9 @@ from asyncrl.api.picture import Picture, PlacedPicture, check_spans
 MAX_EPISODE = (1 << 31) - 1
 FINISHED_AT = "rollout/finished_at"
 """Metric of a trajectory on its way to the trainer: when its rollout finished, in seconds since 1970."""
-OPPONENTS = "policy/"
-"""Beginning of a trajectory's metrics of the policies that it met: `policy/<name>/oldest_version`, `newest_version` and
-`version`, the mean over their tokens."""
+OPPONENTS = "opponent/"
+"""Beginning of a trajectory's metrics of the other policies that it met: `opponent/<name>/oldest_version`,
+`newest_version` and `version`, the mean over their tokens."""
 MAX_GROUPS, MAX_GROUP_LENGTH = 255, 64
 """Bounds of comparison groups: names in one trajectory, characters of a name."""
 MAX_REWARD = 1e30

@@ -101,9 +101,9 @@ class _RolloutPolicy:
         for policy, versions in self.met.items():
             if tokens := versions.total():
                 mean = sum(version * count for version, count in versions.items()) / tokens
-                found[f"policy/{policy}/version"] = mean
-                found[f"policy/{policy}/oldest_version"] = float(min(versions))
-                found[f"policy/{policy}/newest_version"] = float(max(versions))
+                found[f"opponent/{policy}/version"] = mean
+                found[f"opponent/{policy}/oldest_version"] = float(min(versions))
+                found[f"opponent/{policy}/newest_version"] = float(max(versions))
         return found
 
 

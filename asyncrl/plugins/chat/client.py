@@ -194,8 +194,11 @@ class EpisodeClient:
         """The policy's answer in token ids, recorded. Where the context has no room for one it is empty.
 
         Raises:
+            TypeError: `request` is no GenerationRequest.
             Exception: the policy cannot answer.
         """
+        if not isinstance(request, GenerationRequest):
+            raise TypeError(f"client.generate takes a GenerationRequest, not a {type(request).__name__}")
         if request.policy and request.policy != self._opponent:
             return await self.policy(request.policy).generate(request)
         check_prompt_pictures(self._prompt, request.input_ids, request.pictures)
