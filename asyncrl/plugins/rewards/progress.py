@@ -25,7 +25,7 @@ Shapes: N episodes, E successes, C centres, D numbers of an embedding.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
@@ -211,17 +211,27 @@ class References:
             self._newest = episode.version
             self._forget(self._newest - self._max_staleness)
 
-    def progress(self, task: Hashable, episode: Reference) -> Progress:
-        """What a failure is worth that has been added."""
-        won, lost = (self._comparable(task, episode.version, succeeded=succeeded) for succeeded in (True, False))
+    def progress(self, task: Hashable, episodes: Sequence[Reference]) -> list[Progress]:
+        """What each of these failures of a task is worth; all have been added."""
+        of_version = {
+            version: self._progress(task, [each for each in episodes if each.version == version])
+            for version in dict.fromkeys(each.version for each in episodes)
+        }
+        return [next(of_version[each.version]) for each in episodes]
+
+    def _progress(self, task: Hashable, episodes: Sequence[Reference]) -> Iterator[Progress]:
+        """Of failures of one version, which are compared with the same episodes."""
+        won, lost = (self._comparable(task, episodes[0].version, succeeded=succeeded) for succeeded in (True, False))
         if not won or not lost:
-            return Progress()
+            yield from [Progress()] * len(episodes)
+            return
         centres = centres_of(np.array([each.embedding for each in won]), self._settings)
         among = distances(np.array([each.embedding for each in lost]), centres)
-        own = shaped(distances(episode.embedding[None], centres), among, self._settings)
+        own = shaped(distances(np.array([each.embedding for each in episodes]), centres), among, self._settings)
         true = np.array([each.progress for each in lost])
         correlation = spearman(-among[~np.isnan(true)], true[~np.isnan(true)])
-        return Progress(float(own[0]), len(won), len(centres), len(lost), correlation)
+        for reward in own:
+            yield Progress(float(reward), len(won), len(centres), len(lost), correlation)
 
     def _comparable(self, task: Hashable, version: int, *, succeeded: bool) -> list[Reference]:
         kept = self._of_task.get((task, succeeded), ())

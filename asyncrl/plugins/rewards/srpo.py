@@ -117,15 +117,16 @@ class SRPOReward:
         ]
         for each, reference in zip(played, made, strict=True):
             references.add(each.task, reference, succeeded=each.succeeded)
-        rewards: list[dict[str, float]] = [{} for _ in group]
-        for each, reference in zip(played, made, strict=True):
-            given = {"score": 0.0}
-            if not each.succeeded:
-                found = references.progress(each.task, reference)
-                given |= {"score": found.reward, "references": found.references, "centres": found.centres}
+        rewards: list[dict[str, float]] = [{"score": 0.0} for _ in group]
+        failures = [(each, reference) for each, reference in zip(played, made, strict=True) if not each.succeeded]
+        for task in {each.task for each, _ in failures}:
+            of_task = [failure for failure in failures if failure[0].task == task]
+            progress = references.progress(task, [reference for _, reference in of_task])
+            for (each, _), found in zip(of_task, progress, strict=True):
+                given = {"score": found.reward, "references": found.references, "centres": found.centres}
                 given |= {} if found.correlation is None else {"progress_correlation": found.correlation}
-            for sample in each.samples:
-                rewards[sample] = given
+                for sample in each.samples:
+                    rewards[sample] = given
         return rewards
 
     def _new_references(self) -> References:

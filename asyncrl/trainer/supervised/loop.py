@@ -91,8 +91,7 @@ class SFTProgress:
 
     def row(self) -> dict[str, Any]:
         """The line of `metrics.jsonl`: without the figures that the loss does not have."""
-        always = ("held_out_loss",)
-        return {name: value for name, value in asdict(self).items() if value is not None or name in always}
+        return {name: value for name, value in asdict(self).items() if value is not None or name == "held_out_loss"}
 
 
 class Learner(Protocol):

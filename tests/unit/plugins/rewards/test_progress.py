@@ -108,7 +108,7 @@ def test_references_of_one_version_are_siirls_batch(drawn) -> None:  # type: ign
     references, episodes = filled(points, won, versions * 0, order)
     batch = srpo_rewards(points, won, ["t"] * len(won), ProgressSettings(low=0.0, high=1.0))
     for at in np.flatnonzero(~won):
-        assert references.progress("t", episodes[at]).reward == pytest.approx(batch[at], abs=1e-12)
+        assert references.progress("t", [episodes[at]])[0].reward == pytest.approx(batch[at], abs=1e-12)
 
 
 @given(points_and_outcomes, st.integers(1, 4), st.integers(0, 6))
@@ -130,14 +130,17 @@ def test_a_reward_depends_on_what_is_kept_and_not_on_the_order_in_which_it_came(
         )[-keep:]
         for outcome in (True, False)
     }
-    for at in np.flatnonzero(~won):
+    failures = np.flatnonzero(~won)
+    together = first.progress("t", [episodes[at] for at in failures])
+    for at, found in zip(failures, together, strict=True):
         episode = episodes[at]
         comparable = {
             outcome: [r for r in kept[outcome] if episode.version - max_staleness <= r.version <= episode.version]
             for outcome in kept
         }
-        found = first.progress("t", episode)
-        assert found == second.progress("t", episode)
+        [alone] = second.progress("t", [episode])
+        assert (found.references, found.centres, found.failures) == (alone.references, alone.centres, alone.failures)
+        assert found.reward == pytest.approx(alone.reward, abs=1e-12)
         if not comparable[True] or not comparable[False]:
             assert found == Progress()
             continue
@@ -154,12 +157,12 @@ def test_a_newer_success_is_no_reference_and_an_old_one_is_forgotten() -> None:
     references.add("t", failure, succeeded=False)
     references.add("t", Reference(6, "newer", np.ones(2)), succeeded=True)
     references.add("other", Reference(5, "w", np.ones(2)), succeeded=True)
-    assert references.progress("t", failure) == Progress()
+    assert references.progress("t", [failure])[0] == Progress()
     references.add("t", Reference(4, "old", np.ones(2)), succeeded=True)
-    assert references.progress("t", failure).references == 1
+    assert references.progress("t", [failure])[0].references == 1
     late = Reference(7, "late", np.zeros(2))
     references.add("t", late, succeeded=False)
-    assert references.progress("t", late).references == 1, "that of version 6: version 4 is forgotten"
+    assert references.progress("t", [late])[0].references == 1, "that of version 6: version 4 is forgotten"
 
 
 def test_progress_is_compared_with_rewards_where_somebody_knows_it() -> None:
@@ -168,7 +171,7 @@ def test_progress_is_compared_with_rewards_where_somebody_knows_it() -> None:
     for at, progress in enumerate((0.9, 0.5, float("nan"), 0.1)):
         failure = Reference(0, str(at), np.array([float(at + 1)]), progress)
         references.add("t", failure, succeeded=False)
-    assert references.progress("t", failure).correlation == pytest.approx(1.0)
+    assert references.progress("t", [failure])[0].correlation == pytest.approx(1.0)
     draw = np.random.default_rng(0)
     left, right = draw.integers(0, 5, 30).astype(float), draw.integers(0, 5, 30).astype(float)
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
