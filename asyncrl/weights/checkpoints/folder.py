@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 def latest(root: Path) -> Path | None:
-    """Return the newest complete checkpoint in `root`; None if there is none at all. Newer damaged ones are renamed.
+    """Return the newest complete checkpoint in `root`; None if `root` has no checkpoint. Newer damaged ones are
+    renamed.
 
     Raises:
         ManifestError: all checkpoints are damaged. A run that started over here would lose them.
