@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(128 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
-"""glibc's allocator in every worker: buffers of up to 32 MiB, the most it allows, are taken from the heap, and the heap
-keeps up to 128 MiB that are free. Its defaults give the pages of every trajectory back to the kernel and fault them in
-again, which costs more than sending it."""
+"""Settings of glibc's allocator in every worker. Buffers of up to 32 MiB, the largest value allowed, come from the
+heap, and the heap keeps up to 128 MiB of free memory. With the defaults, the pages of every trajectory are returned to
+the kernel and faulted in again, which costs more than sending the trajectory."""
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both names by which torch takes the settings of its allocator, today's first."""
@@ -57,7 +57,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One process to start: the `index`-th of its `kind`, its resources, its host, and its number of dead predecessors."""
+    """One process to start: the `index`-th of its `kind`, its resources, its host, and its number of dead
+    predecessors.
+    """
 
     kind: str
     index: int

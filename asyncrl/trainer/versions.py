@@ -91,7 +91,9 @@ class Versions:
         return SharedFiles(adapter_config(self._config.model.lora, base, specs, policy.model_config))
 
     def _probe(self, policy: PolicyEngine) -> LogprobProbe | None:
-        """Return the probe of the current `policy`; None if probes are off, or if the sequences leave no room for one."""
+        """Return the probe of the current `policy`; None if probes are off, or if the sequences leave no room for
+        one.
+        """
         model_config = policy.model_config
         context = context_length(self._config, model_config.to_dict())
         vocabulary = model_config.get_text_config().vocab_size

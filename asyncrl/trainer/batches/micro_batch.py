@@ -256,7 +256,9 @@ def upload(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor
 
 
 def _worthwhile(prefixes: Prefixes, seqs: Sequence[int], lengths_S: Ints, budget: int) -> list[Branches] | None:
-    """Cut `seqs` into tries; None if these have nearly as many tokens as the sequences, so that sharing does not pay."""
+    """Cut `seqs` into tries; None if these have nearly as many tokens as the sequences, so that sharing does not
+    pay.
+    """
     most = math.inf if prefixes.always else WORTHWHILE * int(lengths_S[seqs].sum())
     if not seqs or prefixes.order.branches(seqs, lengths_S).tokens > most:
         return None

@@ -215,7 +215,9 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def _shown_ids(
         self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]]
     ) -> tuple[list[Sequence[int]], list[SeenPicture]]:
-        """Return `sequences` with the ids of their pictures' rows, and the pictures, which the caller must keep alive."""
+        """Return `sequences` with the ids of their pictures' rows, and the pictures, which the caller must keep
+        alive.
+        """
         if self.pictures is None or not pictures:
             return list(sequences), []
         made = [self.pictures.ids.shown(*each) for each in zip(sequences, pictures, strict=True)]

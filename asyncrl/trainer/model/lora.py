@@ -235,7 +235,9 @@ def adapters_off(trunk: nn.Module) -> Iterator[None]:
 def peft_config(
     config: LoraConfig, targets: list[str], base: str | None = None, *, transposed: bool = False
 ) -> PeftConfig:
-    """Translate `config` into peft's settings, for the layers `targets` of `base`, given by name or by its last part."""
+    """Translate `config` into peft's settings, for the layers `targets` of `base`, given by name or by its last
+    part.
+    """
     from peft import LoraConfig as PeftConfig
 
     alpha: Any = config.alpha  # annotated as an integer, used as a number

@@ -101,7 +101,9 @@ def all_have_started(config: ExperimentConfig) -> None:
 
 
 def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> RankPosition | None:
-    """Return this rank's place in `grid`; None if it has none. Called by all ranks, because all must make each group."""
+    """Return this rank's place in `grid`; None if it has none. Called by all ranks, because all must make each
+    group.
+    """
     workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.tensor)
     replicas = workers.view(grid.pipeline, grid.replicas, grid.shards, grid.tensor)
     mesh = DeviceMesh(device.type, replicas, mesh_dim_names=MESH_AXES)

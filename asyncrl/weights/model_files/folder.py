@@ -132,7 +132,9 @@ class _Probes:
             begin += prod(small)
 
     def locate(self, name: str, numbers: Tensor) -> FolderTensor | None:
-        """Find the tensor `name`, whose probe was saved as `numbers`, in its parameter; None if it is not a box in one."""
+        """Find the tensor `name`, whose probe was saved as `numbers`, in its parameter; None if it is not a box in
+        one.
+        """
         if numbers.numel() == 0:
             return None
         first, last = int(numbers.flatten()[0]), int(numbers.flatten()[-1])
