@@ -210,9 +210,17 @@ class MoveColumns(Request[Done], frozen=True):
 
 
 class EndedStep(Reply, frozen=True):
-    """The most bytes of memory that the rank has used so far: its GPU's, or resident memory where it has none."""
+    """The rank's use of its device.
+
+    Attributes:
+        memory_bytes: the most that it has used so far: of its GPU, or resident memory where it has none.
+        flops_per_s: floating point operations a second in the calls of the step; None: its model is not counted.
+        mfu: the same as a share of the device's peak.
+    """
 
     memory_bytes: int
+    flops_per_s: float | None = None
+    mfu: float | None = None
 
 
 class EndStep(Request[EndedStep], frozen=True):

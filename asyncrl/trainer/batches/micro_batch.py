@@ -50,7 +50,8 @@ class MicroBatch:
     tokens' positions in the step's batch, `tokens_N` the tokens themselves, `predictors_N` the outputs that predict
     them. `seq_ids_N` counts this micro-batch's sequences from 0; `seqs` are their positions in the step's batch.
     `routing` [rows * width, layers, per_token] are the experts that the tokens at these outputs went through as they
-    were generated; None where that is not told.
+    were generated; None where that is not told. `depths`, on the host, is of each computed token its place in its
+    sequence, from 1 on: padding has none, and a prefix that lies once has one.
     """
 
     seqs: list[int]
@@ -61,6 +62,7 @@ class MicroBatch:
     tokens_N: Tensor
     predictors_N: Tensor
     seq_ids_N: Tensor
+    depths: Ints
     routing: Tensor | None = None
 
     @property
@@ -235,8 +237,15 @@ def _on_device(
         tokens_N=tokens_T[there["targets_N"]],
         predictors_N=there["predictors_N"],
         seq_ids_N=there["seq_ids_N"],
+        depths=_depths(layout),
         routing=None if routing is None else routing[there["sources"].flatten()],
     )
+
+
+def _depths(layout: _Layout) -> Ints:
+    computed = np.zeros(layout.positions.size, dtype=np.bool_)
+    computed[layout.places_I] = True
+    return layout.positions.reshape(-1)[computed] + 1
 
 
 def upload(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor]:
