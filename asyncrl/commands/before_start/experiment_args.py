@@ -15,7 +15,7 @@ RL_ONLY = "{!r} is an experiment of supervised training; give one of reinforceme
 
 @dataclass(frozen=True, slots=True)
 class ExperimentArgs:
-    """An experiment, its overrides, and the folder of the user's own (None: the built-in ones)."""
+    """An experiment, its overrides, and the folder of the user's experiments (None: the built-in ones)."""
 
     experiment: str
     overrides: list[str]
@@ -23,7 +23,7 @@ class ExperimentArgs:
 
 
 def parse(argv: Sequence[str], program: str, description: str) -> ExperimentArgs:
-    """The arguments in `argv`; ends the process where they are none."""
+    """Return the arguments in `argv`; end the process if they are invalid."""
     parser = argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -35,7 +35,7 @@ def parse(argv: Sequence[str], program: str, description: str) -> ExperimentArgs
 
 
 def refuse(message: str) -> int:
-    """Print what is wrong, each line as an error; returns the exit code."""
+    """Print each line of `message` as an error; return the exit code."""
     for line in message.splitlines():
         print(f"error: {line}", file=sys.stderr)
     return EXIT_CONFIG
