@@ -134,6 +134,7 @@ class GenerationEngine:
         queue = AdmissionQueue(max_running_requests, self.max_total_tokens)
         self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize)
         self._batch.relabel(weight_version)
+        self._prefilled_before = runner.prefilled_tokens  # those of the check are nobody's
         self._threads = torch.get_num_threads()
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
@@ -268,7 +269,7 @@ class GenerationEngine:
                 )
             apply_weights(staged)
             self._replaced = replaced
-            self._batch.weights_changed()
+            self._batch.weights_changed(keep_cache=not flush_cache)
             self.model_path = path
             if version is not None:
                 self._batch.relabel(version)
@@ -392,6 +393,8 @@ class GenerationEngine:
             prompt_tokens=batch.counts.prompt,
             cached_tokens=batch.counts.cached,
             generated_tokens=batch.counts.generated,
+            prefilled_tokens=batch.runner.prefilled_tokens - self._prefilled_before,
+            kept_tokens=batch.prefills.kept_tokens,
             finished_requests=self._jobs.finished,
             aborted_requests=self._jobs.aborted,
             retractions=self._retractions,
