@@ -139,8 +139,10 @@ def finds_stop_strings(generation: GenerationConfig) -> bool:
     return not generation.sglang.urls and sglang_flags(generation).get("skip_tokenizer_init") is False
 
 
-def caches_prefixes(generation: GenerationConfig) -> bool:
-    """Return True if the servers keep the prefixes of past requests for later ones, as SGLang's radix cache does."""
+def wants_prefix_first(generation: GenerationConfig) -> bool:
+    """Return True if the servers compute what the requests of one batch share once only where an earlier request had
+    it, as with SGLang's radix cache; the embedded engine does either way.
+    """
     if generation.backend == GenerationBackend.embedded:
         return False
     return not sglang_flags(generation).get("disable_radix_cache")

@@ -765,6 +765,18 @@ OBSERVED: tuple[Figure, ...] = (
         "cached_total", "generation_server", "tokens", "Tokens of prompts that the server found in its prefix cache."
     ),
     Figure(
+        "prefilled_total",
+        "generation_server",
+        "tokens",
+        "Tokens of prompts that the embedded engine computed, those that several samples share once.",
+    ),
+    Figure(
+        "kept_tokens",
+        "generation_server",
+        "tokens",
+        "Positions of the embedded engine's KV cache that hold earlier requests for later ones that begin alike.",
+    ),
+    Figure(
         "retracted_total", "generation_server", "samples", "Samples that lost their place, as the KV cache was full."
     ),
     Figure(

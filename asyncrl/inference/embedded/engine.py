@@ -69,7 +69,8 @@ class GenerationEngine:
         model: any causal LM that keeps keys, values and recurrent states in transformers' cache; proven here.
         max_running_requests: most samples decoded together.
         max_model_len: longest prompt + output in tokens; default the model's own limit.
-        max_total_tokens: bound of the KV cache in positions (rows x longest sample); default allows the full rectangle.
+        max_total_tokens: bound of the KV cache in positions: of running samples (rows x longest sample), and of what is
+            kept of earlier requests in the rest; default: of all rows at their longest.
         weight_version: label of the weights that the model has now.
         model_path: their folder; the base of adapters that come later.
         detokenize: token ids to text; needed for stop strings.
@@ -132,7 +133,8 @@ class GenerationEngine:
         self.eos_token_ids = _eos_token_ids(model)
         self._jobs = JobTable()
         queue = AdmissionQueue(max_running_requests, self.max_total_tokens)
-        self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize)
+        room = full if max_total_tokens is None else max_total_tokens
+        self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize, room)
         self._batch.relabel(weight_version)
         self._prefilled_before = runner.prefilled_tokens  # those of the check are nobody's
         self._threads = torch.get_num_threads()

@@ -85,7 +85,7 @@ def assert_counted(engine: GenerationEngine) -> None:
         states += node.states is not None
         assert all(rows.shape[-2] == len(node.tokens) for rows in node.rows)
     assert (kept.tokens, kept.states) == (tokens, states)
-    assert kept.tokens + slots.tokens <= slots.limit
+    assert kept.tokens + slots.tokens <= engine._batch.prefills._room
 
 
 def drain(engine: GenerationEngine) -> None:

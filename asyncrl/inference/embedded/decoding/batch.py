@@ -66,17 +66,18 @@ class DecodeBatch:
         queue: queue and admission rule.
         on_finish: called once for every sample, with its output.
         detokenize: ids to text, needed for stop strings.
+        room: positions of the KV cache for running samples and for what is kept of earlier ones.
     """
 
     def __init__(
-        self, runner: ModelRunner, queue: AdmissionQueue, on_finish: OnFinish, detokenize: Detokenize | None
+        self, runner: ModelRunner, queue: AdmissionQueue, on_finish: OnFinish, detokenize: Detokenize | None, room: int
     ) -> None:
         self.runner, self.queue = runner, queue
         self._on_finish, self._detokenize = on_finish, detokenize
         self._table = RowTable(queue.max_running, runner.vocab_size, runner.device)
         self.samples = SlotRows(runner)
         self.counts = TokenCounts()
-        self.prefills = Prefills(runner, self.samples, self.counts, queue.max_running)
+        self.prefills = Prefills(runner, self.samples, self.counts, room, queue.max_running)
         self.version = ""
         self.weights_epoch = 0
         self.steps = 0

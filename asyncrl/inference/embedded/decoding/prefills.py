@@ -44,15 +44,18 @@ class Prefills:
         runner: the model with its cache.
         samples: the slots.
         counts: of tokens; those in common are added.
+        room: positions of the KV cache for slots and for what is kept.
         max_running: most samples decoded together.
 
     Attributes:
         kept: rows of earlier requests; None if the model computes every prefix from its beginning.
     """
 
-    def __init__(self, runner: ModelRunner, samples: SlotRows, counts: TokenCounts, max_running: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, samples: SlotRows, counts: TokenCounts, room: int, max_running: int
+    ) -> None:
         self._runner, self._samples, self._counts = runner, samples, counts
-        self._most_states = int(max_running * BUFFER_GROWTH)
+        self._room, self._most_states = room, int(max_running * BUFFER_GROWTH)
         self.kept: PrefixCache | None = None
         if runner.goes_on:
             self.kept = PrefixCache(has_states=bool(runner.cache.states), pictures_in=self._pictures_in())
@@ -72,7 +75,7 @@ class Prefills:
     def _fit(self, tokens: int, states: int) -> None:
         """Leave room for slots of so many positions and states."""
         if self.kept is not None:
-            self.kept.fit(self._runner.cache.limit - tokens, self._most_states - states)
+            self.kept.fit(self._room - tokens, self._most_states - states)
 
     def forget(self) -> None:
         """Give up all that is kept."""
