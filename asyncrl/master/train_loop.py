@@ -128,6 +128,7 @@ class TrainLoop:
         parts.version += 1
         self._model_in_step = False
         times |= {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
+        times |= parts.batches.ahead.pop_metrics(batch)
         times["rank/memory_bytes"] = max(rank.memory_bytes for rank in ended)
         if parts.config.buffer.order.path:
             times["rollout/order_failed"] = float(parts.batches.order.failures)
