@@ -251,11 +251,13 @@ def reference_table(pairs: list[tuple[Measured, Measured]]) -> str:
     """Every pair, and the medians by η."""
     lines = [
         f"{'η':>3}{'scored ahead':>14}{'training':>12}{'in the step':>13}{'step':>10}{'in the step':>13}{'step by':>10}"
+        f"{'CPU time by':>13}"
     ]
     for ahead, within in sorted(pairs, key=lambda pair: pair[0].eta):
+        cpu = sum(ahead.cpu.values()) / sum(within.cpu.values()) - 1.0
         lines.append(
             f"{ahead.eta:>3}{ahead.scored_ahead:>14.0%}{ahead.train:>10.3f} s{within.train:>11.3f} s"
-            f"{ahead.step:>8.3f} s{within.step:>11.3f} s{_gain((ahead, within)):>+10.2%}"
+            f"{ahead.step:>8.3f} s{within.step:>11.3f} s{_gain((ahead, within)):>+10.2%}{cpu:>+13.2%}"
         )
     for eta in REFERENCE_ETAS:
         gains = [_gain(pair) for pair in pairs if pair[0].eta == eta]
