@@ -205,9 +205,9 @@ class TrainerConfig:
         "on GPUs only",
     )
     score_ahead: bool = setting(
-        True,
-        "frozen reference and reward models score rollouts while the trainer waits for the rest of a batch; the "
-        "results are the same up to rounding",
+        False,
+        "frozen reference and reward models score rollouts while the trainer waits for the rest of a batch, with the "
+        "same results up to rounding; of use where the ranks have devices of their own and wait much",
     )
     ppo_minibatches: int = setting(
         4, "parts of a step's batch, an optimizer step each; divides train_batch_size", minimum=1

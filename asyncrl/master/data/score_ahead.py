@@ -3,7 +3,7 @@
 These models never change, so what they say of a rollout may be computed as soon as it is there. The proximal policy is
 another one in each step, and a critic learns: theirs is computed in the step. While the step waits, the ranks score
 what they have received, an eighth of a batch at a time: a batch that is complete meanwhile waits no longer than that.
-What has not been scored by then, the step scores, as it does with all of it where `trainer.score_ahead` is off.
+What has not been scored by then, the step scores, as it does with all of it unless `trainer.score_ahead` is set.
 
 Each rank scores what it received, so nothing moves; what it found travels with the rollout to the rank that trains it.
 All ranks of the actor take part in each piece, as the models may be spread over them. So a model in a layout of its own

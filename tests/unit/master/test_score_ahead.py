@@ -79,7 +79,7 @@ def names(config: ExperimentConfig, graph: Graph | None = None) -> list[str]:
 
 def with_reference(**settings: Any) -> ExperimentConfig:
     config = ExperimentConfig()
-    config.algorithm.kl_coef = 0.1
+    config.algorithm.kl_coef, config.trainer.score_ahead = 0.1, True
     for name, value in settings.items():
         group, _, field = name.rpartition("__")
         where: Any = config
