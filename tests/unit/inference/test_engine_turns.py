@@ -419,3 +419,23 @@ def test_a_prompt_in_parts_may_be_aborted_begin_again_or_lack_room(end: str, new
         assert output.logprobs == pytest.approx(expected[-10:].tolist(), abs=CLOSE)
         assert output.cached_tokens == 0
     assert_counted(engine)
+
+
+def test_a_prompt_in_parts_is_not_computed_again_where_its_slot_takes_all_room() -> None:
+    engine, draw = engine_of("qwen2", chunked_prefill_size=20, max_total_tokens=420, max_running_requests=4), Random(9)
+    short = engine.submit(Job(tuple(GenerationInput(f"s{i}", (3 + i, 4), SamplingSpec(60, seed=i)) for i in range(2))))
+    for _ in range(3):
+        engine.step()
+    before, most = engine._batch.runner.prefilled_tokens, 0
+    future = engine.submit(Job((GenerationInput("long", draw_tokens(draw, 125), SamplingSpec(10, seed=1)),)))
+    while engine.step():
+        most = max(most, engine._batch.runner.cache.tokens)
+        assert_counted(engine)
+    (output,) = future.result(timeout=0)
+    assert most == 420, "three rows of 136"
+    assert engine._batch.runner.prefilled_tokens - before == 124
+    assert len(short.result(timeout=0)) == 2
+    assert_counted(engine)
+    model = model_of("qwen2")
+    expected = under_both(model, model, [*draw_tokens(Random(9), 125), *output.output_ids], 0)
+    assert output.logprobs == pytest.approx(expected[-10:].tolist(), abs=CLOSE)

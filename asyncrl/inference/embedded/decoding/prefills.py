@@ -5,7 +5,8 @@ earlier requests (`prefix_cache`), and for the rest a prefill, which goes on fro
 kept at once, so that a system prompt is computed once for all rollouts of a version, and what an answer's tokens have
 left in their slot when it ends, so that the next turn of its conversation computes its new tokens alone.
 
-Kept rows lie beside the slots and take of the KV cache what the slots leave: before these grow, kept rows go.
+Kept rows lie beside the slots and take of the KV cache what the slots leave: before these grow, kept rows go; only
+those of a prompt that was prefilled in parts are there until its slot has them, beyond the room if need be.
 """
 
 from __future__ import annotations
@@ -86,9 +87,13 @@ class Prefills:
 
     def announce(self, sequences: Iterable[Sequence], epoch: int) -> None:
         """Say whose slots will be filled, so that what they need is not given up for the room of these slots."""
-        if self.kept is not None:
-            for prefix in {sequence.prefix for sequence in sequences}:
-                self.kept.match(prefix, epoch)
+        if self.kept is None:
+            return
+        in_parts = {sequence.prefix for sequence in sequences if sequence.known_before is not None}
+        for prefix in {sequence.prefix for sequence in sequences}:
+            match = self.kept.match(prefix, epoch)
+            if match is not None and prefix in in_parts:
+                self.kept.pinned.append(match.path[-1][0])
 
     def missing(self, sequence: Sequence, epoch: int) -> int:
         """Tokens of its prefix that have to be computed."""
@@ -149,6 +154,9 @@ class Prefills:
         self._prefill({prefix: alike for prefix, alike in fresh.items() if prefix not in later}, known)
         known = {prefix: self._known(prefix, epoch) for prefix in later}
         self._prefill({prefix: fresh[prefix] for prefix in later}, known)
+        if self.kept is not None and self.kept.pinned:
+            self.kept.pinned.clear()
+            self._fit(self._runner.cache.tokens, self._runner.cache.state_rows)
 
     def _known(self, prefix: Prefix, epoch: int) -> Match | None:
         return None if self.kept is None else self.kept.match(prefix, epoch)
