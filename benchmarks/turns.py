@@ -1,6 +1,7 @@
-"""Agents of several turns in the embedded engine, with and without what it keeps of earlier turns.
+"""Agents of several turns and long prompts in the embedded engine, with and without what it keeps and cuts.
 
     python benchmarks/turns.py              both sizes of model
+    python benchmarks/turns.py --only long  one of the two tables (turns, long)
     python benchmarks/turns.py --quick      one size, one round: shows that it runs
     python benchmarks/turns.py --json PATH
 
@@ -11,6 +12,11 @@ decode steps. One thread, fp32, random weights; the engine's default room (`gene
 `kept` is the engine as it is, `anew` prefills every turn's history. Rounds alternate; `speed-up` is the median of the
 rounds' ratios of CPU seconds, `prefilled` the tokens of prompts that were computed, `tokens` those of all prompts.
 `equal` is the part of the answers that are the same, `log-probs` the largest difference in these.
+
+Long prompts: 8 samples are decoded when a prompt of 4,096 or 8,192 tokens arrives, which is prefilled in parts of
+`generation.chunked_prefill_size`, or whole. `longest pause` is the CPU time of the slowest step before the long
+sample's first token, in decode steps of the 8 alone (the median of those before); `first token` the CPU time from the
+arrival to that token, in parts against whole.
 """
 
 from __future__ import annotations
@@ -31,13 +37,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 
 AGENTS, AT_A_TIME, TURNS, TOOL_STEPS = 32, 16, 8, 4
 SYSTEM, QUESTION, ANSWER, OBSERVATION = 200, 20, 24, 40
 ROOM, CONTEXT, VOCABULARY = 65536, 1024, 512
 SIZES = ((96, 2), (256, 4))
+LENGTHS, LONG_CONTEXT = (4096, 8192), 8448
 
 
 def model_of(hidden: int, layers: int) -> PreTrainedModel:
@@ -50,7 +57,7 @@ def model_of(hidden: int, layers: int) -> PreTrainedModel:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=LONG_CONTEXT,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
@@ -151,27 +158,104 @@ def compare(hidden: int, layers: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure, print the table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one size, one round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="where to write the rows")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+def pauses(model: PreTrainedModel, length: int, part: int) -> tuple[float, float]:
+    """The longest pause in decode steps, and the CPU seconds to the first token of a prompt of `length` tokens."""
+    others = 8
+    engine = GenerationEngine(
+        model,
+        max_running_requests=others + 1,
+        max_model_len=LONG_CONTEXT,
+        max_total_tokens=(others + 1) * LONG_CONTEXT,
+        chunked_prefill_size=part,
+    )
+    draw = random.Random(1)
+
+    def ask(name: str, count: int, new_tokens: int) -> None:
+        prompt = tuple(draw.randrange(1, VOCABULARY) for _ in range(count))
+        engine.submit(Job((GenerationInput(name, prompt, SamplingSpec(max_new_tokens=new_tokens, seed=count)),)))
+
+    def step() -> float:
+        begun = time.process_time()
+        engine.step()
+        return time.process_time() - begun
+
+    for number in range(others):
+        ask(f"o{number}", 20 + number, 900)
+    before = [step() for _ in range(60)][20:]
+    ask("long", length, 4)
+    during = []
+    while engine._batch.samples.live <= others:
+        during.append(step())
+    return max(during) / statistics.median(before), sum(during)
+
+
+def compare_long(hidden: int, layers: int, length: int, rounds: int) -> dict[str, Any]:
+    """One row of the second table."""
+    model, found = model_of(hidden, layers), {True: [], False: []}
+    for number in range(rounds):
+        for cut in (True, False) if number % 2 else (False, True):
+            found[cut].append(pauses(model, length, CHUNKED_PREFILL_SIZE if cut else LONG_CONTEXT))
+    (parts, in_parts), (whole, at_once) = (zip(*found[cut], strict=True) for cut in (True, False))
+    return {
+        "model": f"{layers} layers, width {hidden}",
+        "length": length,
+        "whole": statistics.median(whole),
+        "parts": statistics.median(parts),
+        "first": statistics.median(a / b for a, b in zip(in_parts, at_once, strict=True)),
+    }
+
+
+def tell_turns(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and print the first table."""
     print("| model | tokens | prefilled anew | prefilled, kept | speed-up | equal | log-probs |", flush=True)
     print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
     rows = []
     for hidden, layers in SIZES[:1] if options.quick else SIZES:
-        row = compare(hidden, layers, 1 if options.quick else options.rounds)
+        row = compare(hidden, layers, options.rounds)
         rows.append(row)
         print(
             f"| {row['model']} | {row['tokens']:,} | {row['anew']:,} | {row['kept']:,} | {row['speed_up']:.2f} x "
             f"| {row['equal']:.3f} | {row['logprobs']:.1e} |",
             flush=True,
         )
+    return rows
+
+
+def tell_long(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and print the second table."""
+    print("| model | prompt | longest pause, whole | longest pause, in parts | first token |", flush=True)
+    print("|---|--:|--:|--:|--:|", flush=True)
+    rows = []
+    for hidden, layers in SIZES[:1] if options.quick else SIZES:
+        for length in LENGTHS[:1] if options.quick else LENGTHS:
+            row = compare_long(hidden, layers, length, options.rounds)
+            rows.append(row)
+            print(
+                f"| {row['model']} | {row['length']:,} | {row['whole']:.0f} steps | {row['parts']:.0f} steps "
+                f"| {row['first']:.2f} x |",
+                flush=True,
+            )
+    return rows
+
+
+def main() -> None:
+    """Measure, print the tables, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one size, one round")
+    parser.add_argument("--rounds", type=int, default=5)
+    tables = {"turns": tell_turns, "long": tell_long}
+    parser.add_argument("--only", choices=tables, help="one table")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    options = parser.parse_args()
+    options.rounds = 1 if options.quick else options.rounds
+    torch.set_num_threads(1)
+    made = {}
+    for name, tell in tables.items():
+        if options.only in (None, name):
+            made[name] = tell(options)
+            print(flush=True)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        options.json.write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -300,3 +301,141 @@ def test_an_update_forgets_but_in_place_a_conversation_goes_on(in_place: bool, n
     (fresh,) = run(engine, other)
     expected = under_both(old, new, [*other.input_ids, *fresh.output_ids], 0)
     assert fresh.logprobs == pytest.approx(expected[-8:].tolist(), abs=CLOSE), "another rollout has none of old weights"
+
+
+@pytest.mark.parametrize("part", [12, 512])
+def test_experts_of_what_was_kept_are_told_again(part: int) -> None:
+    torch.manual_seed(2)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["qwen3_moe"](**COMMON, **sizes)).eval()
+    engine, plain = (
+        GenerationEngine(copy.deepcopy(model), record_routing=True, chunked_prefill_size=part) for _ in range(2)
+    )
+    plain._batch.prefills.kept = None
+    draw = Random(9)
+    history = draw_tokens(draw, 40)
+    for turn in range(3):
+        asked = GenerationInput(f"t{turn}", history, SamplingSpec(6, seed=turn), routing_from=0)
+        (output,), (expected,) = run(engine, asked), run(plain, asked)
+        assert output.output_ids == expected.output_ids
+        assert output.routing is not None
+        assert expected.routing is not None
+        assert output.routing.tolist() == expected.routing.tolist()
+        history = (*history, *output.output_ids, *draw_tokens(draw, 20))
+    assert engine.stats().prefilled_tokens < plain.stats().prefilled_tokens
+
+
+# Long prompts, in parts.
+
+
+def long_requests(draw: Random) -> list[tuple[int, GenerationInput]]:
+    """Requests by the step at which they arrive: short and long ones, some that begin alike, one group."""
+    system = draw_tokens(draw, 50)
+    prompts = [
+        (*(system if draw.random() < 0.4 else ()), *draw_tokens(draw, draw.choice((3, 30, 90)))) for _ in range(9)
+    ]
+    prompts += [draw_tokens(draw, 70)] * 3
+    inputs = [
+        GenerationInput(f"l{i}", prompt, SamplingSpec(draw.randint(1, 25), temperature=float(i % 3 > 0), seed=i))
+        for i, prompt in enumerate(prompts)
+    ]
+    return sorted(((draw.randrange(25), each) for each in inputs), key=lambda pair: pair[0])
+
+
+@pytest.mark.parametrize("room", ["few rows", "tiny"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_prompts_in_parts_give_the_tokens_that_they_give_whole(kind: str, room: str) -> None:
+    draw = Random(len(kind))
+    requests = long_requests(draw)
+    plain = engine_of(kind, keeps=False)
+    expected = {output.rid: output for output in run(plain, *(each for _, each in requests))}
+    engine = engine_of(kind, chunked_prefill_size=16, **ROOMS[room])
+    futures, step, held = [], 0, 0
+    while step < 40 or engine.step():
+        futures += [engine.submit(Job((each,))) for at, each in requests if at == step]
+        engine.step()
+        held += len(engine._batch.long_prompts.held)
+        assert_counted(engine)
+        if draw.random() < 0.1:  # the weights stay what they are
+            mode = draw.choice((PauseMode.retract, PauseMode.in_place))
+            engine.pause(mode)
+            engine.step()
+            engine._batch.weights_changed(keep_cache=mode == PauseMode.in_place or draw.random() < 0.5)
+            engine.resume()
+        step += 1
+    assert held > 20, "some were prefilled in parts"
+    for future in futures:
+        (output,) = future.result(timeout=0)
+        assert output.output_ids == expected[output.rid].output_ids
+        assert output.logprobs == pytest.approx(expected[output.rid].logprobs, abs=CLOSE)
+    assert engine.stats().waiting == 0
+
+
+def test_others_go_on_while_a_long_prompt_is_prefilled_and_its_parts_are_its_own() -> None:
+    engine, draw = engine_of("qwen2", chunked_prefill_size=20), Random(7)
+    short = engine.submit(Job((GenerationInput("short", (3, 4, 5), SamplingSpec(40, seed=1)),)))
+    for _ in range(4):
+        engine.step()
+    before = engine.stats().prefilled_tokens
+    prompt = draw_tokens(draw, 206)
+    group = engine.submit(Job(tuple(GenerationInput(f"long{i}", prompt, SamplingSpec(5, seed=i)) for i in range(3))))
+    generated = []
+    while engine._batch.samples.live == 1:
+        engine.step()
+        generated.append(engine._batch.counts.generated)
+    assert len(generated) >= 10, "205 tokens in parts of 20"
+    assert all(later > earlier for earlier, later in pairwise(generated)), "every step a token"
+    drain(engine)
+    outputs = group.result(timeout=0)
+    assert [output.cached_tokens for output in outputs] == [0, 205, 205]
+    assert engine.stats().prefilled_tokens - before == 205
+    (alone,) = run(engine_of("qwen2", keeps=False), GenerationInput("short", (3, 4, 5), SamplingSpec(40, seed=1)))
+    assert short.result(timeout=0)[0].output_ids == alone.output_ids
+
+
+@pytest.mark.parametrize("end", ["abort", "update", "no room"])
+def test_a_prompt_in_parts_may_be_aborted_begin_again_or_lack_room(end: str, newer: Callable[[str], Path]) -> None:
+    limits = {"max_total_tokens": 150, "max_running_requests": 1} if end == "no room" else {}
+    engine, draw = engine_of("qwen2", chunked_prefill_size=20, **limits), Random(8)
+    request = GenerationInput("long", draw_tokens(draw, 120), SamplingSpec(10, seed=1))
+    future = engine.submit(Job((request,)))
+    for _ in range(3):
+        engine.step()
+    assert engine._batch.prefills.kept_tokens == 60
+    if end == "abort":
+        engine.abort("long")
+    if end == "update":
+        engine.pause(PauseMode.retract)
+        engine.step()
+        assert engine.update_weights(str(newer("qwen2")), "v1").done() is False
+        engine.step()
+        engine.resume()
+    drain(engine)
+    (output,) = future.result(timeout=0)
+    assert (output.finish is not None and output.finish.queued) == (end == "abort")
+    if end != "abort":
+        model = model_of("qwen2", seed=4 if end == "update" else 0)
+        expected = under_both(model, model, [*request.input_ids, *output.output_ids], 0)
+        assert output.logprobs == pytest.approx(expected[-10:].tolist(), abs=CLOSE)
+        assert output.cached_tokens == 0
+    assert_counted(engine)
+
+
+def test_a_prompt_in_parts_is_not_computed_again_where_its_slot_takes_all_room() -> None:
+    engine, draw = engine_of("qwen2", chunked_prefill_size=20, max_total_tokens=420, max_running_requests=4), Random(9)
+    short = engine.submit(Job(tuple(GenerationInput(f"s{i}", (3 + i, 4), SamplingSpec(60, seed=i)) for i in range(2))))
+    for _ in range(3):
+        engine.step()
+    before, most = engine._batch.runner.prefilled_tokens, 0
+    future = engine.submit(Job((GenerationInput("long", draw_tokens(draw, 125), SamplingSpec(10, seed=1)),)))
+    while engine.step():
+        most = max(most, engine._batch.runner.cache.tokens)
+        assert_counted(engine)
+    (output,) = future.result(timeout=0)
+    assert most == 420, "three rows of 136"
+    assert engine._batch.runner.prefilled_tokens - before == 124
+    assert len(short.result(timeout=0)) == 2
+    assert_counted(engine)
+    model = model_of("qwen2")
+    expected = under_both(model, model, [*draw_tokens(Random(9), 125), *output.output_ids], 0)
+    assert output.logprobs == pytest.approx(expected[-10:].tolist(), abs=CLOSE)

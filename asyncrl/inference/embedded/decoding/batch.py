@@ -19,6 +19,7 @@ import torch
 from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
 from asyncrl.inference.embedded.decoding.decode_rows import IDLE_STEPS, RowTable
+from asyncrl.inference.embedded.decoding.long_prompts import LongPrompts
 from asyncrl.inference.embedded.decoding.prefills import Prefills, TokenCounts
 from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.decoding.slot_rows import SlotRows
@@ -67,10 +68,18 @@ class DecodeBatch:
         on_finish: called once for every sample, with its output.
         detokenize: ids to text, needed for stop strings.
         room: positions of the KV cache for running samples and for what is kept of earlier ones.
+        part: most tokens of one prompt that are computed between two decode steps.
     """
 
     def __init__(
-        self, runner: ModelRunner, queue: AdmissionQueue, on_finish: OnFinish, detokenize: Detokenize | None, room: int
+        self,
+        runner: ModelRunner,
+        queue: AdmissionQueue,
+        on_finish: OnFinish,
+        detokenize: Detokenize | None,
+        *,
+        room: int,
+        part: int,
     ) -> None:
         self.runner, self.queue = runner, queue
         self._on_finish, self._detokenize = on_finish, detokenize
@@ -78,6 +87,7 @@ class DecodeBatch:
         self.samples = SlotRows(runner)
         self.counts = TokenCounts()
         self.prefills = Prefills(runner, self.samples, self.counts, room, queue.max_running)
+        self.long_prompts = LongPrompts(self.prefills, part)
         self.version = ""
         self.weights_epoch = 0
         self.steps = 0
@@ -85,6 +95,16 @@ class DecodeBatch:
         self._spent_columns: list[int] = []
         self._reorganised_at = 0
         self._watched: list[Sequence] = []
+
+    @property
+    def runnable(self) -> bool:
+        """True if a step would do something."""
+        return bool(self.samples.rows or self.long_prompts.held) or self.queue.has_admissible()
+
+    @property
+    def waiting(self) -> int:
+        """Number of samples that have not joined yet."""
+        return len(self.queue.waiting) + len(self.long_prompts.held)
 
     @property
     def used_tokens(self) -> int:
@@ -100,6 +120,7 @@ class DecodeBatch:
         """Advance every running sample by one token, after admitting what fits."""
         if self._reorganisation_due():
             self._reorganise()
+        self.long_prompts.advance(self.weights_epoch)
         if not self.samples.rows:
             return
         count, slots = len(self.samples.rows), len(self.samples.slots)
@@ -135,9 +156,10 @@ class DecodeBatch:
         """True if admitting new samples and closing holes is worth its cost: at least one row in `CHANGE_SHARE` would
         change, the last reorganisation was long ago, or nothing is running.
         """
-        live = self.samples.live
-        arrivals = min(len(self.queue.waiting), self.queue.max_running - live) if self.queue.has_admissible() else 0
-        changes = self.samples.holes + arrivals
+        live, ready = self.samples.live, len(self.long_prompts.ready)
+        free = self.queue.max_running - live - len(self.long_prompts.held)
+        arrivals = min(len(self.queue.waiting), free) if self.queue.has_admissible() else 0
+        changes = self.samples.holes + arrivals + ready
         if changes == 0:
             return False
         return (
@@ -156,7 +178,8 @@ class DecodeBatch:
         self._spent_columns = []
         samples = self.samples
         running = samples.running
-        admitted = self._without_empty(self.queue.admit(running))
+        admitted = self._without_empty(self.queue.admit([*running, *self.long_prompts.held]))
+        admitted = self.long_prompts.sift(admitted, self.weights_epoch)
         if samples.holes > len(admitted) and (moved := samples.pack_rows()):
             self._table.move(samples.indices(list(moved)), samples.indices(list(moved.values())))
         if len(samples.slots.holes) > len({sequence.context for sequence in admitted}):
@@ -267,15 +290,18 @@ class DecodeBatch:
         running = [sequence for sequence in self.samples.running if matches(sequence)]
         if running:
             self._leave(running, Finish(FinishReason.abort))
+        held = [sequence for sequence in self.long_prompts.held if matches(sequence)]
+        self.long_prompts.take(held)
         queued = [sequence for sequence in self.queue.waiting if matches(sequence)]
         for sequence in queued:
             self.queue.waiting.remove(sequence)
+        for sequence in (*held, *queued):
             partial = bool(sequence.tokens)
             output = sequence.output(
                 sequence.tokens, sequence.logprobs, self.version, Finish(FinishReason.abort, queued=not partial)
             )
             self._on_finish(sequence, output)
-        return len(running) + len(queued)
+        return len(running) + len(held) + len(queued)
 
     @torch.inference_mode()
     def retract(self) -> int:
@@ -289,7 +315,10 @@ class DecodeBatch:
             sequence.joined_at = self.steps
             sequence.retractions += 1
             sequence.set_prefix()
-        self.queue.waiting.extendleft(reversed(running))
+        held = self.long_prompts.held
+        self.long_prompts.take(held)
+        waiting = sorted((*running, *held), key=lambda sequence: sequence.arrival)
+        self.queue.waiting.extendleft(reversed(waiting))
         return len(running)
 
     def relabel(self, version: str) -> None:

@@ -17,7 +17,7 @@ masked, so they weigh nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +71,21 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PartPlan:
+    """The next forward is of a part of one prefix, which no slot takes yet.
+
+    Attributes:
+        known: keys and values before the part, by layer, `[1, kv_heads, positions, dim]`.
+        made: what the forward leaves, by layer, in the form of `SlotCache.read`.
+        states: recurrent states after the part.
+    """
+
+    known: dict[object, tuple[Tensor, Tensor]]
+    made: dict[object, list[Tensor]] = field(default_factory=dict)
+    states: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class DecodePlan:
     """The next forward writes one position a row: row r at `positions[r]`."""
 
@@ -109,6 +124,12 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert self.keys is not None
         assert self.values is not None
         plan = self._owner.plan
+        if isinstance(plan, PartPlan):
+            both = (key_states, value_states)
+            plan.made[self] = [states[0].clone(memory_format=torch.contiguous_format) for states in both]
+            if (before := plan.known.get(self)) is None:
+                return both
+            return torch.cat((before[0], key_states), 2), torch.cat((before[1], value_states), 2)
         if isinstance(plan, PrefillPlan):
             index = self._owner.prefill_index(self.keys.shape[1])
             for slots, states in ((self.keys, key_states), (self.values, value_states)):
@@ -230,7 +251,7 @@ class SlotCache(Cache):
         """Bound of rows x length."""
         self.length = 0
         self.tokens = self.state_rows = 0
-        self.plan: PrefillPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
+        self.plan: PrefillPlan | PartPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
         """Plan of the writes of the next forward pass."""
         self._spares: dict[int, Tensor] = {}
         self._bases: dict[int, Tensor] = {}
@@ -285,6 +306,28 @@ class SlotCache(Cache):
         for states in self.states:
             states.begin_prefill(plan.sources_B if plan.before else None)
 
+    def begin_part(self, rows: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """Set the plan: a part of one prefix.
+
+        Args:
+            rows: what is before it, in the form of `read`; none: nothing is.
+            states: after what is before it, in the form of `read_states`; none: nothing is.
+        """
+        if not self.length:
+            self.reserve(1, 1, 0, 0)  # the forward tells the layers' shapes
+        known, left = iter(rows), iter(states)
+        layers = [layer for layer in self._slot_layers if layer.keys is not None] if rows else []
+        self.plan = PartPlan({layer: (next(known)[None], next(known)[None]) for layer in layers})
+        for each in self.states:
+            each.begin_part(left if states else None)
+
+    def part(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What the part's forward has left: as `read` and as `read_states`."""
+        plan = self.plan
+        assert isinstance(plan, PartPlan)
+        layers = (*self._slot_layers, *self.companions)
+        return [tensor for layer in layers for tensor in plan.made.get(layer, ())], plan.states
+
     def begin_decode(self, rows: int, positions: Tensor) -> None:
         """Set the plan: one token for each of the first `rows` slots, at `positions[R]`."""
         self.plan = DecodePlan(rows, positions)
@@ -296,7 +339,9 @@ class SlotCache(Cache):
         """Keep what the planned forward has made of the states; keys and values are in their slots already."""
         plan = self.plan
         for states in self.states:
-            if isinstance(plan, PrefillPlan):
+            if isinstance(plan, PartPlan):
+                plan.states.extend(states.end_part())
+            elif isinstance(plan, PrefillPlan):
                 states.end_prefill(plan.targets.slots_N, plan.targets.rows_N)
             else:
                 states.end_decode(plan.rows)

@@ -5,7 +5,8 @@ earlier requests (`prefix_cache`), and for the rest a prefill, which goes on fro
 kept at once, so that a system prompt is computed once for all rollouts of a version, and what an answer's tokens have
 left in their slot when it ends, so that the next turn of its conversation computes its new tokens alone.
 
-Kept rows lie beside the slots and take of the KV cache what the slots leave: before these grow, kept rows go.
+Kept rows lie beside the slots and take of the KV cache what the slots leave: before these grow, kept rows go; only
+those of a prompt that was prefilled in parts are there until its slot has them, beyond the room if need be.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from asyncrl.inference.embedded.decoding.cache import BUFFER_GROWTH
 from asyncrl.inference.embedded.decoding.prefix_cache import Match, PrefixCache, Rows
@@ -84,9 +87,41 @@ class Prefills:
 
     def announce(self, sequences: Iterable[Sequence], epoch: int) -> None:
         """Say whose slots will be filled, so that what they need is not given up for the room of these slots."""
-        if self.kept is not None:
-            for prefix in {sequence.prefix for sequence in sequences}:
-                self.kept.match(prefix, epoch)
+        if self.kept is None:
+            return
+        in_parts = {sequence.prefix for sequence in sequences if sequence.known_before is not None}
+        for prefix in {sequence.prefix for sequence in sequences}:
+            match = self.kept.match(prefix, epoch)
+            if match is not None and prefix in in_parts:
+                self.kept.pinned.append(match.path[-1][0])
+
+    def missing(self, sequence: Sequence, epoch: int) -> int:
+        """Tokens of its prefix that have to be computed."""
+        match = self._known(sequence.prefix, epoch)
+        return len(sequence.prefix) - (0 if match is None else match.length)
+
+    def compute_part(self, sequence: Sequence, epoch: int, most: int) -> None:
+        """Compute the next `most` tokens of its prefix, and keep them; without room for them it is no longer to be
+        prefilled in parts."""
+        assert self.kept is not None
+        match, cache = self._known(sequence.prefix, epoch), self._runner.cache
+        base, states, before = 0, [], []
+        if match is not None:
+            base, epoch, states = match.length, match.epoch, match.states or []
+            parts = [[rows[..., :used, :] for rows in node.rows] for node, used in match.path]
+            before = [torch.cat(each, dim=-2) for each in zip(*parts, strict=True)]
+        if sequence.known_before is None or base < sequence.known_before:
+            sequence.known_before = base
+        prefix = sequence.prefix[: base + most]
+        rows, after = self._runner.prefill_part(prefix, base, before, states)
+        self._fit(cache.tokens, cache.state_rows)
+        kept = self.kept.insert(
+            prefix,
+            epoch,
+            lambda start, end: [each[..., start - base : end - base, :].clone() for each in rows],
+            (lambda: after) if cache.states else None,
+        )
+        sequence.in_parts = kept
 
     def fill(self, admitted: list[Sequence], running: list[Sequence], epoch: int) -> None:
         """Fill the slots of `admitted`, for each distinct prefix once.
@@ -119,6 +154,9 @@ class Prefills:
         self._prefill({prefix: alike for prefix, alike in fresh.items() if prefix not in later}, known)
         known = {prefix: self._known(prefix, epoch) for prefix in later}
         self._prefill({prefix: fresh[prefix] for prefix in later}, known)
+        if self.kept is not None and self.kept.pinned:
+            self.kept.pinned.clear()
+            self._fit(self._runner.cache.tokens, self._runner.cache.state_rows)
 
     def _known(self, prefix: Prefix, epoch: int) -> Match | None:
         return None if self.kept is None else self.kept.match(prefix, epoch)
@@ -153,7 +191,7 @@ class Prefills:
         if not slots_of:
             return
         for prefix, shared in self._runner.prefill(slots_of, bases).items():
-            first, *others = fresh[prefix]
+            first, *others = sorted(fresh[prefix], key=lambda sequence: sequence.known_before is None)
             self._count_cached([first], bases.get(prefix, 0) + shared)
             self._count_cached(others, len(prefix))
             self._keep(first, prefix)
@@ -186,5 +224,6 @@ class Prefills:
     def _count_cached(self, sequences: Iterable[Sequence], tokens: int) -> None:
         """Note that so many positions of each sample's prefix were not computed for it alone."""
         for sequence in sequences:
-            sequence.cached_tokens = tokens
-            self._counts.cached += tokens
+            own = sequence.known_before is not None
+            sequence.cached_tokens = min(tokens, sequence.known_before or 0) if own else tokens
+            self._counts.cached += sequence.cached_tokens

@@ -89,6 +89,7 @@ class PrefixCache:
         states: kept at present.
         lacked_room: rows were given up, or not taken in, since this was last set to False.
         evicted: tokens given up for want of room, since the beginning.
+        pinned: ends of paths that are not given up for it now.
     """
 
     def __init__(self, *, has_states: bool = False, pictures_in: FindPictures | None = None) -> None:
@@ -99,6 +100,7 @@ class PrefixCache:
         self._clock, self._serial = 0, count()
         self.tokens = self.states = self.evicted = 0
         self.lacked_room = False
+        self.pinned: list[Node] = []
 
     def fit(self, tokens: int, states: int) -> None:
         """From now on there is room for so many tokens and states; what is too much goes."""
@@ -109,6 +111,7 @@ class PrefixCache:
         """Give everything up."""
         self._roots.clear()
         self._leaves.clear()
+        self.pinned.clear()
         self.tokens = self.states = 0
 
     def match(self, prefix: Prefix, epoch: int) -> Match | None:
@@ -240,17 +243,23 @@ class PrefixCache:
     def _oldest_leaf(self, spare_newest: bool) -> Node | None:
         """Take the least recently used leaf from the heap, where each leaf has at least one entry, of an earlier use
         maybe."""
-        while self._leaves:
+        passed: list[tuple[int, int, Node]] = []
+        found: Node | None = None
+        while self._leaves and found is None:
             used, _, node = self._leaves[0]
-            if node.parent is not None and not node.children:
-                if used == node.used:
-                    if spare_newest and used == self._clock:
-                        return None
-                    return heapq.heappop(self._leaves)[2]
-                heapq.heapreplace(self._leaves, (node.used, next(self._serial), node))
-            else:
+            if node.parent is None or node.children:
                 heapq.heappop(self._leaves)
-        return None
+            elif used != node.used:
+                heapq.heapreplace(self._leaves, (node.used, next(self._serial), node))
+            elif spare_newest and used == self._clock:
+                break
+            elif node in self.pinned:
+                passed.append(heapq.heappop(self._leaves))
+            else:
+                found = heapq.heappop(self._leaves)[2]
+        for entry in passed:
+            heapq.heappush(self._leaves, entry)
+        return found
 
     def _drop(self, node: Node) -> None:
         """Forget `node` and what follows it, and those before it that were of use to it alone."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.inference.embedded.decoding.cache import PrefillPlan, SlotCache
-from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, RowTensors, batches_of, rows_of
+from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, PrefixRow, RowTensors, batches_of, rows_of
 from asyncrl.inference.embedded.model.cached_attention import (
     Reach,
     after_base_bias,
@@ -190,14 +192,41 @@ class ModelRunner:
             self.cache.clear(torch.tensor(empty, device=self.device))
         rows = rows_of(filter(None, slots_of), self.pairs_per_token, bases)
         for batch in batches_of(rows, self.prefill_tokens, ragged=not self.cache.states):
-            positions_of = self.pictures.positions if self.pictures is not None and self.three_positions else None
-            self._prefill(RowTensors.of(batch, slots_of, self.device, positions_of))
+            self._prefill(RowTensors.of(batch, slots_of, self.device, self._positions_of))
         self.prefilled_tokens += sum(row.size for row in rows)
         return {prefix: shared for row in rows for prefix, shared in zip(row.prefixes, row.shared, strict=True)}
 
+    def prefill_part(
+        self, prefix: Prefix, base: int, rows: Sequence[Tensor], states: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Compute `prefix[base:]` for no slot yet.
+
+        Args:
+            prefix: the tokens up to the end of the part.
+            base: where it begins.
+            rows: what is before it, as `SlotCache.read` gives it.
+            states: as `SlotCache.read_states` gives them.
+
+        Returns:
+            Rows and states of the part, in the same forms.
+        """
+        part = PrefixRow([prefix], [0], len(prefix) - base, base)
+        self.cache.begin_part(rows, states)
+        self._forward(RowTensors.of([part], {prefix: [0]}, self.device, self._positions_of))
+        self.prefilled_tokens += part.size
+        return self.cache.part()
+
+    @property
+    def _positions_of(self) -> Callable[[Prefix], NDArray[np.int64]] | None:
+        return self.pictures.positions if self.pictures is not None and self.three_positions else None
+
     def _prefill(self, rows: RowTensors) -> None:
+        self.cache.begin_prefill(PrefillPlan(rows.targets, rows.sources_B, rows.before, rows.tokens_BU.shape[1]))
+        self._forward(rows)
+
+    def _forward(self, rows: RowTensors) -> None:
+        """Compute `rows` as the cache plans it."""
         width = rows.tokens_BU.shape[1]
-        self.cache.begin_prefill(PrefillPlan(rows.targets, rows.sources_B, rows.before, width))
         plain = rows.ends_BU is None and rows.before == 0
         with self._holding(rows.tokens_BU):
             self._logits_with_slots(

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.inference.embedded.decoding.cache import PrefillPlan, SlotCache
+from asyncrl.inference.embedded.decoding.cache import PartPlan, PrefillPlan, SlotCache
 from asyncrl.models.routers import RoutingShape
 
 
@@ -35,7 +35,9 @@ class RoutingSlots:
         parts = [self._of_layer(recorded.get(layer)) for layer in range(self._shape.layers)]
         tokens = max(len(part) for part in parts)
         choices = torch.cat([part.expand(tokens, -1) for part in parts], dim=1)
-        if isinstance(plan, PrefillPlan):
+        if isinstance(plan, PartPlan):
+            plan.made[self] = [choices]
+        elif isinstance(plan, PrefillPlan):
             targets = plan.targets
             written = targets.gather(choices.view(-1, plan.width, self._width))
             self._slots[targets.slots_M, targets.positions_M] = written

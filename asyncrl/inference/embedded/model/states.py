@@ -63,6 +63,17 @@ class SlotStates(ABC):
         for name, states_B in self.exposed().items():
             self._buffer(name, states_B)[slots_N] = states_B[rows_N]
 
+    def begin_part(self, held: Iterator[Tensor] | None) -> None:
+        """Have the next forward of one row start from what `read_states` gave; None: afresh."""
+        self.expose({} if held is None else {name: next(held)[None].clone() for name in self._buffers})
+
+    def end_part(self) -> list[Tensor]:
+        """The states in which the forward has left its row, as `read_states` gives them."""
+        exposed = self.exposed()
+        for name, states in exposed.items():
+            self._buffer(name, states)
+        return [exposed[name][0].clone() for name in self._buffers]
+
     def begin_decode(self, rows: int) -> None:
         """Have the next forward go on in the first `rows` slots."""
         self.expose({name: buffer[:rows] for name, buffer in self._buffers.items()})
