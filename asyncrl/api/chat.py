@@ -125,11 +125,12 @@ class ChatClient(GenerationClient, Protocol):
         ...
 
     def policy(self, name: str) -> Self:
-        """One of `policies` in this episode, such as an older version of the trained policy: a client like this one.
+        """One of `policies` in this episode, such as an older version of the run's own: a client like this one.
 
-        Its answers are part of the environment: they are never samples, whatever is done with them. Each answer is of
-        one version, `reply.completion.versions`, and the next answer may be of another. Asked for the same name again,
-        it is the same client.
+        If it is trained, `samples` of that client are its own, to be trained with the reward that they are given.
+        Answers of any other policy are part of the environment: they are never samples, whatever is done with them.
+        Each answer is of one version, `reply.completion.versions`, and the next answer may be of another. Asked for the
+        same name again, it is the same client.
 
         Raises:
             ValueError: the run has no policy of this name.
@@ -141,6 +142,13 @@ class ChatClient(GenerationClient, Protocol):
 
         A sampled token carries loss (mask 1) in the first branch that holds it, and in no other. The episode's client
         also returns those of its `conversation`s, after its own; such a client returns its own alone.
+        """
+        ...
+
+    def all_samples(self, reward: float = 0.0) -> list[Sample]:
+        """Return `samples` of the episode's client and of those of further trained policies, each with `reward`.
+
+        These are the samples of an episode whose agent returns a number.
         """
         ...
 

@@ -160,7 +160,8 @@ def assemble(
     routes, grids = peers.placement.routing_table(), peers.placement.grids
     moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
     heads = [peers.workers[worker] for worker in routes.data_workers]
-    actors = [peers.workers[worker] for worker in grids[ACTOR].members]
+    roles = [ACTOR, *config.trained_policies]  # of the actors
+    actors = {role: [peers.workers[worker] for worker in grids[role].members] for role in roles}
 
     buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
     collector = Collector(heads, buffer)

@@ -31,6 +31,7 @@ from asyncrl.api import (
     Sample,
     Tokenizer,
 )
+from asyncrl.api.trajectory import policy_of
 from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.config.catalog import resolve
 from asyncrl.config.evaluation_sets import with_code_of
@@ -59,11 +60,13 @@ class RehearsalOutcome:
         error: why the run would fail; None where it would not.
         where: the lines of the user's code in which it failed, the innermost last.
         lost: episodes that failed though the group did not, by what failed and how.
+        untrained: trained policies of which the group has no sample.
     """
 
     error: str | None = None
     where: list[str] = field(default_factory=list)
     lost: dict[str, int] = field(default_factory=dict)
+    untrained: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Write it where `read` finds it."""
@@ -137,7 +140,8 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
     except Exception as error:  # whatever user code raises
         return RehearsalOutcome(_told(error, config), _users_lines(error))
     lost = {name.removeprefix(LOST_EPISODES): int(n) for name, n in counted.items() if name.startswith(LOST_EPISODES)}
-    return RehearsalOutcome(lost=lost)
+    made = {policy_of(sample.group, config.trained_policies) for sample in samples}
+    return RehearsalOutcome(lost=lost, untrained=sorted({*config.trained_policies} - made) if samples else [])
 
 
 def _prompts(components: UserComponents) -> Iterator[Prompt]:
