@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.models.picture_ids import SeenPicture
@@ -24,9 +26,11 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
 from asyncrl.trainer.engines.base import TrainingEngine
 from asyncrl.trainer.engines.host_offload import HostOffload, local, own_storage
+from asyncrl.trainer.model.flops import FlopCount, NotCounted, Work
 from asyncrl.trainer.parallel.rank_position import RankPosition
 
 Optimizer = TypeVar("Optimizer", bound=ScheduledAdamW)
+_log = logging.getLogger(__name__)
 
 
 class RoleEngine(TrainingEngine, Generic[Optimizer]):
@@ -37,7 +41,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         tokens_per_micro_batch: budget of one forward and backward pass.
         optimizer: None for a frozen role.
         place: of this rank.
-        routers: whose choices are those of the batch's routing, where it has one; None: they are not replayed.
+        routers: routers that replay the expert choices of a batch's routing; None: choices are not replayed.
         pictures: of the model; None: it is used for text alone.
     """
 
@@ -58,19 +62,37 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         self._trains_vision = any(parameter.requires_grad for parameter in tower)
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
         self._offload: HostOffload | None = None
+        self._flops: FlopCount | None = None
 
     def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Within it the routers choose for the tokens of `micro_batch` what it says."""
+        """Within this block the routers choose the experts recorded in `micro_batch`."""
         return nullcontext() if self.routers is None else self.routers.replaying(micro_batch.routing)
 
     @contextmanager
     def choosing_freely(self) -> Iterator[None]:
-        """Within it the routers choose for themselves whatever a micro-batch says."""
+        """Within this block the routers choose by themselves, whatever a micro-batch has recorded."""
         before, self.routers = self.routers, None
         try:
             yield
         finally:
             self.routers = before
+
+    def _count_from_now(self, trunk: PreTrainedModel) -> None:
+        """Count the operations of what this rank computes; called once the model is as it is trained."""
+        try:
+            self._flops = FlopCount(self.root, trunk)
+        except NotCounted as error:
+            _log.info("rank/mfu is not told: %s", error)
+
+    def _count(self, micro_batch: MicroBatch) -> None:
+        """Count a forward pass over `micro_batch`, and where gradients are recorded its backward pass."""
+        if self._flops is not None:
+            work = Work(micro_batch.depths, len(micro_batch.targets_N))
+            self._flops.add(work, backward=self.trained and torch.is_grad_enabled())
+
+    @property
+    def flops(self) -> float | None:
+        return None if self._flops is None else self._flops.total
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -113,7 +135,9 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
 
     @contextmanager
     def with_other_weights(self) -> Iterator[None]:
-        """Within it the role computes with other weights, as with its adapters off: rows of pictures are made again."""
+        """Within this block the role computes with other weights (adapters off, for example); picture rows are
+        recomputed.
+        """
         self._weights_changed()
         try:
             yield
@@ -163,9 +187,13 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def _cut(
         self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches, all of which are laid out and on their way to the device before the first one."""
+        """Yield the micro-batches.
+
+        All are laid out, and their copies to the device begun, before the first is yielded.
+        """
         made = deque(self._laid_out(batch, wanted, lengths, seqs))
         while made:
+            self._count(made[0])
             yield made.popleft()  # one that is computed is gone, with the masks that it made
 
     def _laid_out(
@@ -210,15 +238,19 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def _shown_ids(
         self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]]
     ) -> tuple[list[Sequence[int]], list[SeenPicture]]:
-        """`sequences` with the ids of their pictures' rows, and the pictures, which the caller holds meanwhile."""
+        """Return `sequences` with the ids of their pictures' rows, and the pictures, which the caller must keep
+        alive.
+        """
         if self.pictures is None or not pictures:
             return list(sequences), []
         made = [self.pictures.ids.shown(*each) for each in zip(sequences, pictures, strict=True)]
         return [ids for ids, _ in made], [seen for _, held in made for seen in held]
 
     def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Within it the model knows the pictures of `micro_batch`: with gradients by the vision tower where it is
-        trained, and gradients are recorded; else their rows are made once for a version of the weights.
+        """Within this block the model sees the pictures of `micro_batch`.
+
+        If the vision tower is trained and gradients are recorded, it computes their rows with gradients. Otherwise the
+        rows are computed once per version of the weights.
         """
         if self.pictures is None:
             return nullcontext()
