@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.algorithms.spec import Choice
@@ -19,7 +20,7 @@ from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
 
 pytestmark = pytest.mark.slow
-STEPS = 12
+STEPS = 8
 TOLERANCE = 1e-5
 CONFIG = ReferenceConfig(
     seed=7,
@@ -79,7 +80,7 @@ def oracle(tiny_model: Path, agent_path: str) -> list[StepReport]:
 
 
 def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their_processes(
-    oracle: list[StepReport], start_run: Any, command: Any, agent_path: str
+    oracle: list[StepReport], start_run: Any, command: Any, agent_path: str, tmp_path: Path
 ) -> None:
     run = start_run(
         agent__path=agent_path,
@@ -116,3 +117,10 @@ def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their
     assert np.abs(judged).max() > 1000 * TOLERANCE
     assert {folder.name for folder in (run.run_dir / "weights").iterdir()} == {"actor", "judge"}
     assert command("audit", run.run_dir).code == 0
+    assert command("export", run.run_dir, "--policy", "judge", tmp_path / "judge").code == 0
+    exported, published = (
+        load_file(next(folder.glob("*.safetensors")))
+        for folder in (tmp_path / "judge", run.run_dir / "weights" / "judge" / f"v{STEPS}")
+    )
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in published.items())
+    assert "trains no policy 'past'" in command("export", run.run_dir, "--policy", "past", tmp_path / "past").output

@@ -182,7 +182,7 @@ class RolloutClient:
             request: what to generate.
             rollout_id: the rollout it belongs to; None for evaluation, which no staleness count sees.
             min_version: every token is of this policy version or newer; a rollout's admission version counts anyway.
-                Answers of other policies (`request.policy`) are of any version.
+                Answers of a policy that is not trained (`request.policy`) are of any version.
             route: the server that the manager gave the rollout for its first request, which this is; once it has
                 expired the manager is asked for another.
 
@@ -267,7 +267,7 @@ class RolloutClient:
             request_id=work.own_id,
             rollout_id=work.rollout_id,
             affinity=work.rollout_id or "",
-            min_version=None if request.policy else work.min_version,
+            min_version=work.min_version,
             policy=request.policy,
         )
         while (route := await self._manager.schedule(wanted, SCHEDULE_HOLD_S)) is None:
