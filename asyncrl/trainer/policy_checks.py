@@ -57,6 +57,8 @@ def _not_supported(config: ExperimentConfig) -> Iterator[str]:
     model, told = config.model, "with several trained `policies`"
     if model.lora.rank:
         yield f"model.lora.rank={model.lora.rank}: {told} all weights are trained; use 0"
+    if config.trainer.score_ahead:
+        yield f"trainer.score_ahead=true: {told} their samples are scored in the step; use false"
     if config.moe.replay_routing:
         yield f"moe.replay_routing=true: {told} choices of experts are not replayed; use false"
     if model.path is not None and model.vision != VisionMode.none and placeholder_in(model.path) is not None:

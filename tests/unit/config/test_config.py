@@ -230,6 +230,10 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
             ["advantage='remax': with several"],
         ),
         (["policies=[{name: a, trained: true}]", "algorithm.reference.parallel=d1"], ["all roles are where the actor"]),
+        (
+            ["policies=[{name: a, trained: true}]", "trainer.score_ahead=true"],
+            ["trainer.score_ahead=true: with several"],
+        ),
         (["policies=[{name: a, trained: true}]", "model.lora.rank=4"], ["model.lora.rank=4: with several trained"]),
         (["policies=[{name: a, trained: true}]", "samples.only=true"], ["samples.only=True: with several"]),
         (
