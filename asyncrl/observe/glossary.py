@@ -65,6 +65,7 @@ GROUPS = {
     "critic": "The critic",
     "filter": "Filters",
     "<call>": "Filter calls of the graph",
+    "policy": "Further trained policies",
     "opponent": "Other policies that agents play with",
     "agent": "Numbers of the agent",
     "tool": "Tools",
@@ -213,6 +214,12 @@ METRICS: tuple[Metric, ...] = (
         grows=True,
     ),
     Metric(
+        "rollout/scored_ahead",
+        "share",
+        "Share of the batch that frozen reference and reward models scored before its step (`trainer.score_ahead`).",
+        "Near 1 where the trainer waits for data; near 0 where it does not, and then it costs nothing.",
+    ),
+    Metric(
         "rollout/lost_episodes: <failure>",
         "episodes",
         "Episodes that failed in this way and were dropped while the rest of their groups went on.",
@@ -315,6 +322,12 @@ METRICS: tuple[Metric, ...] = (
         "s",
         "Time in which the trainer waited for enough rollouts.",
         "A small part of `time/step_s` when the trainer is busy; a large part when generation is the limit.",
+    ),
+    Metric(
+        "time/score_ahead_s",
+        "s",
+        "Part of `time/wait_for_batch_s` in which frozen models scored what had come (`trainer.score_ahead`).",
+        "What the step is shorter by.",
     ),
     Metric(
         "time/train_s",
@@ -593,6 +606,13 @@ METRICS: tuple[Metric, ...] = (
         "Rises.",
     ),
     Metric(
+        "policy/<name>/<number>",
+        "",
+        "The metric of this name, such as `loss` or `ppo/clip_fraction`, of the trained one of `policies`; absent in "
+        "steps that do not train it.",
+        "As of the run's own policy.",
+    ),
+    Metric(
         "opponent/<name>/version",
         "versions",
         f"Version of the one of `policies` that answered, a mean over the tokens of its answers. {_MEAN}",
@@ -763,6 +783,18 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("prompt_total", "generation_server", "tokens", "Tokens of prompts that the server has taken in."),
     Figure(
         "cached_total", "generation_server", "tokens", "Tokens of prompts that the server found in its prefix cache."
+    ),
+    Figure(
+        "prefilled_total",
+        "generation_server",
+        "tokens",
+        "Tokens of prompts that the embedded engine computed, those that several samples share once.",
+    ),
+    Figure(
+        "kept_tokens",
+        "generation_server",
+        "tokens",
+        "Positions of the embedded engine's KV cache that hold earlier requests for later ones that begin alike.",
     ),
     Figure(
         "retracted_total", "generation_server", "samples", "Samples that lost their place, as the KV cache was full."

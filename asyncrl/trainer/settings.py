@@ -204,6 +204,11 @@ class TrainerConfig:
         "keep each role (weights, moments) in host memory while another one works on the ranks that they share; of use "
         "on GPUs only",
     )
+    score_ahead: bool = setting(
+        False,
+        "frozen reference and reward models score rollouts while the trainer waits for the rest of a batch, with the "
+        "same results up to rounding; of use where the ranks have devices of their own and wait much",
+    )
     ppo_minibatches: int = setting(
         4, "parts of a step's batch, an optimizer step each; divides train_batch_size", minimum=1
     )
@@ -214,6 +219,13 @@ class TrainerConfig:
         "(end them early by algorithm.stop_kl)",
         minimum=1,
     )
+    train_every: int = setting(
+        1,
+        "with further trained `policies`: only steps from versions v with v mod train_every = train_offset train "
+        "the run's own, so that policies can be trained in turns",
+        minimum=1,
+    )
+    train_offset: int = setting(0, "see trainer.train_every; less than it", minimum=0)
     buffer_capacity: int = setting(
         4096, "rollouts a rank holds before it stops taking more", unit="rollouts", minimum=1
     )
