@@ -107,8 +107,21 @@ def _stalled(history: History) -> Finding | None:
         "The run stands still",
         f"no step since {since:.0f} s, after step {newest}; {doing or 'all processes wait'}."
         + (f" Silent: {', '.join(silent)}." if silent else "")
-        + counters,
+        + counters
+        + _longest_under_way(history),
         f"Look at the log of {silent[0] if silent else 'the process named first'}; py-spy dump shows where it is.",
+    )
+
+
+def _longest_under_way(history: History) -> str:
+    """The rollout that has been played for longest, which a step may wait for."""
+    under_way = [each for each in history.rollouts.values() if each.finished_at is None and each.end is None]
+    if not under_way:
+        return ""
+    oldest = min(under_way, key=lambda each: each.admitted_at)
+    return (
+        f" The rollout of prompt {oldest.prompt} on {oldest.worker} has been under way for "
+        f"{history.now - oldest.admitted_at:.0f} s, longer than any other."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from dataclasses import replace
@@ -58,6 +59,15 @@ def test_a_healthy_run_has_no_problem(run: Path, capsys: pytest.CaptureFixture[s
     assert problems(run) == {}
     assert main([str(run)], "asyncrl") == 0
     assert "steps" in capsys.readouterr().out
+
+
+def test_stages_tell_of_what_is_wrong_with_none_of_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Publishing, weight updates and ages: what a user may fear, with its figure."""
+    main([str(run)], "asyncrl")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "training 0.3" in told
+    assert "of the time in weight updates" in told
+    assert re.search(r"age of tokens █+ +\d+ % at most \d versions, η = 2", told)
 
 
 def test_rewards_that_are_all_the_same_teach_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +184,14 @@ def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: 
 def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
     lock = hold(run)
     history = History(run)
-    stands = max(step.at for step in history.steps.values()) + 500
+    ended = max(step.at for step in history.steps.values())
+    stands = ended + 500
+    with (run / "ledger" / "000001.jsonl").open() as lines:
+        admitted = json.loads(next(line for line in lines if '"kind":"admitted"' in line))
+    (run / "ledger" / "000001.jsonl").open("a").write(
+        "".join(json.dumps(admitted | {"rollout": name, "prompt": prompt, "at": ended + after}) + "\n"
+                for name, prompt, after in (("new", "e0-7", -90), ("straggler", "e0-5", -100)))
+    )  # fmt: skip
     write(run / "observed" / "model_worker-0.jsonl",
           {"at": stands - 400, "pid": 1, "stage": "computes actor_train", "since": stands - 450})  # fmt: skip
     write(run / "observed" / "master_worker-0.jsonl",
@@ -184,6 +201,8 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
     assert "no step since 500 s, after step 30" in told
     assert "model_worker/0" in told.partition("Silent: ")[2]
     assert "master_worker/0 trains step 31 since 450 s" in told
+    assert "The rollout of prompt e0-5 on" in told
+    assert "has been under way for 600 s" in told
 
 
 def test_a_slow_server_of_two_is_named(tmp_path: Path) -> None:
