@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.commands.refusal import refuse
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str], program: str) -> int:
     try:
         step = export(args.run.expanduser(), args.step, args.out.expanduser(), adapter=args.adapter)
     except (ExportError, WeightUpdateError, ManifestError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        refuse(error)
         return EXIT_FAILED
     print(f"{args.out}: the policy after {step} steps of {args.run}")
     return EXIT_OK

@@ -40,6 +40,8 @@ CALLS = {
     "tool_s": "tool",
     "agent_wait_s": "a place for user code",
     "env_wait_s": "a place for user code",
+    "process_wait_s": "a place for user code",
+    "thread_wait_s": "a place for user code",
 }
 """Metrics of a rollout's seconds, and what they are spent on."""
 

@@ -41,7 +41,9 @@ def standing_lines(history: History, verdict: Finding | None) -> list[str]:
     if history.steps:
         if verdict is None or verdict.level is Level.remark:
             return []
-        return [f"{verdict.title}: {verdict.advice or verdict.sentence} {verdict.gain}".strip()]
+        stalled = verdict.kind == "stalled"
+        what = f"{verdict.sentence} {verdict.advice}" if stalled else verdict.advice or verdict.sentence
+        return [f"{verdict.title}: {what} {verdict.gain}".strip()]
     doing = [f"{name} {stage} ({seconds:.0f} s)" for name, stage, seconds in progress(history)]
     if len(doing) > MOST_LINES:
         doing = [*doing[: MOST_LINES - 1], f"and {len(doing) - MOST_LINES + 1} other processes"]

@@ -30,6 +30,8 @@ class Activity(StrEnum):
     """Likewise, of agents."""
     process_wait = auto()
     """For a free process of `rollout.user_code.processes`, in which a reward or a tool runs."""
+    thread_wait = auto()
+    """For a free thread of `rollout.user_code.threads`, in which plain functions run."""
     reward = auto()
     tool = auto()
 

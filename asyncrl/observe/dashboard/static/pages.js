@@ -86,7 +86,7 @@ function learning(view) {
 
 function speed(view) {
   const { run } = view, times = Object.keys(run.series).filter((name) => name.startsWith("time/") && name.endsWith("_s"));
-  const calls = ["generate", "reward", "env", "tool", "env_wait", "agent_wait"].map((name) => [`rollout/${name}_s`, name.replace("_", " ")]);
+  const calls = ["generate", "reward", "env", "tool", "env_wait", "agent_wait", "process_wait", "thread_wait"].map((name) => [`rollout/${name}_s`, name.replace("_", " ")]);
   return [
     ...findings(run, 4), stepBar(5, run), stages(7, run), timelineCard(run, view),
     chart(4, "Step", "seconds", [["time/step_s", "step"], ["time/train_s", "trains"], ["time/wait_for_batch_s", "waits"]], view),

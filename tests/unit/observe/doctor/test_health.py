@@ -77,6 +77,19 @@ def test_rewards_that_are_all_the_same_teach_nothing(run: Path, capsys: pytest.C
     assert "troubleshooting.md#nothing-learnt" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("waits_for", ["thread", "process", "agent", "env"])
+def test_waiting_for_a_place_for_user_code_is_not_taken_for_slow_generation(waits_for: str, tmp_path: Path) -> None:
+    VirtualRun(Knobs(reward_s=3.0, steps=20), tmp_path / "run").play()
+
+    def waits(_: int, row: dict[str, Any]) -> None:
+        row[f"rollout/{waits_for}_wait_s"] = row.pop("rollout/reward_s") - 0.1
+
+    change_rows(tmp_path / "run", waits)
+    first = examine(History(tmp_path / "run")).findings[0]
+    assert first.kind == "blocked-user-code"
+    assert "waiting for a thread or process" in first.sentence
+
+
 def test_an_entropy_that_collapses_is_told(run: Path) -> None:
     change_rows(run, lambda number, row: row.update({"entropy": 0.9 * 0.7**number}))
     assert "fell from" in problems(run)["entropy-collapses"]
@@ -197,7 +210,11 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
     write(run / "observed" / "master_worker-0.jsonl",
           {"at": stands, "pid": 2, "stage": "trains step 31", "since": stands - 450})  # fmt: skip
     told = problems(run)["stalled"]
+    history = History(run)
+    (shown,) = standing_lines(history, examine(history).verdict)
     os.close(lock)
+    assert "no step since 500 s, after step 30" in shown, "the terminal says it as well"
+    assert shown.endswith("py-spy dump shows where it is.")
     assert "no step since 500 s, after step 30" in told
     assert "model_worker/0" in told.partition("Silent: ")[2]
     assert "master_worker/0 trains step 31 since 450 s" in told
