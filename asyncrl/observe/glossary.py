@@ -220,6 +220,12 @@ METRICS: tuple[Metric, ...] = (
         grows=True,
     ),
     Metric(
+        "rollout/scored_ahead",
+        "share",
+        "Share of the batch that frozen reference and reward models scored before its step (`trainer.score_ahead`).",
+        "Near 1 where the trainer waits for data; near 0 where it does not, and then it costs nothing.",
+    ),
+    Metric(
         "rollout/lost_episodes: <failure>",
         "episodes",
         "Episodes that failed in this way and were dropped while the rest of their groups went on.",
@@ -322,6 +328,12 @@ METRICS: tuple[Metric, ...] = (
         "s",
         "Time in which the trainer waited for enough rollouts.",
         "A small part of `time/step_s` when the trainer is busy; a large part when generation is the limit.",
+    ),
+    Metric(
+        "time/score_ahead_s",
+        "s",
+        "Part of `time/wait_for_batch_s` in which frozen models scored what had come (`trainer.score_ahead`).",
+        "What the step is shorter by.",
     ),
     Metric(
         "time/train_s",

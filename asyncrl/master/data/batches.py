@@ -10,6 +10,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.score_ahead import AheadScorer
 from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.settings import OnStale
@@ -25,6 +26,7 @@ class Batches:
 
     Args:
         report: reports to the manager what expired, at the version given.
+        ahead: scores what came, while the step waits for the rest.
     """
 
     def __init__(
@@ -35,10 +37,11 @@ class Batches:
         manager: ManagerClient | OfflineGate,
         stall: StallWatch,
         report: Callable[[int], Awaitable[None]],
+        ahead: AheadScorer,
     ) -> None:
         self._size, self._on_stale = config.train_batch_size, config.on_stale
         self._buffer, self._collector, self._manager = buffer, collector, manager
-        self._stall, self._report = stall, report
+        self._stall, self._report, self.ahead = stall, report, ahead
         self.order = ConfiguredOrder(config.buffer.order)
 
     async def next(self, version: int) -> TrainBatch:
@@ -64,6 +67,8 @@ class Batches:
             missing = self._size - len(self._buffer)
             if missing <= 0:
                 return
+            if await self.ahead.piece(version):
+                continue
             more = self._collector.changed(missing)
             await self._stall.wait(more, version, "trajectories from the RolloutWorkers")
 
