@@ -78,13 +78,35 @@ def _doing(history: History) -> str:
 def _starting(history: History) -> Finding:
     doing = _doing(history)
     waiting = [name for name, stage, _ in progress(history) if not stage.startswith("waits")]
+    silent = [*_silent(history), *_never_heard_of(history)]
+    waiting += [name for name in silent if name not in waiting]
     return Finding(
         "no-step-yet",
         Level.remark,
         "No train step yet",
-        (doing or _all_at_work(history)) + ".",
+        (doing or _all_at_work(history)) + "." + (f" Silent: {', '.join(silent)}." if silent else ""),
         f"The others wait for {', '.join(waiting)}; see its log." if waiting and len(waiting) <= 3 else "",
     )
+
+
+def _silent(history: History) -> list[str]:
+    """Processes that should still write, and have not for some seconds."""
+    return [p.name for p in _workers(history) if history.now - p.last["at"] > SILENT_S and not p.last.get("ended")]
+
+
+def _never_heard_of(history: History) -> list[str]:
+    """Servers and RolloutWorkers of the run that wrote nothing, though the other processes did some seconds ago."""
+    heard = {process.name: process for process in _workers(history)}
+    begun = min((process.last["since"] for process in heard.values()), default=history.now)
+    if history.now - begun <= SILENT_S:
+        return []
+    expected = {"generation_server": "generation.servers", "rollout_worker": "rollout.workers"}
+    return [
+        f"{kind}/{index}"
+        for kind, setting in expected.items()
+        for index in range(int(history.setting(setting) or 0))
+        if f"{kind}/{index}" not in heard
+    ]
 
 
 def _stalled(history: History) -> Finding | None:
@@ -93,8 +115,7 @@ def _stalled(history: History) -> Finding | None:
     times = [row["time/step_s"] for row in history.rows.values() if "time/step_s" in row]
     if since < max(LONG_S, TIMES_A_STEP * (median(times) if times else 0.0)):
         return None
-    now = history.now
-    silent = [p.name for p in _workers(history) if now - p.last["at"] > SILENT_S and not p.last.get("ended")]
+    silent = _silent(history)
     doing = _doing(history)
     gate = next((p.last for p in _workers(history) if p.kind == "gserver_manager"), {})
     counters = ""

@@ -182,6 +182,25 @@ def test_a_run_without_a_step_says_which_process_is_not_ready(tmp_path: Path) ->
     assert found.advice == "The others wait for generation_server/0; see its log."
 
 
+def test_a_run_without_a_step_says_which_server_has_never_been_heard_of(tmp_path: Path) -> None:
+    """As one that hangs before its first line, while all others are at work."""
+    run = tmp_path / "run"
+    VirtualRun(Knobs(steps=0), run)._write()
+    (run / "config.yaml").write_text(
+        '{"total_train_steps": 5, "generation": {"servers": 2}, "rollout": {"workers": 1}}'
+    )
+    for file in (run / "observed").glob("*"):
+        file.unlink()
+    lock, now = hold(run), time.time()
+    for name, stage in (("generation_server-0", "serves"), ("rollout_worker-0", "plays"), ("model_worker-0", "ready")):
+        write(run / "observed" / f"{name}.jsonl", {"at": now, "pid": 1, "stage": stage, "since": now - 40})
+    found = examine(History(run)).verdict
+    os.close(lock)
+    assert found is not None
+    assert found.sentence.endswith("Silent: generation_server/1.")
+    assert found.advice == "The others wait for generation_server/1; see its log."
+
+
 def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: Path) -> None:
     run = tmp_path / "run"
     VirtualRun(Knobs(steps=0), run)._write()
