@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -341,7 +342,8 @@ def answer(question: Question, told: dict[str, object]) -> list[str]:
     lines: list[str] = []
     for each in told["findings"]:  # type: ignore[attr-defined]
         if each["kind"] in question.findings:
-            lines += textwrap.wrap(f"{each['title']}: {each['sentence']}", WIDTH)
+            sentence = re.sub(r"/\S+/injected\.py", "my_code.py", each["sentence"])
+            lines += textwrap.wrap(f"{each['title']}: {sentence}", WIDTH)
             for more in filter(None, (each["advice"], each["gain"])):
                 lines += textwrap.wrap(f"  → {more}", WIDTH, subsequent_indent="    ")
     if question.findings and not lines:

@@ -98,7 +98,9 @@ def stages(m: Measured) -> list[RunStage]:
     age = f"at most {m.greatest_age:.0f} versions, η = {m.eta}"
     if m.stale:
         age += f"; {100 * m.stale:.0f} % of the rollouts dropped as too old"
-    listed.append(RunStage("age of tokens", min(1.0, m.greatest_age / m.eta) if m.eta else None, age))
+    listed.append(
+        RunStage("age of tokens", min(1.0, m.greatest_age / m.eta) if m.eta else float(m.greatest_age > 0), age)
+    )
     return listed
 
 

@@ -7,6 +7,7 @@ from statistics import median
 
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.history import History, Process, State
+from asyncrl.observe.history.ledger import Rollout
 
 AT_WORK = frozenset({"ready", "serves", "plays", "waits for the master"})
 SILENT_S = 10.0
@@ -115,7 +116,7 @@ def _stalled(history: History) -> Finding | None:
     times = [row["time/step_s"] for row in history.rows.values() if "time/step_s" in row]
     if since < max(LONG_S, TIMES_A_STEP * (median(times) if times else 0.0)):
         return None
-    silent = _silent(history)
+    silent, now = _silent(history), history.now
     doing = _doing(history)
     gate = next((p.last for p in _workers(history) if p.kind == "gserver_manager"), {})
     counters = ""
@@ -124,28 +125,29 @@ def _stalled(history: History) -> Finding | None:
             f" The manager counts {gate.get('rollouts_running', 0):.0f} rollouts under way and "
             f"{gate.get('finished_untrained', 0):.0f} that wait to be trained."
         )
+    advice = f"Look at the log of {silent[0] if silent else 'the process named first'}; py-spy dump shows where it is."
+    if (oldest := _longest_under_way(history)) is not None:
+        counters += (
+            f" The rollout of prompt {oldest.prompt} on {oldest.worker} has been under way for "
+            f"{now - oldest.admitted_at:.0f} s, longer than any other."
+        )
+        if not silent:
+            advice = f"Look at the log of {oldest.worker}; rollout.rollout_timeout_s ends rollouts that take too long."
     return Finding(
         "stalled",
         Level.problem,
         "The run stands still",
         f"no step since {since:.0f} s, after step {newest}; {doing or 'all processes wait'}."
         + (f" Silent: {', '.join(silent)}." if silent else "")
-        + counters
-        + _longest_under_way(history),
-        f"Look at the log of {silent[0] if silent else 'the process named first'}; py-spy dump shows where it is.",
+        + counters,
+        advice,
     )
 
 
-def _longest_under_way(history: History) -> str:
+def _longest_under_way(history: History) -> Rollout | None:
     """The rollout that has been played for longest, which a step may wait for."""
     under_way = [each for each in history.rollouts.values() if each.finished_at is None and each.end is None]
-    if not under_way:
-        return ""
-    oldest = min(under_way, key=lambda each: each.admitted_at)
-    return (
-        f" The rollout of prompt {oldest.prompt} on {oldest.worker} has been under way for "
-        f"{history.now - oldest.admitted_at:.0f} s, longer than any other."
-    )
+    return min(under_way, key=lambda each: each.admitted_at, default=None)
 
 
 def _died(history: History) -> Finding:

@@ -1,4 +1,4 @@
-"""First on PYTHONPATH: each process counts the processor seconds of its observing, for `overlap.py --cost observing`.
+"""First on PYTHONPATH: each process counts the processor seconds of its observing, for `overlap.py --observing`.
 
 At its end it writes them into a file of its own in the folder `OBSERVING_FOLDER`. Python imports a module of this name
 when it begins.

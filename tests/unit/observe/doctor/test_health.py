@@ -241,6 +241,18 @@ def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
     assert "has been under way for 600 s" in told
 
 
+def test_a_run_that_waits_for_one_rollout_says_what_ends_it(run: Path) -> None:
+    lock = hold(run)
+    stands = max(step.at for step in History(run).steps.values()) + 500
+    for file in (run / "observed").glob("*.jsonl"):
+        write(file, {"at": stands, "pid": 1, "stage": "plays", "since": stands - 600})
+    found = examine(History(run)).findings[0]
+    os.close(lock)
+    assert found.kind == "stalled"
+    assert "Silent" not in found.sentence
+    assert found.advice.startswith("Look at the log of rollout_worker/0; rollout.rollout_timeout_s ends rollouts")
+
+
 def test_a_slow_server_of_two_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
     VirtualRun(replace(Knobs(), speed=1000), run).play()
