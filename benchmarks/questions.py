@@ -356,21 +356,29 @@ def answer(question: Question, told: dict[str, object]) -> list[str]:
 
 
 def page(found: dict[str, dict[str, object]]) -> str:
-    """The page of all questions whose runs were recorded."""
+    """The page of all questions; of runs that were not recorded the findings alone."""
     parts = [HEAD]
     for number, question in enumerate(QUESTIONS, 1):
-        if question.run not in found:
-            continue
-        told, run = found[question.run], RUNS[question.run]
-        kinds = [each["kind"] for each in told["findings"]]  # type: ignore[attr-defined]
-        links = ", ".join(f"[{kind}](troubleshooting.md#{kind})" for kind in kinds if kind in question.findings)
+        told, run = found.get(question.run), RUNS[question.run]
+        kinds = question.findings
+        if told is not None:
+            kinds = tuple(each["kind"] for each in told["findings"] if each["kind"] in question.findings)  # type: ignore[attr-defined]
+        links = ", ".join(f"[{kind}](troubleshooting.md#{kind})" for kind in kinds)
         project, number_there = question.where.split("/")[1], question.where.rsplit("/", 1)[1]
         asked = f"Asked in [{project}#{number_there}](https://github.com/{question.where})."
-        recorded_run = f"Recorded run: {run.what[0].lower()}{run.what[1:]}; {told['state']}, step {told['step']}."
+        finding = f" Finding: {links}." if links else ""
+        parts.append(f"## {number}. {question.text}\n\n{asked}{finding}")
+        if told is None:
+            parts.append(f" No run is recorded yet: {_lower(run.what)}.\n\n")
+            continue
         lines = "\n".join(answer(question, told))
-        parts.append(f"## {number}. {question.text}\n\n{asked} {recorded_run}{f' Finding: {links}.' * bool(links)}\n\n")
+        parts.append(f" Recorded run: {_lower(run.what)}; {told['state']}, step {told['step']}.\n\n")
         parts.append(f"```text\n$ asyncrl doctor RUN\n{lines}\n```\n\n")
     return "".join(parts).rstrip("\n") + "\n"
+
+
+def _lower(text: str) -> str:
+    return text[0].lower() + text[1:]
 
 
 HEAD = """# Questions
