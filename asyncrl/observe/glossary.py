@@ -65,6 +65,7 @@ GROUPS = {
     "critic": "The critic",
     "filter": "Filters",
     "<call>": "Filter calls of the graph",
+    "policy": "Further trained policies",
     "opponent": "Other policies that agents play with",
     "agent": "Numbers of the agent",
     "tool": "Tools",
@@ -612,6 +613,13 @@ METRICS: tuple[Metric, ...] = (
         "Rises.",
     ),
     Metric(
+        "policy/<name>/<number>",
+        "",
+        "The metric of this name, such as `loss` or `ppo/clip_fraction`, of the trained one of `policies`; absent in "
+        "steps that do not train it.",
+        "As of the run's own policy.",
+    ),
+    Metric(
         "opponent/<name>/version",
         "versions",
         f"Version of the one of `policies` that answered, a mean over the tokens of its answers. {_MEAN}",
@@ -782,6 +790,18 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("prompt_total", "generation_server", "tokens", "Tokens of prompts that the server has taken in."),
     Figure(
         "cached_total", "generation_server", "tokens", "Tokens of prompts that the server found in its prefix cache."
+    ),
+    Figure(
+        "prefilled_total",
+        "generation_server",
+        "tokens",
+        "Tokens of prompts that the embedded engine computed, those that several samples share once.",
+    ),
+    Figure(
+        "kept_tokens",
+        "generation_server",
+        "tokens",
+        "Positions of the embedded engine's KV cache that hold earlier requests for later ones that begin alike.",
     ),
     Figure(
         "retracted_total", "generation_server", "samples", "Samples that lost their place, as the KV cache was full."
