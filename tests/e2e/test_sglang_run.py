@@ -63,4 +63,3 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert run.survivors() == []
     assert left_in_memory(run.run_dir, shared_memory) == []
-
