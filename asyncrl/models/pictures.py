@@ -48,8 +48,7 @@ _IMAGE_TYPE: Final = 1
 
 class _Table(NamedTuple):
     """Rows of several pictures, one after the other: picture p has the ids from `firsts_P[p]` and begins at
-    `starts_P[p]`.
-    """
+    `starts_P[p]`."""
 
     firsts_P: Tensor
     starts_P: Tensor

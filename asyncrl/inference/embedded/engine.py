@@ -311,8 +311,7 @@ class GenerationEngine:
 
     def step(self) -> bool:
         """Run commands and one step on the caller's thread, for use without `start`; False when there was nothing to
-        do.
-        """
+        do."""
         self._run_commands()
         self._apply_drains()
         if not self._runnable():
@@ -357,8 +356,7 @@ class GenerationEngine:
 
     def _apply_drains(self) -> None:
         """Apply changes whose predecessors have all finished (or are frozen); hold what arrived after the first that
-        waits.
-        """
+        waits."""
         queue = self._batch.queue
         while self._drains:
             drain = self._drains[0]

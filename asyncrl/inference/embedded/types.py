@@ -148,7 +148,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot of the engine. Token counts are since the start; `used_tokens` are positions of the KV cache in use."""
+    """A snapshot of the engine. Token counts are since the start; `used_tokens` are positions of the KV cache in
+    use."""
 
     running: int = 0
     waiting: int = 0

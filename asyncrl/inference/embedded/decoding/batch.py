@@ -330,8 +330,7 @@ class DecodeBatch:
     @torch.inference_mode()
     def weights_changed(self, *, keep_cache: bool = False) -> None:
         """Keys and values cached so far belong to older weights: nobody may copy them any more, but with `keep_cache`
-        later turns of the samples that have them.
-        """
+        later turns of the samples that have them."""
         self.weights_epoch += 1
         self.runner.weights_changed()
         if not keep_cache:

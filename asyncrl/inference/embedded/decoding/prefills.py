@@ -102,8 +102,7 @@ class Prefills:
 
     def compute_part(self, sequence: Sequence, epoch: int, most: int) -> None:
         """Compute the next `most` tokens of its prefix, and keep them; without room for them it is no longer to be
-        prefilled in parts.
-        """
+        prefilled in parts."""
         assert self.kept is not None
         match, cache = self._known(sequence.prefix, epoch), self._runner.cache
         base, states, before = 0, [], []

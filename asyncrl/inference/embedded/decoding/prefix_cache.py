@@ -116,8 +116,7 @@ class PrefixCache:
 
     def match(self, prefix: Prefix, epoch: int) -> Match | None:
         """The longest that is known of `prefix`, under the weights of `epoch` or in an older tree of its conversation;
-        None if nothing is. It counts as used.
-        """
+        None if nothing is. It counts as used."""
         best: Match | None = None
         for each, root in sorted(self._roots.items(), reverse=True):
             found = self._match_in(root, prefix, each)
@@ -196,8 +195,7 @@ class PrefixCache:
 
     def _descend(self, root: Node, tokens: Prefix) -> tuple[Node, int, int]:
         """The deepest node whose path `tokens` begins with, the length of that path, and how many tokens of one of its
-        children follow.
-        """
+        children follow."""
         node, at = root, 0
         while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
             if not child.whole:
@@ -244,8 +242,7 @@ class PrefixCache:
 
     def _oldest_leaf(self, spare_newest: bool) -> Node | None:
         """Take the least recently used leaf from the heap, where each leaf has at least one entry, of an earlier use
-        maybe.
-        """
+        maybe."""
         passed: list[tuple[int, int, Node]] = []
         found: Node | None = None
         while self._leaves and found is None:

@@ -46,8 +46,7 @@ MOST_SHARED_TOKENS = 4096
 @dataclass(slots=True)
 class PrefixRow:
     """Prefixes in lexicographic order, what each shares with the one before it, how many tokens they have so, and the
-    length of their base; `shared` and `size` do not count it.
-    """
+    length of their base; `shared` and `size` do not count it."""
 
     prefixes: list[Prefix]
     shared: list[int]
@@ -103,8 +102,7 @@ def rows_of(
 
 def batches_of(rows: Sequence[PrefixRow], most: int, *, ragged: bool) -> list[list[PrefixRow]]:
     """Rows that are computed together, shortest first, of at most `most` tokens with their padding, but one row at
-    least; those that need no mask by themselves, those with a base, and without `ragged` none that need padding.
-    """
+    least; those that need no mask by themselves, those with a base, and without `ragged` none that need padding."""
 
     def order(row: PrefixRow) -> tuple[bool, bool, int, int]:
         about = row.size.bit_length() if ragged and row.base else row.size

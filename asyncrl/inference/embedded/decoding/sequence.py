@@ -81,7 +81,8 @@ class Sequence:
         return self.job.on_progress is not None or bool(self.request.sampling.stop)
 
     def set_prefix(self) -> None:
-        """Fix what a prefill has to cover: the prompt and what was generated before a retraction, less the last token."""
+        """Fix what a prefill has to cover: the prompt and what was generated before a retraction, less the last
+        token."""
         prompt = self.prompt
         self.known_before, self.in_parts = None, True
         self.prefix = prompt[:-1] if not self.tokens else (*prompt, *self.tokens[:-1])

@@ -140,8 +140,7 @@ def causal_bias(length: int, reach: Reach | None, like: Tensor) -> Tensor:
 
 def tree_bias(ends_BU: Tensor, depths_BU: Tensor, reach: Reach | None, like: Tensor) -> Tensor:
     """Additive mask `[B, 1, U, U]` of rows of prefixes (`prefix_rows`): a token sees those in whose subtree it is,
-    within `reach` where one is given.
-    """
+    within `reach` where one is given."""
     places = torch.arange(ends_BU.shape[1], device=like.device)
     allowed = (places[:, None] >= places) & (places[:, None] < ends_BU[:, None, :])
     if reach is not None:
@@ -154,8 +153,7 @@ def after_base_bias(
 ) -> Tensor:
     """Additive mask `[B, 1, U, before + U]` of rows that go on from a base: a token sees the base of its row, which is
     the first `bases_B[b]` of the `before` keys that come first, and in the row what `tree_bias` says, or where no row
-    branches (`ends_BU` None) those before it; all within `reach` where one is given.
-    """
+    branches (`ends_BU` None) those before it; all within `reach` where one is given."""
     places = torch.arange(depths_BU.shape[1], device=like.device)
     known = torch.arange(before, device=like.device)
     base = (known < bases_B[:, None])[:, None, :].expand(-1, len(places), -1)

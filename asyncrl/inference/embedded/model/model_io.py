@@ -293,8 +293,7 @@ class ModelRunner:
 
     def _prefill_mask(self, length: int) -> Tensor | dict[str, Tensor | None] | None:
         """None lets the attention be plainly causal; sliding layers need their window drawn, and a model with an
-        attention of its own would draw a mask for the whole slots.
-        """
+        attention of its own would draw a mask for the whole slots."""
         window = self._pattern.window
         if window is None:
             return causal_bias(length, None, self._like) if self._draws_masks else None
