@@ -37,5 +37,5 @@ def fresh_seed() -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that draws output token `position` of the stream `seed`; the tensors give the same."""
+    """Return the number in [0, 1) that draws output token `position` of the stream `seed`; tensors give the same."""
     return float(mix(seed + (position + 1) * GAMMA) >> 11) * 2.0**-53
