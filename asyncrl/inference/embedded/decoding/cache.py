@@ -16,7 +16,7 @@ masked, so they weigh nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.inference.embedded.model.states import SlotStates, StateLayer
+from asyncrl.models.storages import storages
 from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory
 
 LENGTH_STEP = 16
@@ -87,6 +88,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
         self._key_buffer = self._value_buffer = torch.empty(0)
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """What keys and values are views of."""
+        return self._key_buffer, self._value_buffer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the slots once the shape of a key is known."""
@@ -209,6 +215,16 @@ class SlotCache(Cache):
         if not memory.states:
             return SlotLayer(self)
         return HybridLayer(self, memory.states) if memory.keys else StateLayer(memory.states)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values, and of what is spare; states and companions are not counted."""
+        return sum(storage.nbytes() for _, storage in storages(self._buffers()))
+
+    def _buffers(self) -> Iterator[Tensor]:
+        for layer in self._slot_layers:
+            yield from layer.buffers
+        yield from self._spares.values()
 
     def reserve(self, rows: int, length: int, live_rows: int, live_length: int) -> None:
         """Make room for `rows` x `length`, keeping the first `live_length` positions of the first `live_rows` slots."""

@@ -147,6 +147,23 @@ class ModelRunner:
             self._places = states_in_modules(self.model)
             self.cache = self.new_cache(self.cache.limit)
 
+    def drop_cache(self) -> int:
+        """Give up the slots; only while no sample runs. Returns their bytes."""
+        freed = self.cache.nbytes
+        for states in self.cache.states:
+            states.expose({})  # the model's modules hold what it exposed last
+        self.cache = self.new_cache(self.cache.limit)
+        if self.routing is not None:
+            self.routing = self.routing.of(self.cache)
+        return freed
+
+    def drop_copies(self) -> int:
+        """Give up what was made from the weights, which are about to change. Returns the bytes of packed weights."""
+        freed = self._linears.drop()
+        if self.pictures is not None:
+            self.pictures.weights_changed()
+        return freed
+
     def weights_changed(self) -> None:
         """Forget what was computed from the weights before."""
         self._linears.renew()

@@ -29,6 +29,10 @@ class RoutingSlots:
         self._slots = torch.zeros(0, 0, self._width, dtype=torch.int16, device=device)
         owner.companions.append(self)
 
+    def of(self, owner: SlotCache) -> RoutingSlots:
+        """Choices of the same kind for the slots of another cache."""
+        return RoutingSlots(owner, self._shape, self._device)
+
     def record(self, recorded: Mapping[int, Tensor]) -> None:
         """Write what the forward that the owner planned has chosen: [tokens, per_token] by layer, but dense ones."""
         plan = self.owner.plan
