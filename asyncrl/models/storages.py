@@ -9,14 +9,16 @@ from torch import Tensor, nn
 
 
 def own_storage(module: nn.Module) -> None:
-    """Give a storage of its own to what has none that can be emptied: on a CPU, weights read as a map of their file."""
+    """Give each tensor whose storage cannot be emptied a new one: on a CPU, weights that are a memory map of their
+    file.
+    """
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.data.clone()
 
 
 def storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.device, torch.UntypedStorage]]:
-    """Yield each storage once, of those that can be emptied: on a CPU one that numpy has seen cannot, nor need it."""
+    """Yield each storage that can be emptied, once. On a CPU a storage shared with numpy cannot be, and need not be."""
     seen = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -7,7 +7,7 @@ EXIT_FAILED = 1
 EXIT_CONFIG = 2
 """A setting is wrong; nothing was started."""
 EXIT_HELD = 4
-"""Another run holds the trial; nothing was started. Once that one has ended the same command works."""
+"""Another run holds the trial; nothing was started. The same command works once that run has ended."""
 EXIT_RESTART_TRAINER = 75
 """The whole trainer (MasterWorker and all ModelWorkers) must restart: this process cannot continue alone.
 

@@ -13,7 +13,7 @@ Life of a run
      restarted alone; it asks for the rest if the ranks are in a step. Beyond its budget, or if that checkpoint is lost,
      everything is stopped and started again, from the newest checkpoint, and beyond that budget the run fails
      (`asyncrl.runtime.trials.restart_budget`).
-   - A process ends that the run can do without: it is noted, and the run goes on.
+   - A process ends that the run does not need: it is noted, and the run continues.
    - Any other end is a failure: it is reported with the last lines of that process's log, the MasterWorker gets a
      moment to save what can be saved, everything is stopped, and the exit code is 1.
    A process that exits with 1 has not crashed: it reported that it cannot continue, and why, and a new one would report
@@ -74,26 +74,27 @@ from asyncrl.runtime.trials.trial import Trial
 from asyncrl.runtime.worker_plan import WorkerPlan
 
 FAILED_SAVE_LIMIT_S = 6.0
-"""After a failure, so long the MasterWorker may take to save; with the stop below it ends within 15 s."""
+"""Longest time, in s, for the MasterWorker to save after a failure; with the stop below it ends within 15 s."""
 STOP_LIMIT_S = 3.0
 """Longest time, in s, for a process to end after it was asked to; then it is killed."""
 REFRESH_S = 0.2
 """Time between two looks at the metrics file."""
 STANDING_S = 4.0
-"""Interval in seconds at which a person is told where the run stands."""
+"""Interval, in s, at which the terminal shows what the processes do."""
 CAUSE_LIMIT_S = 2.0
 """Longest time, in s, between a trainer process that gives up and the report of the death that caused it."""
 CHECKPOINT_LIMIT_S = SAVE_LIMIT_S
-"""After Ctrl-C, so long the MasterWorker may take for its checkpoint."""
+"""Longest time, in s, for the MasterWorker's checkpoint after Ctrl-C."""
 READY_LIMIT_S = 600.0
 """Longest time, in s, that a restarted process is watched until it is ready; a large model takes time to load."""
 
 
 class Launcher:
-    """Runs one experiment from its resolved config; `model.path` is a folder by now. `run` says what for.
+    """Runs one experiment from its resolved config, in which `model.path` is a folder.
 
     Args:
-        detached: it has no terminal, and others may attach to it.
+        run: purpose of the launch.
+        detached: this launcher has no terminal, and terminals may attach to it.
         check_checkpoint: see `Trial`.
     """
 
@@ -136,11 +137,11 @@ class Launcher:
             self._remarks.read()
 
     def release(self) -> None:
-        """Give the trial back; nothing where it is not held."""
+        """Release the trial, if it is held."""
         self._trial.release()
 
     def run(self) -> int:
-        """Start everything and see it through; returns the exit code."""
+        """Run all processes to the end. Return the exit code."""
         backend = open_backend(self.config.system.launcher, self.run_dir)
         backend.lock = self._trial.lock
         observer.start(self.run_dir, "launcher", 0)
@@ -178,7 +179,7 @@ class Launcher:
             self._show_new_rows()
 
     async def _run_processes(self) -> int | None:
-        """Start everything and see it through; the exit code, or None where the whole run is to be started again."""
+        """Run all processes to the end. Return the exit code; None if the whole run must restart."""
         self._workers.clear()
         self._ends = asyncio.Queue()  # the ends of those that ran before are none of these
         if self._claim_lost:
@@ -221,7 +222,9 @@ class Launcher:
         self._ends.put_nowait(None)
 
     async def _has_lost_claim(self) -> bool:
-        """Asked before anything is replaced, too: it may have ended because the other launch gave it up."""
+        """True if another launch has the trial's names. Also asked before a process is replaced, which that launch may
+        have fenced.
+        """
         try:
             self._claim_lost = self._claim_lost or await asyncio.to_thread(self._trial.is_lost)
         except NameResolveError as error:
@@ -243,12 +246,12 @@ class Launcher:
         watch.add_done_callback(self._watches.discard)
 
     def _terminate(self) -> None:
-        """SIGTERM: asks for a checkpoint and the end. It comes twice from a batch system and a script in between."""
+        """Handle SIGTERM: save a checkpoint and end. A batch system and a script in between may both send it."""
         if not self._interrupts:
             self._interrupt()
 
     def _interrupt(self) -> None:
-        """SIGINT: the first asks for a checkpoint and the end, the second for the end at once."""
+        """Handle SIGINT: the first one saves a checkpoint and ends, the second ends at once."""
         self._interrupts += 1
         if self._interrupts == 1:
             self._display.note("stopping after a checkpoint; once more to stop at once")
@@ -264,8 +267,10 @@ class Launcher:
         self._ends.put_nowait(None)
 
     async def _end_of_run(self) -> tuple[WorkerHandle | None, AfterDeath]:
-        """The process whose end is that of the run, and what is to be started again; no process where everything is to
-        be stopped at once, because it was asked for twice or the checkpoint took too long.
+        """Wait for the end of the run. Return the process that ended it, and what must restart.
+
+        The process is None if everything must stop at once: after a second stop request, or if the checkpoint took too
+        long.
         """
         while True:
             ends = [await self._ends.get()]
@@ -312,7 +317,7 @@ class Launcher:
         return AfterDeath.alone
 
     async def _await_cause(self, ends: list[WorkerHandle | None]) -> None:
-        """Add to `ends` what ends soon after: a rank that is gone makes its peers and the master give up."""
+        """Add to `ends` the processes that end soon after: the death of a rank makes its peers and the master exit."""
         deadline = time.monotonic() + CAUSE_LIMIT_S
         while not any(worker is not None and trains(worker) and not cannot_continue(worker) for worker in ends):
             try:
@@ -321,14 +326,15 @@ class Launcher:
                 return
 
     def _may_go_on_alone(self, ended: WorkerHandle) -> bool:
-        """True if a successor of the process can start without restarting others of its side. A leader's successor asks
-        them for their state, which they have only if steps are kept.
+        """True if a successor of the process can start without restarting the rest of the trainer.
+
+        A leader's successor asks the ranks for their state, which they have only with in-memory checkpoints.
         """
         leads = PROCESS_KINDS[ended.plan.kind].restart is Restart.alone_or_together
         return not leads or (uses_memory_checkpoint(self.config) and ended.exit_code != EXIT_RESTART_TRAINER)
 
     async def _restart(self, workers: Sequence[WorkerHandle], what: str, reason: str) -> None:
-        """End `workers`, whatever still runs of them, and start each again."""
+        """End what still runs of `workers`, and start each again."""
         began = time.monotonic()
         note_restart(self.run_dir, what, reason)
         for worker in workers:
@@ -349,7 +355,7 @@ class Launcher:
         watch.add_done_callback(self._watches.discard)
 
     async def _give_up(self, workers: Sequence[WorkerHandle]) -> None:
-        """Exclude these processes, which may still run on an unreachable host, and tell which of them were killed."""
+        """Fence these processes, which may still run on an unreachable host, and record which of them were killed."""
         for worker in workers:
             self._deaths[worker.plan.name] += 1
         numbers = {(worker.plan.kind, worker.plan.index): self._deaths[worker.plan.name] for worker in workers}
@@ -357,7 +363,7 @@ class Launcher:
         await asyncio.to_thread(self._trial.fence, numbers, killed)
 
     async def _note_when_ready(self, plans: Sequence[WorkerPlan], what: str, began: float) -> None:
-        """Say how long it took until what was started again could work, and write it down."""
+        """Show and log how long it took until the restarted processes were ready."""
         incarnations = {plan.name: self._deaths[plan.name] for plan in plans}
 
         def are_ready(statuses: Subtree) -> bool:
@@ -383,7 +389,7 @@ class Launcher:
                 await asyncio.sleep(REFRESH_S)
 
     async def _fail(self, ended: WorkerHandle, outcome: str) -> None:
-        """Say what ended and what comes of it, have the rest saved and stopped."""
+        """Show which process ended and the outcome; then save and stop the rest."""
         what = f"{ended.plan.name} ({ended.description}) {describe_exit(ended)}"
         if outcome:
             self._display.note(f"{what}, {outcome}; the end of {ended.log}:")
@@ -405,7 +411,7 @@ class Launcher:
                 worker.terminate()
 
     async def _stop_all(self) -> None:
-        """Clients before servers, so that no one waits for an answer that nobody gives any more."""
+        """Stop all processes, clients before servers, so that none waits for an answer that never comes."""
         for serves in (False, True):
             workers = [worker for worker in self._workers if PROCESS_KINDS[worker.plan.kind].serves == serves]
             for worker in workers:
@@ -422,7 +428,7 @@ class Launcher:
             await asyncio.sleep(REFRESH_S)
 
     async def _show_standing(self) -> None:
-        """Show what the processes do, and once they train what sets the pace."""
+        """Show what the processes do, and during training also the bottleneck."""
         history: History | None = None
         while True:
             await asyncio.sleep(STANDING_S)

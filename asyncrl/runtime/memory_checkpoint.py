@@ -209,7 +209,7 @@ def _to_remove(folder: Path, limit_s: float) -> Iterator[bool]:
     again; without the lock, the slower one would delete the new folder.
 
     Raises:
-        OSError: another process removes it, and was not done within `limit_s`; or it is somebody else's.
+        OSError: another process did not finish removing it within `limit_s`, or it belongs to another user.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

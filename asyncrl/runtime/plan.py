@@ -79,9 +79,9 @@ _HERE = HostConfig()
 
 
 def with_types(config: ExperimentConfig, run: Purpose = Purpose.train) -> ExperimentConfig:
-    """`config` with the types that `model.dtype` and `generation.dtype` stand for where they are `auto`.
+    """Return `config` with `auto` in `model.dtype` and `generation.dtype` replaced by a type.
 
-    They follow from the plan, and every process of the run reads the same. The type of servers that somebody else
+    The type follows from the plan, so that every process of the run reads the same. The type of servers that the user
     started is not known and stays `auto`.
     """
     plans = plan_workers(config, run=run)

@@ -98,11 +98,11 @@ class ProcessKind:
         count: how many there are.
         resources: what one may use: the config, its number among those of its kind on its host, what these share.
         runs: the launches that it is part of.
-        leads: its orderly end is the end of the run; asked to stop, it saves first. One kind of a launch leads.
-        serves: the others call it; it is asked to stop after them, so that nobody waits for an answer in vain.
-        essential: the run ends with it. The death of any other is noted, and the run goes on.
-        restart: what the launcher does when one has died.
-        placed_as: the kind beside which it runs where there are several hosts; empty: it is placed by its own name.
+        leads: its normal exit is the end of the run; asked to stop, it saves first. Each launch has one leading kind.
+        serves: other processes call it; it is stopped after them, so that none waits for an answer that never comes.
+        essential: the run ends with it. The death of any other process is noted, and the run continues.
+        restart: what the launcher restarts after its death.
+        placed_as: kind that it is placed with on several hosts; empty if it is placed by its own name.
     """
 
     path: str
@@ -153,7 +153,7 @@ def _policy_servers(config: ExperimentConfig) -> int:
 
 
 def _policy_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
-    """As of the generation servers, after which they are counted."""
+    """GPUs as for generation servers; policy servers are numbered after those."""
     return _generation_server(config, _generation_servers(config) + index, here)
 
 

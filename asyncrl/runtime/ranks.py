@@ -37,7 +37,7 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """True if this rank does what one of the group has to do for all."""
+        """True if this rank does the work that one rank of the group does for all."""
         return self.rank == 0
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
@@ -78,12 +78,13 @@ class Ranks:
         return tensor
 
     def together(self, action: Callable[[], Result], what: str) -> Result:
-        """Run `action` here while the other ranks run theirs; returns what it does once all have.
+        """Run `action` here while the other ranks run theirs. Return its result once all are done.
 
-        An action may itself do something together, if all ranks come to it or none does.
+        An action may itself use `together`, if either all ranks reach that call or none does.
 
         Raises:
-            PeerFailed: it failed on another rank; says why. An exception of this rank's `action` is raised as it is.
+            PeerFailed: an action failed on another rank; the message says why. An exception of this rank's `action` is
+                raised unchanged.
         """
         failure: Exception | None = None
         result: Result | None = None

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(128 << 20), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
-"""glibc's allocator in every worker: buffers of up to 32 MiB, the most it allows, are taken from the heap, and the heap
-keeps up to 128 MiB that are free. Its defaults give the pages of every trajectory back to the kernel and fault them in
-again, which costs more than sending it."""
+"""Settings of glibc's allocator in every worker. Buffers of up to 32 MiB, the largest value allowed, come from the
+heap, and the heap keeps up to 128 MiB of free memory. With the defaults, the pages of every trajectory are returned to
+the kernel and faulted in again, which costs more than sending the trajectory."""
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both names by which torch takes the settings of its allocator, today's first."""
 
 HOST_VARIABLE = "ASYNCRL_HOST"
-"""Environment variable of a host that says its address, where only what runs there knows it (Ray, Kubernetes)."""
+"""Environment variable with a host's address, if only processes on the host know it (Ray, Kubernetes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Host:
     """A host of processes.
 
     Attributes:
-        name: by which the launcher's back end reaches it; empty: the launcher's own host.
-        address: on which the other processes reach those that run there; empty: what the host itself says
-            (`HOST_VARIABLE`), else `system.host`.
-        python: the interpreter there; empty: the launcher's own path.
-        run_dir: the run's folder there; empty: the launcher's own path.
+        name: name by which the launcher's back end reaches it; empty for the launcher's own host.
+        address: address of processes that run there; empty for the host's own value of `HOST_VARIABLE`, else
+            `system.host`.
+        python: interpreter on the host; empty for the launcher's own path.
+        run_dir: the run's folder on the host; empty for the launcher's own path.
     """
 
     name: str = ""
@@ -57,7 +57,9 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One process to start: the `index`-th of its `kind`, what it may use, where, and after how many that died."""
+    """One process to start: the `index`-th of its `kind`, its resources, its host, and its number of dead
+    predecessors.
+    """
 
     kind: str
     index: int

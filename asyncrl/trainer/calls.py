@@ -1,8 +1,8 @@
-"""Model function calls: what a function gets, how it is registered, how one is found by name.
+"""Model functions: their context, their registry, and running one as a call of the graph.
 
 A model function is `fn(ctx: CallContext, batch: StepBatch) -> dict[str, float]`. It runs on every rank that hosts its
 role, reads and writes columns of its rank's batch, and returns statistics that are equal on all ranks (`ctx.reduce`). A
-user's own is named by its import path; nothing here needs to know it.
+user's function needs no registration: the graph names its import path.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class CallContext:
         name, role, reads, writes, args: as in the graph's `Call`.
         engines: every role this rank hosts.
         ranks: the data-parallel ranks, which have other samples of the same batch.
-        state: what is kept from step to step beside the models.
-        working: keeps the roles that the call asked for on their device, until it ends.
+        state: training state from step to step, beside the models.
+        working: keeps the roles that the call uses on their device until the call ends.
     """
 
     name: str
@@ -58,10 +58,10 @@ class CallContext:
         """The language model of `role` (the call's own by default).
 
         Args:
-            deferred: it is for later; whoever uses it then enters its `resident`.
+            deferred: the engine is used after the call; its user then enters `on_device` itself.
 
         Raises:
-            TypeError: that role is no language model.
+            TypeError: that role is not a language model.
         """
         engine = self._engine(role or self.role, deferred=deferred)
         if not isinstance(engine, PolicyEngine):
@@ -100,7 +100,7 @@ ModelFunction: TypeAlias = Callable[[CallContext, StepBatch], StatValues]
 
 
 def model_function(name: str) -> Callable[[ModelFunction], ModelFunction]:
-    """Marks a built-in model function as `name`; `asyncrl.config.catalog` finds the mark in the source."""
+    """Register a built-in model function as `name`. `asyncrl.config.catalog` finds this decorator in the source."""
     return lambda function: function
 
 
@@ -115,10 +115,10 @@ def find_function(name: str) -> ModelFunction:
 
 
 def run_call(function: ModelFunction, ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Run one call and check that it kept its promise.
+    """Run one call, and check that it wrote what the graph says.
 
     Raises:
-        KeyError: a key that it reads is not there, or one that it writes was not written.
+        KeyError: a key of `reads` is missing before the call, or a key of `writes` after it.
     """
     for key in ctx.reads:
         if key not in batch:
@@ -154,7 +154,10 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; a value normalisation switched on since then starts anew."""
+        """Restore what `state_dict` returned.
+
+        A value normalisation that was switched on since then starts from scratch.
+        """
         self.kl.load_state_dict(state["kl"])
         self.baselines = dict(state.get("baselines", {}))  # older checkpoints have none
         if self.value_norm is not None and state["value_norm"] is not None:

@@ -31,7 +31,7 @@ from asyncrl.trainer.placement import placement
 from asyncrl.trainer.settings import AttentionImplementation, OptimizerConfig, VisionMode
 
 NEEDS_VALUES = frozenset({"gae", "gae_turn"})
-"""Advantages that are estimated from a critic's values; a test compares it with what each refuses."""
+"""Advantages that are estimated from a critic's values; a test compares this list with what each estimator refuses."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:
@@ -141,7 +141,7 @@ def _long_warmup(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _devices(config: ExperimentConfig) -> Iterator[str]:
-    """Ranks that compute elsewhere or slower than one may expect."""
+    """Warn of ranks that compute on another device, or slower, than the user may expect."""
     if files := uncounted_gpus():
         for name, device in (("trainer", config.trainer.device), ("generation", config.generation.device)):
             if device == Device.auto:
@@ -158,7 +158,7 @@ def _devices(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _routing(config: ExperimentConfig) -> Iterator[str]:
-    """A replay of what nobody chooses, or nobody tells."""
+    """Refuse routing replay for a model without routers, or with servers that do not report expert choices."""
     setting, path = "moe.replay_routing=True", config.model.path
     if not config.moe.replay_routing:
         return
@@ -257,7 +257,7 @@ def _attention(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _pictures(config: ExperimentConfig) -> Iterator[str]:
-    """What is not computed yet of a model that takes pictures."""
+    """Refuse settings that do not work with pictures yet."""
     model = config.model
     placeholder = None if model.path is None else placeholder_in(model.path)
     if placeholder is None or model.vision == VisionMode.none:
@@ -280,7 +280,7 @@ def _pictures(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _critic(config: ExperimentConfig) -> Iterator[str]:
-    """An advantage of values in a graph in which nobody gives it any."""
+    """Refuse an advantage that needs a critic's values in a graph without a critic."""
     choice = config.algorithm.advantage
     if choice.name not in NEEDS_VALUES:
         return

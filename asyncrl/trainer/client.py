@@ -21,10 +21,10 @@ class PublisherClient:
         self._connected: tuple[str, RequestClient] | None = None
 
     async def send_weights(self, order: SendWeights) -> None:
-        """Have it carry out `order` with what it holds in memory.
+        """Have the worker send the weights that it holds in memory to a server, as `order` says.
 
         Raises:
-            UpdateFailed: it did not; what weights the server has is unknown.
+            UpdateFailed: it failed; the server's weights are then unknown.
         """
         try:
             client = await self._find()
@@ -37,7 +37,7 @@ class PublisherClient:
             ) from error
 
     async def _find(self) -> RequestClient:
-        """A client of the worker; a new one where it was started again at another address."""
+        """Return a client of the worker; a new one if the worker was restarted at another address."""
         endpoint = names.WorkerAddress.decode(await asyncio.to_thread(self._resolver.get, self._key)).endpoint
         if self._connected is None or self._connected[0] != endpoint:
             self.close()

@@ -1,15 +1,15 @@
-"""The state of the last step, in the memory of each host that has ranks: who writes what, and what a start takes.
+"""Folders of the in-memory checkpoint, one on each host that has ranks, and the version that a start resumes from.
 
-Each host has a folder of its own. Its ranks write there all that they hold, so a start reads nothing from another host.
-A version is committed on every host once all ranks have written, and others can see the step once all hosts have
-committed it. A host keeps the version before until the next one begins.
+Each host has its own folder, in which its ranks write all that they hold. So a start reads nothing from another host.
+A version is committed on every host once all ranks have written. The step becomes visible to other processes once all
+hosts have committed it. A host keeps the previous version until the next one begins.
 
-A start takes the newest version that every host has whole, with the same manifest. It may pass over a newer one only if
-a host that has something never committed that: nobody can have seen the step then. Otherwise the step is lost, and the
-run goes back to its newest checkpoint. So does a run that loses a host.
+A start takes the newest version that every host has complete, with the same manifest. It may skip a newer version only
+if some host with committed versions never committed it: then no process can have seen that step. Otherwise the step is
+lost, and the run resumes from its newest checkpoint. So does a run that loses a host.
 
-A file is whole if its bytes have the checksum in the manifest. A manifest has the checksums of all ranks' files, so a
-step is never mixed with one of the same number that the run has gone back behind.
+A file is complete if its bytes have the checksum in the manifest. A manifest has the checksums of all ranks' files. So
+a step is never mixed with an earlier one of the same number from before the run went back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class MemoryCheckpointLost(RuntimeError):
-    """Others may have seen a step that is not whole any more; the message says what is missing."""
+    """Other processes may have seen a step that is no longer complete; the message names what is missing."""
 
 
 class StoredVersion(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class StoredVersion(msgspec.Struct, frozen=True):
 
     Attributes:
         manifest: checksum of its manifest.
-        lacking: the files of this host's ranks that are not whole.
+        lacking: files of this host's ranks that are missing or damaged.
     """
 
     version: int
@@ -61,7 +61,7 @@ class HostFolders:
     Args:
         hosts: of all ranks.
         rank: this one.
-        publisher: the rank that acts for its host; on another the first does.
+        publisher: the rank that acts for its host; on the other hosts the first rank does.
     """
 
     hosts: tuple[str, ...] = ("",)
@@ -70,7 +70,7 @@ class HostFolders:
 
     @classmethod
     def of(cls, world: World) -> Self:
-        """Return those of `world`."""
+        """Return the folders of `world`'s hosts."""
         return cls(world.rank_hosts, world.worker, world.placement.actor.publisher)
 
     @property
@@ -92,13 +92,13 @@ class HostFolders:
 
         Args:
             root: the folder of this host.
-            invalid: something that belongs to the step could not be kept on this host.
+            invalid: True if a part of the step could not be stored on this host.
 
         Returns:
-            The folder of the step; None if none was kept.
+            The folder of the step; None if no step was stored.
 
         Raises:
-            MemoryCheckpointLost: on all ranks: others may have seen a step that is not whole any more.
+            MemoryCheckpointLost: on all ranks, if other processes may have seen a step that is no longer complete.
         """
         holdings = everyone.together(lambda: self._holdings(root) if self.leads else (), f"looking into {root}")
         mine = msgspec.json.encode(_Report(invalid, holdings))
@@ -135,7 +135,7 @@ class HostFolders:
 
 
 def chosen(held: Mapping[str, Sequence[StoredVersion]]) -> int | None:
-    """Return the version that all ranks continue from; None if none was kept.
+    """Return the version that all ranks continue from; None if none was stored.
 
     Args:
         held: by host, the versions that it has committed.

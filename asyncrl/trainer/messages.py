@@ -123,15 +123,15 @@ class StepRunning(Reply, frozen=True):
 
 
 class IsStepRunning(Request[StepRunning], frozen=True):
-    """Is a step under way? Answered at once, whatever computes."""
+    """Ask if a step is in progress. Answered at once, even while the rank computes."""
 
 
 class RankState(Reply, frozen=True):
     """State of a rank between two steps.
 
     Attributes:
-        in_step: it does not: a step has begun whose end is not kept.
-        master_state: the master's state of the step whose end was kept last; None: no step has begun here yet.
+        in_step: True if the rank is not between steps: a step has begun and its end is not in the in-memory checkpoint.
+        master_state: the master's state at the last step whose end was stored; None if no step has begun here yet.
     """
 
     in_step: bool
@@ -139,17 +139,17 @@ class RankState(Reply, frozen=True):
 
 
 class AttachMaster(Request[RankState], frozen=True):
-    """A master begins: the one of this `incarnation`. Answered once all is done that one before it had asked for.
+    """Attach a new MasterWorker, of this `incarnation`, to the rank.
 
-    From then on nothing that one before it asks for is begun, published or saved, and the first poll tells of every
-    rollout that is held.
+    The rank answers once it has done everything that earlier masters requested. From then on it rejects their requests
+    to begin a step, publish or save, and the new master's first poll returns every rollout that the rank holds.
     """
 
     incarnation: int
 
 
 class GridShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of a step's batch that one copy of a grid gets, in data order; all ranks of the copy are told the same.
+    """The part of a step's batch that one copy of a grid gets, in data order; the same for all ranks of the copy.
 
     Attributes:
         minibatches: of each rollout, its optimizer step in each pass over the batch.
@@ -164,12 +164,15 @@ class GridShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BeginStep(Request[Done], frozen=True):
-    """Bring the rollouts of this rank's part of the step at `version` here and pack them; each rank gets its own part.
+    """Exchange and pack the rollouts of the step at `version`; each rank gets its own part.
 
-    `master`: the incarnation of the master that asks for it. `min_version`: only tokens of this version or newer carry
-    loss. `leaving`: what was received here, in data order; `targets`: for each grid of the placement, in its order, the
-    worker to which each of them goes. `num_minibatches`: optimizer
-    steps of all passes. `shares`: for each grid what its copy here gets; None: there is none here.
+    Attributes:
+        master: incarnation of the requesting MasterWorker.
+        min_version: only tokens of this version or newer carry loss.
+        leaving: rollouts that this rank received, in data order.
+        targets: for each grid of the placement, in its order, the worker that each of `leaving` goes to.
+        num_minibatches: optimizer steps of all passes.
+        shares: for each grid, the part of this worker's copy; None if the worker is not in the grid.
     """
 
     version: int
@@ -210,7 +213,7 @@ class MoveColumns(Request[Done], frozen=True):
 
 
 class EndedStep(Reply, frozen=True):
-    """The most bytes of memory that the rank has used so far: its GPU's, or resident memory where it has none."""
+    """Peak memory of the rank so far, in bytes: of its GPU, or resident memory without one."""
 
     memory_bytes: int
 
@@ -220,7 +223,7 @@ class EndStep(Request[EndedStep], frozen=True):
 
 
 class PublishedWeights(Reply, frozen=True):
-    """Folder of the version: its weights if it was published to disk, else what announces it."""
+    """Folder of the version, with its weights if it was published to disk, else with the files that announce it."""
 
     path: str
 
@@ -244,7 +247,7 @@ class CollectWeights(Request[Done], frozen=True):
 class SaveCheckpoint(Request[Done], frozen=True):
     """Copy what a checkpoint of `version` needs to host memory and begin to write it for `path`.
 
-    It is there once every rank has answered `FinishShare` and the publisher `CommitCheckpoint`.
+    It is complete once every rank has answered `FinishShare` and the publisher `CommitCheckpoint`.
 
     `in_memory`, here and in the requests below: this is the in-memory checkpoint, from which restarted processes resume
     (`asyncrl.runtime.memory_checkpoint`). A checkpoint on disk may be in progress at the same time. `path` is relative
@@ -265,17 +268,17 @@ class WrittenShare(Reply, frozen=True):
 
 
 class FinishShare(Request[WrittenShare], frozen=True):
-    """Answered once this rank's files of the checkpoint `path` are on the disk, or could not be written."""
+    """Wait until this rank's files of the checkpoint `path` are on the disk, or could not be written."""
 
     path: str
     in_memory: bool = False
 
 
 class CommitCheckpoint(Request[Done], frozen=True):
-    """Make the checkpoint `path`, which consists of the `files` of all ranks, visible; of the publisher alone, and of
-    the last step by all, as it is on every host.
+    """Make the checkpoint `path`, which consists of the `files` of all ranks, visible.
 
-    Then all but the newest `keep` beside it are deleted, and the versions `protected`.
+    Sent to the publisher alone; the in-memory checkpoint, which is on every host, is committed by all ranks. Then older
+    checkpoints beside it are deleted, except the newest `keep` and the versions `protected`.
     """
 
     path: str
@@ -298,7 +301,7 @@ class LoadCheckpoint(Request[LoadedCheckpoint], frozen=True):
 
 
 MEMORY_CHECKPOINT_LOST = "MemoryCheckpointLost"
-"""Kinds of errors that ranks raise, which the master tells from others."""
+"""Name of the error by which a rank reports that the in-memory checkpoint is lost; the master handles it separately."""
 
 
 class LoadMemoryCheckpoint(Request[LoadedCheckpoint], frozen=True):

@@ -27,7 +27,7 @@ def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement
     """Return every role of the graph (default: the config's) and its workers; roles with separate ranks come last.
 
     Raises:
-        ConfigError: a layout is none, or one on the actor's ranks has more than there are.
+        ConfigError: a setting is not a layout, or a layout on the actor's ranks needs more ranks than the actor has.
         GraphError: the graph is not sound.
     """
     actor = worker_grid(config)

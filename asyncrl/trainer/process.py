@@ -1,9 +1,8 @@
 """ModelWorker: one training rank. It holds the trajectories' tensors and computes what the master asks for.
 
-Two threads of I/O, one that computes. The trajectory puller takes in rollouts and acknowledges them once they are in
-the inbox; the request server answers what is quick at once (metadata, discards) and queues what computes; the
-main thread does the queued calls one after the other, in the order in which they came, so that collectives run in the
-same order on all ranks.
+There are two I/O threads and one that computes. The trajectory puller receives rollouts and acknowledges them once they
+are in the inbox. The request server answers quick requests at once (metadata, discards) and queues those that compute.
+The main thread runs the queued calls in order of arrival, so that collectives run in the same order on all ranks.
 
     RolloutWorkers ──▶ puller ──▶ inbox ──begin_step──▶ StepBatch ──run_call──▶ engines ──publish──▶ weights/<role>/v<N>
                                     │ poll_buffer          ▲
@@ -101,14 +100,14 @@ _Reply = TypeVar("_Reply")
 
 @contextmanager
 def _doing(name: str, **about: Any) -> Iterator[None]:
-    """Tell that this rank computes `name` inside, and the master is waited for afterwards."""
+    """Report that this rank computes `name` within this block, and waits for the master afterwards."""
     with observer.doing(f"computes {name}", name, **about):
         yield
     observer.stage(WAITING)
 
 
 def _observed(name: str, answer: Callable[[_Request], _Reply]) -> Callable[[_Request], _Reply]:
-    """`answer`, of which is told how long it took."""
+    """Wrap `answer` so that its duration is reported."""
 
     def observed(request: _Request) -> _Reply:
         with _doing(name):
@@ -118,23 +117,23 @@ def _observed(name: str, answer: Callable[[_Request], _Reply]) -> Callable[[_Req
 
 
 def _gpu_memory(device: torch.device) -> dict[str, float]:
-    """Bytes of the GPU's memory: in use by anybody, there at all, and this process's at most so far."""
+    """Return bytes of the GPU's memory: in use by all processes, in total, and the peak of this process."""
     free, total = torch.cuda.mem_get_info(device)
     return {"gpu_used": total - free, "gpu_bytes": total, "gpu_peak": torch.cuda.max_memory_reserved(device)}
 
 
 def _most_memory(device: torch.device) -> int:
-    """The most bytes that this process has used so far: of the GPU, or resident where it has none."""
+    """Return this process's peak memory in bytes: of the GPU, or resident memory without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class ModelWorker(Worker):
-    """See the module's docstring.
+    """One training rank; see the module's docstring.
 
-    It is asked to stop once nobody needs its answers any more. So a call in hand is given up, with its collectives:
-    whoever waits for a peer there may wait in vain.
+    It receives a stop request only when no process needs its answers any more. So it abandons a running call and aborts
+    its collectives: the peers of a collective may never come.
     """
 
     interruptible = True
@@ -154,7 +153,10 @@ class ModelWorker(Worker):
             return super().start()
 
     def _leave(self) -> None:
-        """Called by a thread when a stop is asked for: the main thread may wait for a peer, and not hear of it."""
+        """Abort the collectives.
+
+        A thread calls this at a stop request, because the main thread may be waiting for a peer.
+        """
         self.request_stop()
         self._collectives.abort()
 
@@ -188,10 +190,10 @@ class ModelWorker(Worker):
         self._take_connections()
 
     def _meet(self, ranks: int) -> None:
-        """Return once all ranks are about to join: the first one waits for the others' processes, they for it.
+        """Wait until all ranks are about to join: the first rank waits for the others' processes, and they wait for it.
 
         Raises:
-            NotStarted: none of them makes progress for `system.start_timeout_s`.
+            NotStarted: none of the awaited processes made progress for `system.start_timeout_s`.
         """
         if self.index:
             waiting = self.start_wait(names.MODEL_WORKER, f"name {names.TRAINING_WORLD_KEY!r} of the first rank")
@@ -219,13 +221,15 @@ class ModelWorker(Worker):
             self._server.serve_one(_SERVE_S)
 
     def close(self) -> None:
-        """Stop the threads, leave the world. A run that is asked to stop needs what is kept of it no more."""
+        """Stop the threads and leave the world. After a stop request, stored trajectories are no longer needed."""
         self._open.close()
         if self.stop_requested.is_set():
             self._memory_checkpoint.leave()
 
     def _attention(self) -> str:
-        """Layout and kernel that the policy trains with; on ranks without one what the setting asks for."""
+        """Return the layout and kernel that the policy trains with; on ranks without the policy, what the setting
+        names.
+        """
         engine, implementation = self._rank.engines.get(ACTOR), str(self.config.model.attn_implementation)
         if not isinstance(engine, RoleEngine) or not isinstance(engine, PolicyEngine):
             return implementation
@@ -305,7 +309,7 @@ class ModelWorker(Worker):
         return receiver
 
     def _announced_version(self) -> int:
-        """The newest version that servers may have; before the first is announced they have the initial model's, 0."""
+        """Return the newest version that servers may have; 0, the initial model, before the first is announced."""
         try:
             return names.PublishedVersion.decode(self.resolver.get(names.model_version_key(names.ACTOR))).version
         except NameEntryNotFound:
@@ -354,13 +358,13 @@ class ModelWorker(Worker):
         return self._standing
 
     def _check_master(self, request: BeginStep | Publish | SaveCheckpoint) -> None:
-        """A master that was given up must not have a model written under a version that is not its own any more."""
+        """Reject a request of a replaced master: the version it would write may belong to its successor."""
         if request.master != self._master:
             what = {BeginStep: "a step", Publish: "a version", SaveCheckpoint: "a checkpoint"}[type(request)]
             raise RuntimeError(f"master {request.master} asks for {what}, which master {self._master} has followed")
 
     def _begin_step(self, step: BeginStep) -> Done:
-        """Bring the samples to every grid's ranks: each role trains or scores all of them, dealt in its own way."""
+        """Bring the samples to every grid's ranks. Each role processes all samples, dealt in the way of its grid."""
         self._check_master(step)
         self._standing = RankState(in_step=True, master_state=None)
         self._profile.begin(step.version + 1)

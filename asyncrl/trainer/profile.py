@@ -40,7 +40,7 @@ class StepProfile:
         self._profile: profile | None = None
 
     def begin(self, step: int) -> None:
-        """Begin with `step`, if it is one of them; what was begun and not ended is dropped."""
+        """Start recording if `step` is to be profiled; an unfinished recording is dropped."""
         self._drop()
         if step not in self._steps:
             return
@@ -51,7 +51,7 @@ class StepProfile:
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
 
     def call(self, name: str) -> AbstractContextManager[object]:
-        """Within it all is part of `name` in the trace."""
+        """Label everything within this block as `name` in the trace."""
         return nullcontext() if self._profile is None else record_function(name)
 
     def end(self) -> list[Path]:

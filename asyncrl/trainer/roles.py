@@ -37,8 +37,8 @@ class TrainingRank:
     """One rank's share of the training side.
 
     Attributes:
-        engines: of the roles that the graph names, and the actor, those that this rank has a part of.
-        changing: the roles whose weights change, on whatever rank; a checkpoint holds them.
+        engines: engines of the roles that this rank has a part of: the actor and those that the graph names.
+        changing: roles whose weights change, on any rank; a checkpoint holds them.
     """
 
     engines: dict[str, TrainingEngine]
@@ -50,7 +50,7 @@ class TrainingRank:
         """The language model of `role`.
 
         Raises:
-            TypeError: that role is none.
+            TypeError: that role is not a language model.
         """
         engine = self.engines[role]
         if not isinstance(engine, PolicyEngine):
@@ -64,24 +64,24 @@ class TrainingRank:
 
     @cached_property
     def folders(self) -> HostFolders:
-        """Folders of the last step, one for each host."""
+        """Folders of the in-memory checkpoint, one on each host."""
         return HostFolders.of(self.world)
 
     @cached_property
     def memory_checkpoint(self) -> CheckpointWriter:
-        """Writes the states of the last step, beside the checkpoint that may be under way."""
+        """Writer of the in-memory checkpoint, independent of a checkpoint on disk that may be in progress."""
         hosts = self.folders if self.folders.spread else None
         return CheckpointWriter(self._changing(), self.changing, self.world.everyone, patient=False, hosts=hosts)
 
     def writer(self, in_memory: bool) -> CheckpointWriter:
-        """The one of the two."""
+        """Return the writer of in-memory checkpoints, or the one of checkpoints on disk."""
         return self.memory_checkpoint if in_memory else self.checkpoints
 
     def save_checkpoint(self, order: SaveCheckpoint) -> None:
-        """Copy what the checkpoint that `order` describes needs and begin to write it. Called by all ranks.
+        """Copy the tensors of the checkpoint that `order` describes, and begin to write it. Called by all ranks.
 
         Raises:
-            PeerFailed: another rank could not.
+            PeerFailed: another rank failed to.
         """
         spread = order.in_memory and self.folders.spread
         train_state = self._train_state() if spread else self.state.state_dict()
@@ -110,13 +110,13 @@ class TrainingRank:
         return self._take(checkpoints.load(self._changing(), root, self.world.everyone))
 
     def load_memory_checkpoint(self, root: Path, *, invalid: bool) -> Any:
-        """As `load_checkpoint`, from the last step that ranks keep in `root` on their hosts.
+        """Restore the in-memory checkpoint that ranks stored in `root` on their hosts, like `load_checkpoint`.
 
         Args:
-            invalid: something that belongs to it could not be kept on this host.
+            invalid: True if a part of it could not be stored on this host.
 
         Raises:
-            MemoryCheckpointLost: something of it is not there any more.
+            MemoryCheckpointLost: a part of it is missing.
         """
         everyone = self.world.everyone
         path = self.folders.agree(root, everyone, invalid=invalid)

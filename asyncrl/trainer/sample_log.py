@@ -1,9 +1,9 @@
 """Write trained samples to files (`samples.every`): the head of each data index writes its own files.
 
-All log-probabilities are those of training: the behaviour policy's came with the trajectory; the proximal and the
-reference policy's are taken as calls write them. Those that a call only put off are computed for the kept samples
-alone, before the actor changes, so that training is the same with and without: nothing it reads is replaced. Files are
-written by a thread while training goes on.
+All log-probabilities are those of training. The behaviour policy's came with the trajectory; the proximal and the
+reference policy's are recorded as calls write them. Deferred ones are computed for the kept samples alone, before the
+actor changes, and do not replace anything that training reads. So training is the same with and without the log. A
+thread writes the files while training continues.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _log = logging.getLogger(__name__)
 
 
 class SampleLog:
-    """Keeps samples of one rank.
+    """Writes samples of one rank.
 
     Args:
-        folder: of the files.
-        every: rollouts whose place in the data order it divides are kept.
-        max_bytes: what this rank's files may take together.
-        writer: this rank's name; None where another rank with the same samples writes.
-        decode: makes text of token ids.
+        folder: folder of the files.
+        every: keep every N-th rollout of the data order.
+        max_bytes: limit on the size of all of this rank's files.
+        writer: this rank's name in the files; None if another rank with the same samples writes.
+        decode: turns token ids into text.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SampleLog:
         self._writing: Future[Path] | None = None
 
     def begin(self, trajectories: Sequence[Trajectory], batch: StepBatch) -> None:
-        """A step begins with `batch`, made of `trajectories`."""
+        """Select the samples to keep of a step that begins with `batch`, built from `trajectories`."""
         self._trajectories, self._scores, start = [], {}, 0
         self._wanted_T = torch.zeros(batch.num_tokens, dtype=torch.bool, device=batch.device)
         for trajectory in trajectories:
@@ -64,13 +64,13 @@ class SampleLog:
             start += size
 
     def called(self, writes: Sequence[str], batch: StepBatch) -> None:
-        """A call has written `writes`. On every rank of the batch: what is computed here may be a collective."""
+        """Record the columns `writes` that a call wrote. Called on every rank of the batch: it may run a collective."""
         for key in writes:
             if key in TOKEN_SCORES and (compute := batch.deferred(key)) is not None:
                 self._scores[key] = compute(self._wanted_T & batch["loss_mask"])
 
     def end(self, batch: StepBatch) -> None:
-        """The step is complete: begin to write what is kept of it."""
+        """Begin to write the kept samples of the step, which is complete."""
         kept, self._trajectories = self._trajectories, []
         if self._writer is None or not kept:
             return
@@ -83,7 +83,7 @@ class SampleLog:
         self._writing = self._thread.submit(self._write, kept, batch.version + 1, self._writer, scores)
 
     def forget_after(self, version: int) -> None:
-        """The run goes on from `version`."""
+        """Forget samples after `version`, from which the run resumes."""
         if self._writer is not None:
             forget_after(self._folder, version, self._writer)
 
@@ -93,7 +93,10 @@ class SampleLog:
         self._thread.shutdown()
 
     def _finish(self) -> None:
-        """See how the last write ended; samples are for people, so a step is not lost with them."""
+        """Wait for the last write and log its failure.
+
+        A step must not fail because samples, which only people read, are lost.
+        """
         writing, self._writing = self._writing, None
         if writing is not None and (error := writing.exception()) is not None:
             _log.warning("the samples of a step could not be kept in %s: %r", self._folder, error)

@@ -24,12 +24,12 @@ class AttentionImplementation(StrEnum):
 
 
 class RoleRanks(StrEnum):
-    """On which workers a role is."""
+    """Workers that a role is placed on."""
 
     shared = auto()
-    """On the actor's, from the first on."""
+    """The actor's workers, from the first on."""
     own = auto()
-    """On workers of its own."""
+    """Separate workers."""
 
 
 class LearningRateSchedule(StrEnum):
@@ -252,7 +252,7 @@ class RolePlacementConfig:
 
 @dataclass
 class CriticConfig(RolePlacementConfig):
-    """The value model, where the graph has one."""
+    """The value model, if the graph has one."""
 
     path: Optional[str] = setting(
         None, "Hugging Face folder of the critic's trunk; null: the actor's model.path", fixed=True
@@ -265,7 +265,7 @@ class CriticConfig(RolePlacementConfig):
 
 @dataclass
 class ReferenceModelConfig(RolePlacementConfig):
-    """The reference model, where a KL term asks for one."""
+    """The reference model, if a KL term needs one."""
 
     mode: ReferenceMode = setting(
         ReferenceMode.frozen, "frozen, or an exponential moving average of the actor", fixed=True
@@ -275,7 +275,7 @@ class ReferenceModelConfig(RolePlacementConfig):
 
 
 _COMPARING = ("grpo", "dr_grpo", "opo", "gpg", "max_rl", "gdpo")
-"""Advantages that compare the episodes of a group, of which one alone would have none."""
+"""Advantages that compare the episodes of a group, so that a group of one episode would have no advantage."""
 
 
 @dataclass

@@ -47,7 +47,7 @@ LOGITS_COPIES = 4
 MOMENT_PIECES_BYTES = 2 * 4 * PIECE
 """Bytes of both moments on their way through the device."""
 GATHERED_LAYERS = 2
-"""The layer at work and the one that is gathered meanwhile."""
+"""Layers whose weights are whole at a time: the one that computes, and the next one, which is being gathered."""
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -57,10 +57,10 @@ class Parameter:
     """One parameter tensor.
 
     Attributes:
-        layer: the layer it belongs to; None: of the first stage (embedding) or of the last one (norm, head).
-        last: of those, on the last stage.
-        cut: the dimension that tensor slices are cut along; None: every slice has all of it.
-        heads: where it is cut by heads, how many there are; slices that they do not divide have all of it.
+        layer: layer that it belongs to; None if it belongs to the first stage (embedding) or the last one (norm, head).
+        last: for a parameter without a layer, True if it is on the last stage.
+        cut: dimension along which tensor slices are cut; None if every slice has the whole parameter.
+        heads: number of heads if it is cut by heads; if that is not a multiple of the slices, each slice has all of it.
     """
 
     name: str
@@ -168,11 +168,11 @@ class MemoryNeed:
     """Bytes on one rank.
 
     Attributes:
-        gathered: weights that are whole for a while.
-        reducing: gradients that are whole while activations are there; `reduced_last`: at the end of the pass.
-        checkpointed: what `activations` become with gradient checkpointing, but for the layer at work.
-        recomputed: of that layer, once the head is done.
-        host: in host memory, beside what is on the device.
+        gathered: weights that are temporarily whole.
+        reducing: gradients that are whole while activations exist; `reduced_last`: at the end of the pass.
+        checkpointed: activations with gradient checkpointing, without the layer that is being recomputed.
+        recomputed: activations of that layer, once the head is done.
+        host: bytes in host memory, in addition to those on the device.
     """
 
     weights: int = 0
@@ -189,17 +189,17 @@ class MemoryNeed:
 
     @property
     def kept(self) -> int:
-        """From step to step."""
+        """Bytes kept from step to step."""
         return self.weights + self.gradients + self.moments
 
     @property
     def total(self) -> int:
-        """At the peak."""
+        """Bytes at the peak."""
         return self.kept + self._passing(self.activations, 0)
 
     @property
     def total_checkpointed(self) -> int:
-        """At the peak with gradient checkpointing."""
+        """Bytes at the peak with gradient checkpointing."""
         return self.kept + self._passing(self.checkpointed, self.recomputed)
 
     def beside(self, other: MemoryNeed) -> MemoryNeed:
@@ -295,7 +295,7 @@ def total(needs: Sequence[MemoryNeed], *, offload: bool = False) -> MemoryNeed:
 
 
 def _kept(whole: int, sharded: int, work: Workload, *, trained: bool) -> tuple[int, int, int]:
-    """Weights, gradients, moments."""
+    """Return the bytes of weights, gradients and moments."""
     values = sharded if ENGINES[work.engine].in_parts else whole
     if not trained:
         return values * work.bytes, 0, 0
@@ -359,7 +359,7 @@ def count(described: Mapping[str, Any], *, value_model: bool = False) -> SizedMo
 
 
 def sized(model: PreTrainedModel, *, value_model: bool = False) -> SizedModel:
-    """Do as `count` for a model that is loaded."""
+    """Count a model that is already built; see `count`."""
     text = model.config.get_text_config()
     sizes = _sizes(model, text)
     cut = _Cuts(model, sizes)
@@ -414,7 +414,7 @@ def _sizes(model: PreTrainedModel, text: PretrainedConfig) -> ModelSizes:
 
 
 class _Cuts:
-    """Along which dimension each parameter is cut into tensor slices: by transformers' own plans of the model."""
+    """The dimension along which each parameter is cut into tensor slices, by transformers' own plans for the model."""
 
     def __init__(self, model: PreTrainedModel, sizes: ModelSizes) -> None:
         self._plan = {"lm_head": "colwise", **(model.tp_plan or {}), **(model.ep_plan or {})}

@@ -1,4 +1,4 @@
-"""The versions of a policy that this rank helps to make available to the servers: as folders, and from its memory."""
+"""Publish versions of a policy to the servers: as folders, and from this rank's memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ class Versions:
         return SharedFiles(adapter_config(self._config.model.lora, base, specs, policy.model_config))
 
     def _probe(self, policy: PolicyEngine) -> LogprobProbe | None:
-        """The probe of `policy` as it is now; None where nobody looks at it, or there is no room for one."""
+        """Return the probe of the current `policy`; None if probes are off, or if the sequences leave no room for
+        one.
+        """
         model_config = policy.model_config
         context = context_length(self._config, model_config.to_dict())
         vocabulary = model_config.get_text_config().vocab_size

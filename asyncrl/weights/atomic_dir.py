@@ -3,8 +3,8 @@
     <parent>/.<name>.writing/      files are written and synced here, by any number of ranks
     <parent>/<name>/               the same directory after one rename
 
-A kill at any point leaves at most a `.writing` directory, which the next writer of that name clears away. `remove`
-takes the same road back (rename aside, then delete), so a half-removed directory is never visible either. Torch-free.
+A kill at any point leaves at most a `.writing` directory, which the next writer of that name deletes. `remove` works in
+reverse (rename aside, then delete), so a half-removed directory is never visible either. Torch-free.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def aside(final: Path) -> Path:
 
 
 def begin(final: Path) -> Path:
-    """Create the empty directory aside of `final`, clearing what a killed writer left; returns it."""
+    """Create and return the empty directory aside of `final`; leftovers of a killed writer are deleted."""
     directory = aside(final)
     if directory.exists():
         shutil.rmtree(directory)
@@ -58,7 +58,7 @@ def remove(directory: Path) -> None:
 
 
 def _set_aside(directory: Path) -> Path:
-    """Rename `directory`, if it exists, to the name returned, under which nobody looks for it."""
+    """Rename `directory`, if it exists, to a hidden name, and return the new path."""
     former = directory.with_name(f".{directory.name}{_REMOVING_SUFFIX}")
     if former.exists():
         shutil.rmtree(former)
@@ -68,7 +68,7 @@ def _set_aside(directory: Path) -> Path:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and sync one file; where there is no room for it, once there is."""
+    """Write and sync one file; wait while the disk is full."""
 
     def write() -> None:
         with path.open("wb") as file:
@@ -90,7 +90,7 @@ def sync_file(path: Path) -> None:
 
 @contextmanager
 def syncing(paths: Sequence[Path]) -> Iterator[None]:
-    """Force files to the disk together, while the body runs; they are there when it is left."""
+    """Force files to the disk while the block runs; they are on it when the block ends."""
     if not paths:
         yield
         return

@@ -1,10 +1,10 @@
 """The Kubernetes object of a run: one JobSet whose pods are the hosts.
 
-`system.hosts` become one Job each, of one pod, since hosts differ in what they need; a JobSet holds them together: it
-ends the others once the launcher's Job has ended, and gives up with it. The pod of the launcher runs the same command
-as was asked for; the command of the others is the program by which the launcher starts processes there
-(`asyncrl.runtime.hosts.pod_agent`). No pod has an account of the cluster. The kubelet starts such a program again that
-ends, the Job replaces a pod that is lost, and the launcher starts its processes again.
+Each host of `system.hosts` becomes a Job of one pod, because hosts need different resources. A JobSet holds the Jobs
+together: it ends the others once the launcher's Job has ended, and fails if that one fails. The launcher's pod runs the
+user's command. The other pods run a program by which the launcher starts processes there
+(`asyncrl.runtime.hosts.pod_agent`). No pod has an account of the cluster. If such a program ends, the kubelet restarts
+it; if a pod is lost, the Job replaces it; then the launcher restarts its processes.
 
 The pods reach each other by their own addresses, which each reads from its environment and publishes in the run's
 folder or name resolution; so there is no service. Secrets are named, not copied: the launcher has them in its
@@ -26,7 +26,7 @@ from asyncrl.runtime.worker_plan import HOST_VARIABLE, WorkerPlan
 
 CONTAINER = "asyncrl"
 _REPLACED = 1000
-"""So often a host's pod is replaced."""
+"""Limit on replacements of a host's pod."""
 _LAUNCHER_REPLACED = 20
 _GRACE_S = int(SAVE_LIMIT_S) + 60
 """Longest time, in s, for a launcher to end, its last checkpoint included."""

@@ -37,7 +37,7 @@ from asyncrl.runtime.worker_plan import HOST_VARIABLE
 
 _LOOK_EVERY_S = 0.5
 _HELD_BYTES = 16 << 20
-"""Output that is kept for a launcher that does not fetch it; then the process waits in its next write."""
+"""Bytes of output kept for a launcher that does not fetch them; beyond that the process blocks in its next write."""
 _ANSWER_BYTES = 1 << 20
 _ENTRY_LIMIT_BYTES = 2 << 20
 _LONGEST_WAIT_S = 5.0
@@ -91,7 +91,7 @@ class _Process:
             self._changed.notify_all()
 
     def tell(self, told: Tell) -> None:
-        """Pass on what was not passed on before."""
+        """Pass on the bytes that were not passed on before."""
         stream = self._process.stdin
         assert stream is not None, "a pipe"
         fresh = told.text.encode()[max(0, self._told - told.offset) :]
@@ -118,7 +118,7 @@ class _Process:
             return {"output": piece, "exit_code": self._code if whole else None}
 
     async def end(self) -> None:
-        """Close the supervisor's input, upon which it ends everything; kill it if it does not."""
+        """Close the supervisor's input, so that it ends everything; kill it if it does not."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         async with self._changed:  # nobody fetches any more: what is written now must not block the end
@@ -232,7 +232,7 @@ def _same(now: RunSecret | None, known: RunSecret) -> bool:
 
 
 def _publish(file: Path, url: str, number: int) -> int:
-    """Say where this incarnation is found, unless a later one did; returns the number in the file."""
+    """Write this incarnation's address to the file, unless a later one did. Return the number in the file."""
     with suppress(FileNotFoundError):
         there = int(json.loads(file.read_text())["incarnation"])
         if there >= number:

@@ -1,12 +1,12 @@
-"""Stands here for one process in a pod: hands its own standard input to the pod's agent, and writes what comes back.
+"""Represent one process in a pod: pass standard input to the pod's agent, and write the output that comes back.
 
     python -I -S pod_carrier.py RUN_DIR HOST LIMIT_S PYTHON
 
 The first line of standard input is the supervisor's order. Ends with the exit code that the agent
 (`asyncrl.runtime.hosts.pod_agent`) answers, and with 255 only where the process is lost: no agent has answered within
-LIMIT_S, an agent that had started it is silent for `GONE_S`, or another incarnation of it is there. A connection that
-is cut is made anew, and goes on where it ended; it never reads as an exit. Run by path: it imports the standard library
-only, so that a thousand of it are small.
+LIMIT_S, an agent that had started it is silent for `GONE_S`, or the agent has another incarnation. A broken connection
+is made again and continues where it ended; it never counts as an exit. Run by path: it imports the standard library
+only, so that a thousand of these processes stay small.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 GONE_S = 20.0
-"""An agent that does not answer for so long is gone; it answers every request within `_WAIT_S`."""
+"""Seconds without an answer after which an agent counts as gone; it answers every request within `_WAIT_S`."""
 _WAIT_S = 3.0
 _ANSWER_LIMIT_S = 8.0
 _AGAIN_S = 0.5
@@ -42,7 +42,7 @@ class Gone(Exception):
 
 
 def agent_file(run_dir: Path, host: str) -> Path:
-    """The file in which the agent of `host` says its URL and incarnation."""
+    """Return the file in which the agent of `host` writes its URL and incarnation."""
     return run_dir / "agents" / f"{host}.json"
 
 
@@ -51,14 +51,14 @@ class _Agent:
         self._run_dir, self._file = run_dir, agent_file(run_dir, host)
         self.name = secrets.token_hex(8)
         self.incarnation: int | None = None
-        """The one that started the process; None before."""
+        """Incarnation of the agent that started the process; None before the start."""
 
     def call(self, path: str, **body: Any) -> Any:
-        """Ask the agent, which is known by the run's certificate.
+        """Call the agent, which proves itself by the run's certificate.
 
         Raises:
-            Gone: it knows nothing of the process.
-            OSError, HTTPException, ValueError, KeyError: it cannot be reached now, or not understood.
+            Gone: the agent does not know the process.
+            OSError, HTTPException, ValueError, KeyError: it cannot be reached now, or its answer is malformed.
         """
         there = json.loads(self._file.read_text())
         if self.incarnation is not None and there["incarnation"] != self.incarnation:
@@ -121,7 +121,7 @@ def _ended(descriptor: int) -> bool:
 
 
 def _pass_on(agent: _Agent) -> None:
-    """Pass standard input on until it ends; each piece until it is answered."""
+    """Pass standard input on until it ends; repeat each piece until it is acknowledged."""
     offset, text = 0, b"."
     while text:
         text = os.read(0, 1 << 12)

@@ -1,10 +1,10 @@
-"""Stands here for one process that Ray runs elsewhere: hands its own standard input and output to the Ray driver.
+"""Represent one process that Ray runs elsewhere: connect standard input and output to the Ray driver.
 
     python -I -S ray_carrier.py SOCKET REQUEST
 
-SOCKET is where the driver listens (`asyncrl.runtime.hosts.ray_driver`), REQUEST its `Request` as JSON. Ends with the
-code that the driver tells; with 255 where the driver ends first. Run by path: it imports the standard library only, so
-that a thousand of it are small.
+SOCKET is where the driver listens (`asyncrl.runtime.hosts.ray_driver`), REQUEST a `ProcessRequest` as JSON. Ends with
+the exit code that the driver reports, or with 255 if the driver ends first. Run by path: it imports the standard
+library only, so that a thousand of these processes stay small.
 """
 
 from __future__ import annotations

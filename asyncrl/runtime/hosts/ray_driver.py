@@ -68,7 +68,7 @@ class HostActor:
         self._kept: dict[int, _Kept] = {}
 
     async def start(self, number: int, request: tuple[str, str, str, list[int]], order: bytes) -> None:
-        """Start a supervisor with its `order`; it is no child of this process, which Ray would kill with it."""
+        """Start a supervisor with its `order`. It is not a child of this process, because Ray would kill it as one."""
         _, python, supervisor, gpus = request
         environment = dict(os.environ, **{HOST_VARIABLE: ray.util.get_node_ip_address()})
         if gpus:
@@ -114,7 +114,7 @@ class HostActor:
 
 
 class _Kept(NamedTuple):
-    """A supervisor's standard input, its output and that of its tree, and where its exit code comes."""
+    """A supervisor's standard input, the output of its tree, and the descriptor that receives its exit code."""
 
     told: asyncio.WriteTransport
     printed: asyncio.StreamReader
@@ -129,7 +129,7 @@ async def _reader_of(descriptor: int, limit: int = _CHUNK) -> asyncio.StreamRead
 
 
 class _Host:
-    """The driver's side of a host: its bundle, and the actor there, made when first asked for, and after a death."""
+    """The driver's side of a host: its bundle, and its actor, which is created on first use and after it died."""
 
     def __init__(self, bundle: int, group: PlacementGroup, asked: HostRequest) -> None:
         self._asked = asked
@@ -145,7 +145,7 @@ class _Host:
         return self._actor
 
     def lost(self, actor: Any) -> None:
-        """`actor` is dead; the next that is asked for is another."""
+        """Forget `actor`, which is dead, so that the next use creates a new one."""
         if self._actor is actor:
             self._actor = None
 
@@ -154,7 +154,7 @@ class Driver:
     """Holds one actor on each host of the launch. Joins the cluster when constructed.
 
     Raises:
-        CannotStart: there is no cluster, or its nodes are not what is asked for.
+        CannotStart: there is no cluster, or its nodes do not fit the hosts.
     """
 
     def __init__(self, task: Task) -> None:
@@ -185,7 +185,7 @@ class Driver:
         self._count = 0
 
     async def carry(self, request: ProcessRequest, from_launcher: int, output: int) -> int:
-        """See one process through; returns its exit code."""
+        """Run one process to its end. Return its exit code."""
         host = self._hosts[request.host]
         actor = host.actor()
         self._count += 1
@@ -206,12 +206,12 @@ class Driver:
             return EXIT_LOST
 
     def close(self) -> None:
-        """Give the nodes back."""
+        """Release the nodes."""
         remove_placement_group(self._group)
 
 
 async def _tell(actor: Any, number: int, commands: asyncio.StreamReader) -> None:
-    """Pass on what the launcher tells a supervisor, its end included."""
+    """Pass the launcher's bytes on to a supervisor, the end of the input included."""
     with contextlib.suppress(RayActorError):  # `carry` hears of it too
         while what := await commands.read(_CHUNK):
             await actor.tell.remote(number, what)
@@ -219,7 +219,7 @@ async def _tell(actor: Any, number: int, commands: asyncio.StreamReader) -> None
 
 
 def _check_reachable(address: str) -> None:
-    """Raise an OSError where nothing listens at HOST:PORT; Ray itself takes minutes to say so."""
+    """Raise an OSError if nothing listens at HOST:PORT; Ray itself takes minutes to report that."""
     host, separator, port = address.rpartition(":")
     if separator and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_LIMIT_S).close()

@@ -11,8 +11,8 @@ class HostRequest(NamedTuple):
     """A host of the run.
 
     Attributes:
-        name: of `system.hosts`; empty: the launcher's own, whose processes the launcher starts itself.
-        address: of the node; empty: of any.
+        name: name in `system.hosts`; empty for the launcher's own host, whose processes the launcher starts itself.
+        address: address of the node; empty for any node.
         cpus: cores to reserve.
         gpus: number of GPUs to reserve.
     """
@@ -41,10 +41,10 @@ class ProcessRequest(NamedTuple):
 
 
 def address_of(arguments: list[str]) -> str:
-    """The cluster's address in `system.launcher_args`: HOST:PORT, `auto` or `local`.
+    """Return the cluster's address in `system.launcher_args`: HOST:PORT, `auto` or `local`.
 
     Raises:
-        ValueError: there is something else.
+        ValueError: there is another argument.
     """
     if any(not argument.startswith(_ADDRESS) for argument in arguments) or len(arguments) > 1:
         raise ValueError("ray takes --address=HOST:PORT, --address=auto or --address=local, and nothing else")

@@ -1,8 +1,8 @@
 """Checks the hosts of a run over ssh before anything starts: each is logged in to once, all at the same time.
 
-A host that no retry can mend is refused by its setting: unknown name, refused login, unknown host key, no interpreter
-or asyncrl there, an address of another host, a folder that is not shared. A host that does not answer is named too, but
-as a failure that may pass.
+An error that a retry cannot fix is reported as a wrong setting: unknown name, refused login, unknown host key, no
+interpreter or no asyncrl there, an address of another host, a folder that is not shared. A host that does not answer is
+reported too, as a failure that may pass.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _REFUSALS = {
     "Host key verification failed": "ssh does not know the host's key, or knows another; log in once by hand, and "
     "compare the key",
 }
-"""Errors of ssh that another attempt does not mend, by words of ssh."""
+"""Errors of ssh that a retry cannot fix, by ssh's words."""
 
 
 class _Findings(NamedTuple):
-    """Errors of one host: those that only other settings mend, and those that may pass."""
+    """Errors of one host: those that need other settings, and those that may pass."""
 
     refused: list[str]
     silent: list[str]

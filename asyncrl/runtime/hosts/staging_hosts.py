@@ -7,15 +7,15 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.runtime.settings import HostConfig
 
 _STAGED = frozenset({GENERATION_SERVER, ROLLOUT_WORKER})
-"""Those that may be on hosts that share no folder."""
+"""Kinds of processes that may run on hosts that share no folder."""
 
 
 def staging_hosts(config: ExperimentConfig) -> list[HostConfig]:
-    """The hosts with a staging server, the launcher's own first: none where all see one folder."""
+    """Return the hosts with a staging server, the launcher's own first; empty if all hosts see one folder."""
     hosts = [] if config.system.shared_filesystem else config.system.hosts
     return sorted((host for host in hosts if not host.name or not _STAGED.isdisjoint(host.runs)), key=lambda h: h.name)
 
 
 def brings_inputs(config: ExperimentConfig) -> bool:
-    """True if RolloutWorkers read inputs that staging servers fetch, as some of their hosts share no folder."""
+    """True if staging servers fetch RolloutWorkers' inputs, because some of their hosts share no folder."""
     return any(host.name and ROLLOUT_WORKER in host.runs for host in staging_hosts(config))

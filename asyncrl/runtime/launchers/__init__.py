@@ -46,7 +46,7 @@ class WorkerHandle(ABC):
         """End it at once, with everything it started."""
 
     def kill_process(self) -> None:
-        """End it at once, and leave it to what watches over it, if anything does, to clean up and end too."""
+        """Kill the process alone; its supervisor, if it has one, cleans up and ends too."""
         self.kill()
 
     def last_lines(self) -> list[str]:
@@ -56,7 +56,7 @@ class WorkerHandle(ABC):
 
 
 class LauncherBackend(ABC):
-    """Starts the processes of the run in `run_dir`, and sees to it that none is left."""
+    """Starts the processes of the run in `run_dir`, and leaves none behind."""
 
     lock: int | None = None
     """Descriptor of the trial's lock, held on to until the leading process has ended."""
@@ -75,13 +75,15 @@ class LauncherBackend(ABC):
 
     @abstractmethod
     async def start(self, plan: WorkerPlan) -> WorkerHandle:
-        """Start a process. When the launcher ends, however that comes about, the leading one is asked to stop and gets
-        `asyncrl.runtime.trials.claim.SAVE_LIMIT_S`; the others end with it.
+        """Start a process.
+
+        When the launcher ends in any way, the leading process is asked to stop and has
+        `asyncrl.runtime.trials.claim.SAVE_LIMIT_S` to save; the others end with it.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Kill whatever still runs of all that was started."""
+        """Kill every process that still runs."""
 
 
 def open_backend(name: str, run_dir: Path) -> LauncherBackend:

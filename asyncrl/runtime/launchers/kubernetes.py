@@ -1,7 +1,7 @@
 """Processes in the pods of a JobSet (`asyncrl.runtime.hosts.manifests`), one pod a host, started by the pods' own
 program (`asyncrl.runtime.hosts.pod_agent`).
 
-The launcher runs in the pod of its own host; `--dry-run` prints the objects that make it so.
+The launcher runs in the pod of its own host; `--dry-run` prints the Kubernetes objects to apply.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ class Backend(RemoteBackend):
     """Starts processes in the pods of a JobSet."""
 
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
-        """The stand-in of a process in whichever pod the host has now; the pod's agent knows the supervisor itself."""
+        """Return the carrier of a process in the host's current pod.
+
+        `command` is unused: the pod's agent has the supervisor.
+        """
         asked = [str(self.run_dir), plan.host.name, str(self.config.system.start_timeout_s), command[0]]
         return [sys.executable, "-I", "-S", pod_carrier.__file__, *asked]

@@ -7,8 +7,8 @@ host is in the group with its GPUs; its processes are started as by the local ba
 `system.launcher_args` is at most `--address=HOST:PORT`, that of the cluster; `auto`, the default, finds the one of this
 host (RAY_ADDRESS, or a running one), and `local` starts one on this host that ends with the launcher.
 
-Ray itself is in a process of its own (`asyncrl.runtime.hosts.ray_driver`), which starts with the first process of a
-run, and again after it died.
+Ray itself runs in a separate process (`asyncrl.runtime.hosts.ray_driver`), which starts with the first process of a
+run, and restarts after it died.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Backend(RemoteBackend):
         return await super().start(plan)
 
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
-        """A small process that hands its standard input and output to the driver."""
+        """Return the command of a small process that connects its standard input and output to the driver."""
         (own,) = [host for host in self.config.system.hosts if host.name == plan.host.name]
         numbers = [own.gpus.index(gpu) for gpu in plan.resources.gpus]
         request = ProcessRequest(plan.host.name, command[0], command[-1], numbers)
         return [sys.executable, "-I", "-S", ray_carrier.__file__, self._socket, json.dumps(request)]
 
     def environment(self, plan: WorkerPlan) -> dict[str, str]:
-        """See the base class; which GPUs a process sees is known where Ray put it."""
+        """See the base class; the GPUs of a process are known only on the node that Ray chose."""
         environment = super().environment(plan)
         if plan.resources.gpus:
             del environment["CUDA_VISIBLE_DEVICES"]

@@ -1,7 +1,7 @@
 """Processes on the nodes of a Slurm allocation, a step (`srun`) each. Run it inside an allocation: `salloc`, `sbatch`.
 
-A process with GPUs has a step of its own GPUs, which Slurm chooses and shuts off from other steps; `gpus` of a host say
-how many there are. Processes without share their node's cores (`--overlap`).
+A process with GPUs is a step with its own GPUs, which Slurm chooses and hides from other steps; `gpus` of a host is
+their number. Processes without GPUs share their node's cores (`--overlap`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Backend(RemoteBackend):
     """Starts processes on the nodes of a Slurm allocation."""
 
     def carrier(self, plan: WorkerPlan, command: list[str]) -> list[str]:
-        """One task on one node; its end, and its alone, is the step's."""
+        """Return the `srun` of one task on one node, so that the step ends exactly when the task does."""
         step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={plan.host.name}", "--unbuffered", "--input=0"]
         step += [f"--job-name={plan.name}", f"--cpus-per-task={plan.resources.threads}", "--quiet"]
         gpus = len(plan.resources.gpus)
@@ -22,7 +22,7 @@ class Backend(RemoteBackend):
         return [*step, *self.arguments, "--", *command]
 
     def environment(self, plan: WorkerPlan) -> dict[str, str]:
-        """See the base class; which GPUs a process sees is Slurm's to say."""
+        """See the base class; Slurm decides which GPUs a process sees."""
         environment = super().environment(plan)
         if plan.resources.gpus:
             del environment["CUDA_VISIBLE_DEVICES"]

@@ -1,7 +1,7 @@
 """Processes on other hosts by `ssh`, as its own configuration says (aliases, users, ports, keys, jump hosts).
 
-There must be no password to type (`BatchMode`). A host that refuses is tried for 20 s, as its server may just start; a
-connection that is silent for a minute is given up.
+A login must not need a typed password (`BatchMode`). A host that refuses is tried for 20 s, because its server may be
+starting; a connection that is silent for a minute is closed.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ def allow_all_files() -> None:
 
 
 def allow_connections(connections: int, to_whom: str) -> None:
-    """Let this process open as many files as its hard limit allows, among them so many connections.
+    """Let this process open as many files as its hard limit allows, and check that it allows this many connections.
 
     Raises:
-        OSError: the hard limit does not allow it; the message calls their other ends `to_whom`.
+        OSError: the hard limit is too low; the message names the other ends of the connections, `to_whom`.
     """
     allow_all_files()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

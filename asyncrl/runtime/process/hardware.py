@@ -52,7 +52,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-"""Names of this machine that nobody else can use."""
+"""Names of this machine that only processes on it can use."""
 
 
 def count_gpus() -> int:
@@ -61,9 +61,9 @@ def count_gpus() -> int:
 
 
 def uncounted_gpus() -> str:
-    """The device files of GPUs where no GPU was counted, although CUDA_VISIBLE_DEVICES does not hide them; else empty.
+    """Return device files of GPUs if no GPU was counted although CUDA_VISIBLE_DEVICES hides none; else empty.
 
-    So it is where the driver is broken, or a container has the devices without the driver's tools.
+    This happens with a broken driver, or in a container with the devices but without the driver's tools.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or _count_installed():
         return ""

@@ -1,4 +1,4 @@
-"""Imports of big libraries without the garbage collector, which finds nothing in them."""
+"""Import big libraries without garbage collection, which would find nothing in them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 def lasting_imports() -> Iterator[None]:
     """Exclude everything that is imported in this block, and all earlier objects, from garbage collection for good.
 
-    Of torch and transformers the collector goes through hundreds of thousands of objects again and again while they
-    are made, and once more in each full collection afterwards: 0.8 of the 4.4 s of processor time until a model can be
-    loaded, and 0.2 s of a pause in each full collection.
+    While torch and transformers are imported, the collector scans hundreds of thousands of objects again and again, and
+    once more in each full collection afterwards. That costs 0.8 of the 4.4 s of CPU time until a model can be loaded,
+    and a pause of 0.2 s in each full collection.
     """
     gc.disable()
     try:

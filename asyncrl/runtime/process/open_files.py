@@ -1,7 +1,7 @@
 """Number of open files that the processes of a run need, checked before they start.
 
-Every connection is an open file. A need that is certain is checked against the hard limit of the launcher's host; one
-that depends on how busy a process is, is an upper bound, and only warned of.
+Every connection is an open file. A certain need is checked against the hard limit of the launcher's host. A need that
+depends on how busy a process is, is an upper bound and only causes a warning.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class DescriptorNeed(NamedTuple):
     """Open files that a process needs.
 
     Attributes:
-        process: its kind.
-        files: how many.
-        why: how the number follows.
-        certain: it needs them; else it may, at its busiest.
+        process: kind of the process.
+        files: number of open files.
+        why: derivation of the number.
+        certain: True if the process always needs them; False if only at its busiest.
     """
 
     process: str

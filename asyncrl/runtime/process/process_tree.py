@@ -1,4 +1,7 @@
-"""Keeping hold of a tree of processes, so that none outlives what it belongs to; the kernel's part is Linux only."""
+"""Find and kill trees of processes, so that none outlives the launch it belongs to.
+
+Orphans are adopted on Linux only.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,11 @@ _POLL_S = 0.05
 
 
 def supervised(command: list[str], grace_s: float = 0.0, held: Sequence[int] = ()) -> list[str]:
-    """The command line that runs `command` below a supervisor of its own, which takes a pipe as its standard input.
+    """Return the command line that runs `command` below a supervisor, whose standard input must be a pipe.
 
-    `grace_s`: once that is closed, `command` gets `supervisor.STOP_SIGNAL` and so long. `held`: descriptors that the
-    supervisor holds on to.
+    Args:
+        grace_s: seconds that `command` has after the pipe is closed and it received `supervisor.STOP_SIGNAL`.
+        held: descriptors that the supervisor keeps open.
     """
     numbers = ",".join(map(str, held)) or "-"
     return [sys.executable, "-I", "-S", supervisor.__file__, str(grace_s), numbers, *command]
@@ -48,9 +52,8 @@ def adopt_orphans() -> None:
 def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:
     """Kill everything that process `pid` started, directly or not, and wait up to `wait_s` until it is gone.
 
-    What `pid` has not buried itself stays as a zombie for as long as `pid` lives.
-
-    Torch's manager of shared memory is left to itself: it frees what the others had, and ends once they have.
+    Processes that `pid` does not reap stay zombies as long as `pid` lives. Torch's shared-memory manager is not killed:
+    it frees the memory of the others and ends by itself.
     """
     try:
         descendants = psutil.Process(pid).children(recursive=True)
@@ -66,10 +69,10 @@ def kill_descendants(pid: int, *, wait_s: float = 0.0) -> None:
 
 
 def end_launch(launch: str) -> list[int]:
-    """Kill whatever is left on this machine of the launch so marked; returns the ids of those processes.
+    """Kill the processes on this machine that are left of the launch with this mark. Return their ids.
 
-    A process is known by the launch's mark in its environment, which is of 128 random bits, and killed as the very
-    process that has it: its id and start time are looked at again once the kernel's handle on it is held.
+    A process is recognised by the mark in its environment, 128 random bits. Its id and start time are checked again
+    through the kernel's handle on it, so that no other process with a reused id is killed.
     """
     killed: set[supervisor.Identity] = set()
     deadline = time.monotonic() + _LEFTOVERS_LIMIT_S
@@ -84,7 +87,7 @@ def end_launch(launch: str) -> list[int]:
 
 
 def marked(launch: str) -> list[supervisor.Identity]:
-    """The living processes of this user and machine that are of the launch, but for this one."""
+    """Return this user's living processes on this machine that belong to the launch, without this one."""
     mark, found = f"{LAUNCH_VARIABLE}={launch}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)

@@ -1,8 +1,8 @@
-"""Remarks of a run's processes for the person at the terminal, between two rows of metrics.
+"""Remarks of a run's processes that the terminal shows between two rows of metrics.
 
     <run folder>/remarks.jsonl    {"time": ..., "remark": "WARNING: ..."}
 
-The launcher shows each line once. The file is of one launch.
+The launcher shows each line once. The file belongs to one launch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stacks of a launch's processes on this host, by py-spy, which stops a process for a moment."""
+"""Dump stacks of a launch's processes on this host with py-spy, which stops a process for a moment."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE, marked
 
 _log = logging.getLogger(__name__)
 DUMP_LIMIT_S = 20.0
-"""Of one process."""
+"""Time limit, in s, for one process."""
 ALL_LIMIT_S = 60.0
-"""Of all together; those whose turn has not come by then are left out."""
+"""Time limit, in s, for all processes; those that are not dumped by then are left out."""
 _TITLE = "asyncrl "
 """Beginning of the titles of a run's processes; those that user code starts have others."""
 

@@ -7,7 +7,7 @@ once.
 
     limit_s                    without any progress, see `system.start_timeout_s` and `generation.start_timeout_s`
     BEFORE_BEGIN * limit_s     until the process publishes its first status; it loads its libraries before
-    LONGEST_STARTS * limit_s   in total: a process that works for so long without being ready works in vain
+    LONGEST_STARTS * limit_s   in total: a process that is not ready after so much work never will be
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NotStarted(RuntimeError):
 
 
 class StartLimit:
-    """The limit of one start, by looks at it; time in which this process did not run does not count.
+    """The limit of one start, checked by polling. Time in which this process did not run does not count.
 
     Args:
         setting: name of the limit.
@@ -58,11 +58,11 @@ class StartLimit:
         self._silent_s = self._total_s = 0.0
 
     def fault(self, *, progressed: bool, begun: bool = True) -> str | None:
-        """Return why the start is given up, None as long as it is waited for.
+        """Return why the start has failed; None while it is within its limits.
 
         Args:
-            progressed: it has gone on since the last look.
-            begun: the process has shown itself.
+            progressed: True if it has made progress since the last call.
+            begun: True if the process has published a status.
         """
         now = self._clock()
         passed, self._looked = min(now - self._looked, SLICE_S), now
@@ -84,7 +84,7 @@ class _Work(NamedTuple):
 
 
 class Effort:
-    """The work of the process `pid` and its descendants: CPU time and what they read.
+    """The work of the process `pid` and its descendants: CPU time and bytes read.
 
     Args:
         pid: None for this process.
@@ -96,7 +96,7 @@ class Effort:
         self._measured, self._done = clock(), _work(self._pid)
 
     def grew(self) -> bool:
-        """Return True if they have worked since the last call that did; looks every `MEASURE_S`."""
+        """True if they have worked since the last measurement, which is taken every `MEASURE_S`."""
         now = self._clock()
         if (passed := now - self._measured) < MEASURE_S:
             return False
@@ -127,10 +127,10 @@ def _work(pid: int) -> dict[int, _Work]:
 
 
 async def await_start(starting: Awaitable[_T], effort: Effort, limit: StartLimit) -> _T:
-    """Await what starts something, for as long as `effort` grows.
+    """Await `starting` as long as `effort` grows.
 
     Raises:
-        NotStarted: the limit is over; `starting` is cancelled.
+        NotStarted: a limit is over; `starting` is cancelled then.
     """
     task = asyncio.ensure_future(starting)
     try:
@@ -144,16 +144,16 @@ async def await_start(starting: Awaitable[_T], effort: Effort, limit: StartLimit
 
 
 class StartWait:
-    """A wait for what processes of one kind do as they start.
+    """A wait for something that processes of one kind do while they start.
 
-    Make it in a thread that may block for a moment.
+    Construct it in a thread that may block for a moment.
 
     Args:
-        kind: of those that are waited for.
-        what: they are to do.
-        limit: of their start.
-        while_alive: their start has limits of its own, so that it is enough that they live.
-        progressed: called where they have made progress.
+        kind: kind of the awaited processes.
+        what: the awaited action, for messages.
+        limit: limit of their start.
+        while_alive: True if it is enough that they live, because their start has its own limits.
+        progressed: called when they have made progress.
     """
 
     def __init__(
@@ -172,14 +172,14 @@ class StartWait:
         self._seen: dict[str, str] = {}
 
     def living(self) -> dict[int, int]:
-        """The incarnations of the processes that live, by index."""
+        """Return the incarnations of the living processes, by index."""
         statuses = {
             names.index_of(key): names.WorkerStatus.decode(value) for key, value in self._statuses.entries().items()
         }
         return {index: status.incarnation for index, status in statuses.items() if _lives(status)}
 
     def look(self) -> None:
-        """Call this again and again while waiting.
+        """Check the limit. Call this repeatedly while waiting.
 
         Raises:
             NotStarted: the limit is over.

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def explain_delay(stopped: threading.Event, limit_s: float, loop: asyncio.AbstractEventLoop | None) -> None:
-    """Begin a thread that logs all stacks if the process has not stopped within `limit_s` seconds.
+    """Start a thread that logs all stacks if the process has not stopped within `limit_s` seconds.
 
     Args:
         stopped: set when the process has nothing left to wait for.
@@ -60,7 +60,7 @@ def _coroutines(loop: asyncio.AbstractEventLoop | None) -> str:
 
 
 def _path(task: asyncio.Task[Any]) -> str:
-    """The functions that a task is in, the outermost first, each with its file and line."""
+    """Return the functions on a task's stack, the outermost first, each with its file and line."""
     inner: object = task.get_coro()
     found = []
     while inspect.iscoroutine(inner):
@@ -73,10 +73,11 @@ def _path(task: asyncio.Task[Any]) -> str:
 
 @contextmanager
 def heard_at_once(act: Callable[[], None], limit_s: float = LEAVE_LIMIT_S) -> Iterator[None]:
-    """Within it `act` is called, by a thread of its own, when `STOP_SIGNAL` comes first, beside its handler.
+    """Call `act` in a separate thread at the first `STOP_SIGNAL` within this block, in addition to the signal's
+    handler.
 
-    Where it is not left within `limit_s` seconds after that, the process ends in the middle of what it does, with the
-    stacks of all threads in its log. Enter it in the main thread, once; the signal needs a handler in Python by then.
+    If the block has not ended `limit_s` seconds after that, the process exits at once, with the stacks of all threads
+    in its log. Enter the block once, in the main thread, after installing a Python handler for the signal.
     """
     heard, wake = os.pipe()
     os.set_blocking(wake, False)

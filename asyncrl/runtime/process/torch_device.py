@@ -22,7 +22,7 @@ def choose_device(name: str, setting: Device) -> torch.device:
     """Return the device that the setting `name` asks for; `auto` is the GPU if there is one.
 
     Raises:
-        ConfigError: there is a GPU, and torch cannot use it: the run would go on on the CPU, a thousand times slower.
+        ConfigError: there is a GPU that torch cannot use; the run would continue on the CPU, a thousand times slower.
     """
     usable = torch.cuda.is_available()
     if setting != Device.cpu and not usable and count_gpus():

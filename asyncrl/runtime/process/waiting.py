@@ -15,15 +15,16 @@ _T = TypeVar("_T")
 
 
 class StopRequested(Exception):  # it ends a wait; nothing went wrong
-    """The run was asked to stop while something was waited for."""
+    """A stop request ended a wait."""
 
 
 async def or_stop(waiting: Awaitable[_T], stop: asyncio.Event, limit_s: float) -> _T:
-    """Await `waiting`; what has ended by then counts, whatever else happened. It is cancelled otherwise.
+    """Await `waiting`. If it has ended, its result counts, even if a stop was requested too; otherwise it is cancelled.
 
     Raises:
         StopRequested: `stop` was set first.
-        TimeoutError: neither came within `limit_s` seconds in which this process ran (`asyncrl.comm.running_time`).
+        TimeoutError: neither happened within `limit_s` seconds of this process's running time
+            (`asyncrl.comm.running_time`).
     """
     task, stopping = asyncio.ensure_future(waiting), asyncio.ensure_future(stop.wait())
     try:
@@ -43,7 +44,7 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 async def await_name(resolver: NameResolver, key: str, look: Callable[[], None], stop: asyncio.Event) -> str:
-    """The value under `key`, once it is there; `look` is called while it is not, and ends the wait by raising.
+    """Wait for a value under `key` and return it. `look` is called meanwhile, and may end the wait by raising.
 
     Raises:
         StopRequested: `stop` was set.

@@ -62,7 +62,7 @@ _LOOKS_PER_LEASE = 3
 
 
 class RestartTrainer(Exception):  # it asks for something; nothing went wrong here
-    """This process cannot continue with the others as they are; the whole trainer can, from the last step."""
+    """This process cannot continue alone; the whole trainer must restart from its in-memory checkpoint."""
 
 
 class CannotContinue(RuntimeError):
@@ -206,7 +206,7 @@ class Worker(ABC):
             self._stopped.set()
 
     def _tell_end(self, state: names.State, reason: str = "") -> None:
-        """Publish the last state. The end does not wait for that: a launcher whose process does not end kills it."""
+        """Publish the last state without waiting for it: the launcher kills a process that takes too long to end."""
         self.resolver.end_soon()
         try:
             self.set_status(state, reason)
@@ -226,12 +226,12 @@ class Worker(ABC):
             raise _Stopped
 
     def _name_lost(self, name: str) -> None:
-        """Called by a thread of the resolver."""
+        """Handle the loss of `name` to another process. Called by a thread of the resolver."""
         if name == names.status_key(self.kind, self.index):
             self._fenced()
 
     def _fenced(self) -> NoReturn:
-        """End from any thread. This process may be at anything, so nothing is closed or written any more."""
+        """Exit at once, from any thread. The process may be doing anything, so nothing is closed or written."""
         self.log.error("%s ends at once: it was given up, and another process is in its place", self.name)
         os._exit(EXIT_LOST)
 
@@ -248,10 +248,10 @@ class Worker(ABC):
         return None
 
     def ready(self) -> None:
-        """Tell the launcher that this worker can serve.
+        """Report to the launcher that this worker can serve.
 
-        What is loaded by now stays until the end: the garbage collector need not go through it again and again, which
-        takes a tenth of a second with a model's libraries.
+        All objects that exist now are excluded from garbage collection: they stay until the end, and scanning a model's
+        libraries takes a tenth of a second each time.
         """
         gc.collect()
         gc.freeze()
@@ -260,7 +260,7 @@ class Worker(ABC):
         self.log.info("%s is ready (pid %d)", self.name, os.getpid())
 
     def exit_if_fenced(self) -> None:
-        """End at once where another process is in this one's place, or is about to be."""
+        """Exit at once if another process has taken this one's place, or is about to."""
         if self.resolver.is_fenced():
             self._fenced()
 
@@ -275,7 +275,10 @@ class Worker(ABC):
             self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
 
     def start_wait(self, kind: str, what: str, *, while_alive: bool = False) -> StartWait:
-        """A wait for `what` processes of `kind` do as they start, which counts as progress of this one's start."""
+        """Return a wait for `what` processes of `kind` do while they start.
+
+        Their progress counts as this process's progress.
+        """
         limit = StartLimit("system.start_timeout_s", self.config.system.start_timeout_s)
         observer.stage(f"waits for {what} of a {kind}")
         return StartWait(

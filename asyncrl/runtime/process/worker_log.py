@@ -1,8 +1,8 @@
-"""The lines that a worker process's log gets, and the limit on those that others cause.
+"""Filter of a worker process's log, with a limit on lines that peers cause.
 
-Libraries log what peers do: a connection that breaks while bytes are sent is a traceback of uvloop's, and a busy peer
-breaks thousands. So a message of a library is written `MOST_ALIKE` times within `WINDOW_S` seconds, and all libraries
-write `MOST` messages in that time. What is left out is counted.
+Libraries log the actions of peers: a connection that breaks during a write is a traceback of uvloop, and a busy peer
+breaks thousands. So within `WINDOW_S` seconds the same message of a library is written `MOST_ALIKE` times at most, and
+`MOST` messages of all libraries. Omitted messages are counted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerLogFilter(logging.Filter):
-    """Passes all of asyncrl and of the user's own files, and warnings of libraries within the module's limits.
+    """Passes all messages of asyncrl and of the user's own files, and warnings of libraries within the module's limits.
 
-    HTTP clients, which agents use thousands of times a minute, log a line for each request: that is no warning.
+    HTTP clients, which agents use thousands of times a minute, log each request below the level of a warning.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,7 +1,7 @@
-"""Logs of processes do not grow without limit: the launcher puts what is full aside, under the same name with `.1`.
+"""Rotate the logs of processes: the launcher copies a full log to the same name with `.1`, and empties it.
 
-Processes write to descriptors that the launcher opened for appending, so a file is copied and emptied in place: each
-next line goes to its new beginning. What is written between the copy and the cut, microseconds apart, is lost.
+Processes write to descriptors that the launcher opened for appending, so a file is copied and truncated in place; the
+next line goes to its start. Lines written between copying and truncating, microseconds apart, are lost.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import shutil
 from pathlib import Path
 
 LOG_BYTES = 64 << 20
-"""So much a log may hold; with the one put aside a process has twice as much at most."""
+"""Largest size of a log; with the rotated one a process has at most twice as much."""
 EVERY_S = 10.0
 
 _log = logging.getLogger(__name__)
 
 
 def rotate(folder: Path, limit: int = LOG_BYTES) -> list[Path]:
-    """Put aside the logs in `folder` that are larger than `limit` bytes; returns them. One of which that fails, as on a
-    full disk, stays as it is.
+    """Rotate the logs in `folder` that are larger than `limit` bytes, and return them.
+
+    A log that cannot be rotated, for example on a full disk, stays unchanged.
     """
     rotated = []
     for file in sorted(folder.glob("*.log")):

@@ -1,4 +1,4 @@
-"""The ends of a run's processes: what one tells of its cause, and of its side; and the wait for several."""
+"""Exits of a run's processes: classify their causes, describe them, and wait for several."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def leads(worker: WorkerHandle) -> bool:
 
 
 def was_killed(worker: WorkerHandle) -> bool:
-    """True if the worker was killed, but not for lack of memory, or its host was lost: mostly no fault of what it did.
+    """True if the worker was killed, but not for lack of memory, or its host was lost: mostly not its own fault.
 
-    A process that sends itself SIGKILL cannot be told from one that somebody kills.
+    A process that sends itself SIGKILL looks the same as one that is killed from outside.
     """
     return worker.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL, EXIT_LOST)
 

@@ -57,9 +57,10 @@ class RestartPolicy:
         self._processes: dict[str, RestartBudget] = {}
 
     def died(self, process: str, now_s: float, *, lost: bool = False) -> AfterDeath:
-        """`process` died at `now_s`: what is started again counts from here on.
+        """Record the death of `process` at `now_s`. Return what must restart; that restart counts from now on.
 
-        `lost`: what it held is gone, so that it cannot be started again alone.
+        Args:
+            lost: True if the state that it held is lost, so that it cannot restart alone.
         """
         budget = self._processes.setdefault(process, RestartBudget(self._limit, self._window_s))
         if not lost and budget.spend(now_s):

@@ -27,12 +27,12 @@ TRAINER = "the trainer"
 
 
 def note_restart(run_dir: Path, what: str, reason: str) -> None:
-    """`what`, a process or `WHOLE_RUN`, is about to be started again."""
+    """Log that `what`, a process or `WHOLE_RUN`, is about to restart."""
     _append(run_dir, {"restarted": what, "reason": reason})
 
 
 def note_went_on(run_dir: Path, what: str, seconds: float) -> None:
-    """`what` was ready again so long after its death was noticed."""
+    """Log that `what` was ready again `seconds` after its death was noticed."""
     _append(run_dir, {"went_on": what, "seconds": round(seconds, 3)})
 
 
@@ -42,7 +42,7 @@ def restarts_in(lines: Iterable[dict[str, Any]]) -> Counter[str]:
 
 
 def seconds_in(lines: Iterable[dict[str, Any]]) -> float:
-    """Seconds until those that were started again were ready, by these lines."""
+    """Sum up the seconds until restarted processes were ready, by these lines."""
     return float(sum(line["seconds"] for line in lines if "went_on" in line))
 
 
@@ -52,7 +52,7 @@ def count_restarts(run_dir: Path) -> Counter[str]:
 
 
 def restart_seconds(run_dir: Path) -> float:
-    """Seconds until those that were started again were ready, over all launches."""
+    """Sum up the seconds until restarted processes were ready, over all launches."""
     return seconds_in(JsonlTail(run_dir / RESTARTS_FILE).read())
 
 

@@ -1,15 +1,15 @@
-"""A trial that was used before: what a launch of it continues from, and which settings have changed since.
+"""Resume a trial that was used before: find what a launch continues from, and the settings that changed since.
 
-The settings of the earlier launch are in `<run_dir>/config.yaml`, as text: a setting that one of the two launches does
-not know, because asyncrl is another version by now, is not compared. Those that decide what a checkpoint means are
-marked `fixed` where they are defined (`asyncrl.config.setting`):
+The settings of the earlier launch are in `<run_dir>/config.yaml`, as text. A setting that only one of the two launches
+has, because asyncrl's version differs, is not compared. Settings that decide the meaning of a checkpoint are marked
+`fixed` in their definition (`asyncrl.config.setting`):
 
-- `seed` and `dataset.*`: which row a prompt's id names, and the order in which rows come;
-- `model.path`, `algorithm.critic.path`: what the optimizer's vectors are the weights of, and the tokenizer;
-- `algorithm.graph`, `algorithm.reference.mode`: which roles the checkpoint holds.
+- `seed` and `dataset.*`: the row that a prompt's id stands for, and the order of rows;
+- `model.path`, `algorithm.critic.path`: the model that the optimizer's state belongs to, and the tokenizer;
+- `algorithm.graph`, `algorithm.reference.mode`: the roles in the checkpoint.
 
-Any other takes effect from the next step on. So does `train_batch_size`: the gate counts B for each version, whatever
-B was when it was trained.
+Any other setting takes effect from the next step on, `train_batch_size` too: the gate counts the current B for each
+version, whatever B was when the version was trained.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TrialHeld(TrialError):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that differs from the earlier launch's; `fixed` if a checkpoint of that one cannot be continued so."""
+    """A setting that differs from the earlier launch's; `fixed` if the change makes its checkpoints unusable."""
 
     setting: str
     before: Any
@@ -83,8 +83,8 @@ def newest_progress(
     """Return version and used prompts of the newest checkpoint in `run_dir`; None if there is none.
 
     Args:
-        check: is called with each checkpoint that is considered; None: no tensor is read.
-        passed_over: is told of each newer checkpoint that cannot be used, as the training ranks pass over it too.
+        check: called with each candidate checkpoint; None reads no tensor.
+        passed_over: called with each newer checkpoint that cannot be used; the training ranks will skip it too.
     """
     root = run_dir / CHECKPOINTS_DIR
     for version in reversed(versions_in(root)):
@@ -104,7 +104,7 @@ def check_finished(run_dir: Path, config: ExperimentConfig) -> bool:
     """True if the trial is complete, so that there is nothing to run.
 
     Raises:
-        TrialError: it is, but with other settings.
+        TrialError: it was completed with other settings.
     """
     if not is_complete(run_dir, config.total_train_steps):
         return False
@@ -118,10 +118,10 @@ def check_finished(run_dir: Path, config: ExperimentConfig) -> bool:
 
 
 def continuation(run_dir: Path, config: ExperimentConfig, check: CheckFolder | None = None) -> list[str]:
-    """Return what a launch of a used trial continues from, and the changed settings that it takes: lines for a person.
+    """Return lines for the terminal: what a launch of a used trial continues from, and the changed settings it uses.
 
     Raises:
-        TrialError: no checkpoint can be used, or a setting has changed without which it means something else.
+        TrialError: no checkpoint can be used, or a setting has changed that decides the meaning of a checkpoint.
     """
     damaged: list[str] = []
     progress, changes = newest_progress(run_dir, check, damaged.append), changed_settings(run_dir, config)

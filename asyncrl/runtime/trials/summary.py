@@ -1,4 +1,4 @@
-"""The end of a run in a few lines: how far it came, the books, and where things lie."""
+"""Summary of a finished run in a few lines: its progress, the counts of rollouts, and the paths of its results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.trials.restart_log import count_restarts, restart_seconds
 
 SUMMARY_INDENT = 11
-"""Columns of what a line of the summary begins with."""
+"""Columns of a line's label in the summary."""
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary that the MasterWorker left at its end; None if it did not come so far."""
+    """Return the summary that the MasterWorker wrote at its end; None if it did not get there."""
     file = run_dir / SUMMARY_FILE
     return json.loads(file.read_text()) if file.is_file() else None
 
@@ -31,7 +31,7 @@ def is_complete(run_dir: Path, total_train_steps: int) -> bool:
 
 
 def summary_lines(run_dir: Path) -> list[str]:
-    """The summary for a person; without one, the books as of the last step, and where to look."""
+    """Return the summary as lines; without one, the counts at the last step, and the logs to read."""
     summary = read_summary(run_dir)
     lines = []
     if summary is None:
@@ -58,7 +58,7 @@ def summary_lines(run_dir: Path) -> list[str]:
 
 
 def _lost_episodes(metrics: Path) -> list[str]:
-    """By what failed, the episodes that groups which were trained went without."""
+    """Return lines on episodes that are missing from trained groups, by the kind of failure."""
     lost: Counter[str] = Counter()
     for row in JsonlTail(metrics).read():
         lost += lost_episodes(row)
@@ -69,7 +69,7 @@ def _lost_episodes(metrics: Path) -> list[str]:
 
 
 def _flat_steps(metrics: Path) -> list[str]:
-    """The steps from which nothing could be learnt."""
+    """Return a line on steps that had no learning signal."""
     flat = FlatSteps()
     for row in JsonlTail(metrics).read():
         flat.take(row)
@@ -86,7 +86,7 @@ def _last_known_books(run_dir: Path) -> list[str]:
 
 
 def _books_lines(books: dict[str, Any], when: str = "") -> list[str]:
-    """The balance, and the rollouts that somebody has to look into."""
+    """Return the balance of rollouts, and the rollouts that someone has to look at."""
     dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(books["dropped"].items())) or "none"
     under_way = books["running"] + books["finished_untrained"]
     total = books["trained"] + sum(books["dropped"].values()) + books["abandoned"] + under_way
@@ -106,7 +106,7 @@ def _books_lines(books: dict[str, Any], when: str = "") -> list[str]:
 
 
 def evaluated_line(name: str, figures: Mapping[str, float]) -> str:
-    """The newest evaluation of the set `name` in a line: accuracy and pass@k where there is a verdict, the rest always.
+    """Return a line on the newest evaluation of the set `name`; accuracy and pass@k only with verdicts.
 
     Example: `held_out: accuracy 0.953, pass@4 0.984, reward 0.953, 33 tokens, 0 % cut off (256 prompts, version 60)`.
     """

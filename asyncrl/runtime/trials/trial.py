@@ -68,8 +68,8 @@ class Trial:
 
         Raises:
             TrialHeld: another run holds the trial.
-            TrialError: it was used before and `resume` or the changed settings forbid to
-                go on, or name resolution cannot be reached.
+            TrialError: it was used before, and `resume` or changed settings forbid to continue it; or name resolution
+                cannot be reached.
         """
         self._claim = TrialClaim.take(self.config, self._note, detached=self._detached)
         try:
@@ -85,7 +85,7 @@ class Trial:
             raise
 
     def release(self) -> None:
-        """Give the trial back; nothing where it is not held."""
+        """Release the trial, if it is held."""
         if self._claim is not None:
             self._memory_checkpoint.remove()
             self._remove_meetings()
@@ -93,7 +93,7 @@ class Trial:
             self._claim = None
 
     def _remove_meetings(self) -> None:
-        """Remove the files in which training ranks met that were killed."""
+        """Remove the rendezvous files of training ranks that were killed."""
         for meeting in self.run_dir.glob(f"{MEETING_PREFIX}*"):
             meeting.unlink(missing_ok=True)
 
@@ -119,9 +119,13 @@ class Trial:
             self._note(line)
 
     def _forget_processes(self, *, again: bool = False) -> None:
-        """Forget what earlier processes announced and how they ended: their model version is not that of the
-        ones to come. What still runs of them, on a host that was cut off, does not put it back; `again`: they
-        were of this launch. Those that joined are given up with them; whoever added them starts their successors.
+        """Remove earlier processes' entries in name resolution; their model version is not that of the next processes.
+
+        Processes that still run, on a host that was cut off, cannot register again. Workers that joined are fenced too;
+        the commands that added them start their successors.
+
+        Args:
+            again: the processes belonged to this launch.
         """
         for ending in (SUMMARY_FILE, BOOKS_FILE, EXIT_FILE, REMARKS_FILE):
             (self.run_dir / ending).unlink(missing_ok=True)
@@ -143,17 +147,17 @@ class Trial:
             raise TrialError(f"system.name_resolve={str(self.config.system.name_resolve)!r}: {error}") from error
 
     def begin_again(self) -> None:
-        """Make ready for the whole run to be started again by this launch.
+        """Prepare a restart of the whole run by this launch.
 
         Raises:
-            TrialError: name resolution cannot be reached, or the last step has no room.
+            TrialError: name resolution cannot be reached, or the in-memory checkpoint has no room.
         """
         self._forget_processes(again=True)
         self._say_continuation()
 
     @property
     def lock(self) -> int | None:
-        """Descriptor of the trial's lock; None where it is not held."""
+        """Descriptor of the trial's lock; None if it is not held."""
         return None if self._claim is None else self._claim.lock
 
     def is_lost(self) -> bool:

@@ -1,8 +1,8 @@
 """Moving trajectories between ranks, from the one that received them to the one that trains them.
 
-Bytes of the codec, over `torch.distributed` point to point on the CPU. All trajectories from one rank to another travel
-as one message, preceded by its size; all sends and receives are posted before the first is waited for, so that no order
-of ranks can block. The master plans which goes where, and each rank is told what it sends and what it is to expect.
+The codec's bytes are sent point to point by `torch.distributed`, on the CPU. All trajectories from one rank to another
+are one message, preceded by its size. All sends and receives are posted before the first is awaited, so no order of
+ranks can block. The master plans which trajectory goes where; each rank gets the list of what it sends and expects.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _LENGTH_BYTES = 8
 def exchange_trajectories(
     leaving: Mapping[str, int], expected: Mapping[str, int], held: Mapping[str, Trajectory], ranks: Ranks
 ) -> list[Trajectory]:
-    """The `expected` trajectories, in that order. Called by all ranks, each with its own part of one plan.
+    """Exchange trajectories by one plan and return the `expected` ones, in that order. Called by all ranks.
 
     Args:
-        leaving: what this rank received, in data order, by rollout id: the worker that it goes to, this one too.
-        expected: what comes to this rank, in data order, by rollout id: the worker that received it, this one too.
+        leaving: the worker that each rollout received here goes to (possibly this one), by rollout id, in data order.
+        expected: the worker that received each rollout wanted here (possibly this one), by rollout id, in data order.
         held: the trajectories on this rank, by rollout id.
         ranks: all workers.
 
@@ -43,7 +43,7 @@ def exchange_trajectories(
 
 
 def hand_down(trajectories: Sequence[Trajectory], copy: Ranks) -> list[Trajectory]:
-    """The trajectories of the leading rank of `copy`, on all its ranks. Called by all of them."""
+    """Copy the trajectories of the leading rank of `copy` to all its ranks, and return them. Called by all of them."""
     if copy.world == 1:
         return list(trajectories)
     message = _pack(trajectories) if copy.leads else torch.empty(0, dtype=torch.uint8)

@@ -43,14 +43,19 @@ from asyncrl.trainer.model.packed_attention import DeviceBlock
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Model inputs and the positions of what is wanted.
+    """Model inputs, and the tokens that are scored with the outputs.
 
-    `model_inputs` are the keyword arguments of the trunk. `sources_I` are the input tokens' positions in the step's
-    batch, `places_I` those of their outputs in the trunk's flattened result [rows * width]. `targets_N` are the wanted
-    tokens' positions in the step's batch, `tokens_N` the tokens themselves, `predictors_N` the outputs that predict
-    them. `seq_ids_N` counts this micro-batch's sequences from 0; `seqs` are their positions in the step's batch.
-    `routing` [rows * width, layers, per_token] are the experts that the tokens at these outputs went through as they
-    were generated; None where that is not told.
+    Attributes:
+        seqs: positions of this micro-batch's sequences in the step's batch.
+        model_inputs: keyword arguments of the trunk.
+        sources_I: position of each input token in the step's batch.
+        places_I: position of its output in the trunk's flattened result [rows * width].
+        targets_N: position of each wanted token in the step's batch.
+        tokens_N: the wanted tokens.
+        predictors_N: the outputs that predict them, as positions in I.
+        seq_ids_N: sequence of each wanted token, counted in this micro-batch from 0.
+        routing: [rows * width, layers, per_token], experts of the tokens at these outputs during generation; None if
+            they were not recorded.
     """
 
     seqs: list[int]
@@ -76,7 +81,7 @@ class ShownTokens:
     Attributes:
         ids_T: [T], with the ids of pictures' rows in the place of their placeholders; on the device.
         positions_3T: three positions of each; None where they are the places in the sequences.
-        held: the pictures, kept as long as these ids are used.
+        held: the pictures, kept alive as long as these ids are used.
     """
 
     ids_T: Tensor
@@ -240,7 +245,7 @@ def _on_device(
 
 
 def upload(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor]:
-    """The arrays as tensors on `device`, all in one copy, for which a host with a GPU does not wait."""
+    """Return the arrays as tensors on `device`. They travel in one copy, which is asynchronous for a GPU."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     sizes = [array.size for array in arrays.values()]
@@ -251,7 +256,9 @@ def upload(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor
 
 
 def _worthwhile(prefixes: Prefixes, seqs: Sequence[int], lengths_S: Ints, budget: int) -> list[Branches] | None:
-    """`seqs` cut into tries; None where these have nearly as many tokens as the sequences."""
+    """Cut `seqs` into tries; None if these have nearly as many tokens as the sequences, so that sharing does not
+    pay.
+    """
     most = math.inf if prefixes.always else WORTHWHILE * int(lengths_S[seqs].sum())
     if not seqs or prefixes.order.branches(seqs, lengths_S).tokens > most:
         return None
@@ -267,10 +274,11 @@ def one_micro_batch(
     wanted: bool,
     pictures: Pictures | None = None,
 ) -> MicroBatch:
-    """All `sequences` laid out together: to score all tokens but first ones where `wanted`, else each to its end.
+    """Lay all `sequences` out together.
 
     Args:
-        pictures: whose rows may be in the sequences; they are scored as the placeholder.
+        wanted: score all tokens but the first of each sequence; False scores none and takes each sequence to its end.
+        pictures: pictures whose rows may be in the sequences; a row is scored as the placeholder token.
     """
     lengths_S = np.array([len(tokens) for tokens in sequences], dtype=np.int64)
     starts_S = np.cumsum(lengths_S) - lengths_S
@@ -295,10 +303,10 @@ def one_micro_batch(
 
 
 def _side_by_side(sources_I: Ints, rows_I: Ints, offsets_I: Ints, lengths: Ints, kind: AttentionKind) -> _Layout:
-    """Sequences in rows of their own, or end to end.
+    """Lay sequences out one per row, or end to end.
 
-    A model that gets them end to end is told where they end in all the ways that transformers has, for linear attention
-    and convolutions too.
+    End to end, the model gets their ends in every form that transformers has, also for linear attention and
+    convolutions.
     """
     if kind == AttentionKind.padded:
         width = int(lengths.max())

@@ -93,9 +93,9 @@ class Block(Generic[Indices]):
     which causal attention cannot let reach a real position of a row); `scatter` takes the rows' real positions back, in
     stream order.
 
-    Where rows begin with tokens of others (`prefix_tree`), they ask with fewer tokens than they look at:
-    `query_gather`, [rows * queries], takes the tokens that ask, the first of which has `first`, [rows], tokens before
-    it. None: all of a row asks.
+    Rows that begin with a shared prefix (`prefix_tree`) have fewer queries than keys: `query_gather`, of shape
+    [rows * queries], takes the query tokens, and `first`, [rows], is the number of tokens of the row before its first
+    query. None: every token of a row is a query.
     """
 
     rows: int
@@ -108,13 +108,13 @@ class Block(Generic[Indices]):
 
     @property
     def pairs(self) -> int:
-        """Pairs of query and key that are computed: a causal kernel leaves out what comes later, a mask does not."""
+        """Number of computed pairs of query and key: a causal kernel skips later keys, a masked one does not."""
         if self.queries is None:
             return self.rows * self.width * (self.width + 1) // 2
         return self.rows * self.queries * self.width
 
     def indices(self) -> dict[str, Indices]:
-        """Its arrays, by the names of their fields."""
+        """Return the block's arrays by field name."""
         arrays = {
             "gather": self.gather,
             "scatter": self.scatter,
@@ -137,7 +137,7 @@ class Block(Generic[Indices]):
 
 
 def block_rows(lengths: Sequence[int]) -> list[int]:
-    """Numbers of rows of blocks of sequences in descending order of length.
+    """Return the number of rows of each attention block, for sequences in descending order of length.
 
     Cut where it saves padding: a new block starts once the current one would waste more than `MAX_BLOCK_WASTE`.
 

@@ -1,25 +1,25 @@
-"""Samples as the trie of their prefixes, so that a prefix which several share is computed once. Pure; numpy only.
+"""Lay samples out as the trie of their prefixes, so that a shared prefix is computed once. Pure; numpy only.
 
-The answers of a group begin with one prompt, the turns of a conversation with the turns before, forks of it with what
-they have in common, and a policy that is sure of itself writes the same first words many times. Of a causal model, what
-is computed at a token depends on the tokens up to it alone: on its prefix. So a micro-batch is laid out as one stream
-that holds every distinct prefix once, as its last token; sequences index into it, and what they want of a shared token
-is read several times, its gradients being added up. Positions are depths in the trie. Objective, advantages and
-statistics are of sequences, and know nothing of it.
+The answers of a group share their prompt, the turns of a conversation share the turns before, and a confident policy
+often writes the same first words. A causal model's output at a token depends only on the tokens up to it: on its
+prefix. So a micro-batch is one stream that holds every distinct prefix once, as its last token. Sequences index into
+the stream; the output at a shared token is read several times, and its gradients add up. Positions are depths in the
+trie. Objective, advantages and statistics work on sequences and do not see the trie.
 
-No trie is built. Sequences in lexicographic order are its branches in pre-order: each begins with what it shares with
-the one before (the longest common prefix, LCP), and the rest of it is new. Of sequences that are not neighbours the LCP
-is the least of those between them, so the order is found once for a batch (`PrefixOrder`) and serves every part of it.
+No trie is built. Sequences in lexicographic order are its branches in pre-order: each begins with the tokens that it
+shares with the one before (the longest common prefix, LCP), and the rest is new. The LCP of two sequences that are not
+neighbours is the smallest LCP between them. So one order per batch (`PrefixOrder`) serves every part of it.
 
 Attention
 ---------
-A row of a block is a sequence's own tokens as queries, and its whole path (shared prefix, then own tokens) as keys,
-gathered from the stream; a mask of rows x queries x keys hides what comes later. A sequence that shares nothing is a
-row of the causal kernel, without a mask. A row asks with its whole path, so that it needs no mask, and only what it
-owns is read, if a mask would take more than `MAX_MASK_BYTES`, or if less than half of its path is shared: the causal
-kernel computes half of all pairs, a mask none the fewer. So a row never computes more pairs than it does when packed.
+A row of a block has a sequence's own tokens as queries and its whole path (shared prefix, then own tokens) as keys,
+gathered from the stream. A mask of rows x queries x keys hides later keys. A sequence that shares nothing is a row of
+the causal kernel, without a mask. In two cases a row that shares a prefix also takes its whole path as queries, so that
+the causal kernel does and only the outputs of its own tokens are read: if the mask would take more than
+`MAX_MASK_BYTES`, or if less than half of its path is shared (the causal kernel computes half of all pairs, a masked one
+all of them). So a row never computes more pairs than it does when packed.
 
-That model, sharing of groups on their prompt only, is verl's PrefixGrouper; the trie is AReaL's tree training
+verl's PrefixGrouper shares the prompt of a group in this way; AReaL's tree training shares the whole trie
 (arXiv 2602.00482). `benchmarks/prefix.py` compares it with packing.
 """
 
@@ -40,7 +40,7 @@ MAX_MASK_BYTES = 16 << 20
 MAX_MASK_WASTE = 0.25
 """Padding of queries times keys that a masked block may have, as a part of what is wanted: another block pays above."""
 FLEX_BLOCK = 128
-"""Streams for FlexAttention have a multiple of so many tokens."""
+"""The length of a stream for FlexAttention is a multiple of this number of tokens."""
 WORTHWHILE = 0.95
 """Sharing is used where the stream has at most this part of the sequences' tokens: below, planning costs more."""
 
@@ -81,8 +81,10 @@ class PrefixOrder:
 
 
 def symbols(tokens_T: NDArray[np.integer], routing: NDArray[Any] | None) -> NDArray[np.integer]:
-    """Numbers [T] that are equal where what is computed of a token by itself is: the tokens, or where it is told which
-    experts each went through ([T, layers, per_token]), numbers of token and experts.
+    """Return a number for each token, [T], that is equal for tokens which the model treats alike.
+
+    Without `routing` these are the token ids. With `routing` ([T, layers, per_token]) they number the pairs of token
+    and experts.
     """
     if routing is None:
         return tokens_T
@@ -184,8 +186,8 @@ class Stream:
 
 
 def lay_out(tree: Branches) -> Stream:
-    """The stream of `tree`: first the rows that ask with their whole path, then those that ask with their own tokens,
-    longest first.
+    """Return the stream of `tree`: first the rows whose queries are their whole path, then those whose queries are
+    their own tokens, each longest first.
     """
     own = tree.lengths - tree.shared
     parts = _cut_rows(tree)
@@ -229,16 +231,16 @@ def pre_order(tree: Branches) -> PreOrder:
 
 
 def _asks_whole(own: int, length: int) -> bool:
-    """True if a row of `length` tokens, `own` of them its own, asks with its whole path: those are no more pairs, or a
-    mask would be too large.
+    """True if a row of `length` tokens, `own` of them its own, takes its whole path as queries: if that computes no
+    more pairs, or if a mask would be too large.
     """
     return 2 * own * length >= length * (length + 1) or own * length > MAX_MASK_BYTES
 
 
 def _cut_rows(tree: Branches) -> list[list[int]]:
-    """The branches that own tokens in blocks of rows, longest first, whose padding and whose masks are within limits.
+    """Cut the branches that own tokens into blocks of rows, longest first, within the limits on padding and masks.
 
-    Blocks of rows that ask with their whole path come first.
+    Blocks of rows whose queries are their whole path come first.
     """
     lengths, own = tree.lengths.tolist(), (tree.lengths - tree.shared).tolist()
     rows = sorted((row for row in range(len(own)) if own[row]), key=lambda row: (-lengths[row], -own[row]))
@@ -264,9 +266,10 @@ def _cut_rows(tree: Branches) -> list[list[int]]:
 
 
 def _row_block(paths: Sequence[Ints], shared: Ints) -> Block[Ints]:
-    """A block of rows whose keys are `paths`, longest first, of which the first `shared` tokens are others'.
+    """Return a block of rows whose keys are `paths`, longest first; the first `shared` tokens of a path belong to
+    others.
 
-    All rows ask with their whole path, or all with their own tokens.
+    The queries of all rows are the whole path, or those of all rows are their own tokens.
     """
     rows, width = len(paths), len(paths[0])
     lengths = np.array([len(path) for path in paths], dtype=np.int64)

@@ -1,9 +1,9 @@
-"""Moving what a call wrote from the ranks of one role to those of another that is spread over another grid.
+"""Move the columns that a call wrote from the ranks of one role to those of a role in another grid.
 
-Both grids have all samples of the step, dealt each in its own way, and each copy knows of its own rollouts which copy
-of the other grid has them: so from the head of each copy that has a rollout its rows go straight to the head of the
-copy that wants them, and from there to that copy's ranks. Both count them in data order.
-What crosses is the rows and, once per pair of heads, their type and whether there is one per token or per sample.
+Both grids have all samples of the step, each dealt in its own way, and both count rollouts in data order. Each copy
+knows which copy of the other grid has each of its rollouts. So the rows of a rollout go from the head of the copy that
+has it straight to the head of the copy that wants it, and from there to that copy's ranks. Once per pair of heads, the
+column's type and level (one row per token or per sample) are sent before the rows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ Shares = Mapping[WorkerGrid, GridShare]
 
 
 def move_columns(request: MoveColumns, world: World, shares: Shares, batches: Mapping[WorkerGrid, StepBatch]) -> None:
-    """Give the batch of the grid of `request.target` the columns. Called by all ranks of both grids.
+    """Copy columns from the ranks of role `request.source` to the ranks of role `request.target`.
+
+    Called by all ranks of both grids.
 
     Raises:
-        ValueError: a column is no vector of numbers, one per token or per sample; only these cross between grids.
+        ValueError: a column is not a vector with one number per token or per sample.
     """
     source, target = world.placement.grid(request.source), world.placement.grid(request.target)
     for key in request.keys:
@@ -50,7 +52,7 @@ def _exchange(
     shares: Shares,
     batches: Mapping[WorkerGrid, StepBatch],
 ) -> Tensor | None:
-    """The column of this rank's batch in the target grid, where it is a head of it; None elsewhere."""
+    """Return the column of this rank's batch in the target grid if this rank heads a copy of that grid; else None."""
     source, target = grids
     sends: dict[int, list[Tensor]] = {}
     wanted: dict[int, list[int]] = {}  # places of rollouts in this rank's target batch, by the head they come from
@@ -125,7 +127,7 @@ def _rows(column: Tensor, batch: StepBatch, rollout: int, key: str) -> Tensor:
 
 
 def _hand_down(column: Tensor | None, batch: StepBatch, copy: Ranks) -> Tensor:
-    """The column of the head of `copy` on all its ranks; an empty one where no sample was dealt to it."""
+    """Broadcast the column of the head of `copy` to all its ranks; an empty column if the copy has no samples."""
     if column is None and batch.num_seqs == 0:
         return torch.empty(0)
     if copy.world == 1:

@@ -1,4 +1,4 @@
-"""One train step's samples on one rank, as packed tensors, and what the step's calls write beside them.
+"""One train step's samples on one rank, as packed tensors, with the columns that the step's calls add.
 
 Samples lie end to end in canonical order (by rollout, then by sample within it). Keys before the first call:
 
@@ -18,8 +18,8 @@ Samples lie end to end in canonical order (by rollout, then by sample within it)
 
 Where the engine's choices of experts are replayed, `StepBatch.routing` has them too.
 
-A call adds keys with `batch[key] = tensor`. `defer` adds one whose tensor is computed when it is first read: proximal
-log-probabilities are put off so, as the first minibatch gets them for nothing and samples without a signal need none.
+A call adds keys with `batch[key] = tensor`. `defer` adds a key whose tensor is computed when it is first read. Proximal
+log-probabilities are deferred: the first minibatch gets them for free, and samples without a signal need none.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class StepBatch:
         lengths_S, starts_S: length and first position in T of each sample (host memory, int64).
         seq_ids_T: sample of each token (int64), on the device.
         num_minibatches: optimizer steps of the whole train step, of all passes; every rank takes part in each.
-        own: names of the user's columns, [T] float32 of tokens, else [S] float64.
+        own: names of the user's columns: float32 [T] if they are per token, else float64 [S].
         group_names: name of each comparison group, by its id (`Sample.group`); "" where none is named.
         routing: [T, layers, per_token] int16, the experts that each token went through as it was generated
             (`UNRECORDED` where that was not told); None where any sample does not tell.
-        pictures: [S], those of each sample, at positions within it; empty where no sample has any. Equal content is
+        pictures: [S], each sample's pictures with their positions in it; empty if no sample has any. Equal pictures are
             one `Picture` object.
     """
 
@@ -154,7 +154,9 @@ class StepBatch:
         self._columns[key] = tensor
 
     def own_by_token(self, targets_N: Tensor) -> dict[str, Tensor]:
-        """The user's columns at tokens `targets_N`, float32 [N] each; one of samples is repeated for its tokens."""
+        """Return the user's columns at the tokens `targets_N`, float32 [N] each; a sample's value is repeated for its
+        tokens.
+        """
         seq_ids_N = self.seq_ids_T[targets_N]
         return {name: self[name][targets_N if name.startswith(f"{TOKEN}/") else seq_ids_N].float() for name in self.own}
 
@@ -185,10 +187,11 @@ def build_step_batch(
     device: torch.device | None = None,
     own: Sequence[str] = (),
 ) -> StepBatch:
-    """The batch of `trajectories`, in canonical order, `minibatches` naming that of each, or those of each pass.
+    """Build the batch of `trajectories`, in canonical order.
 
     Args:
-        own: columns of the user's that every sample has (`asyncrl.api.columns`).
+        minibatches: minibatch of each trajectory, or its minibatch in each pass.
+        own: the user's columns, which every sample has (`asyncrl.api.columns`).
         min_version: generated tokens older than this lose their place in `loss_mask` (`on_stale: mask`).
 
     Raises:

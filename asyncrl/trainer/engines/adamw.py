@@ -1,7 +1,7 @@
-"""AdamW with clipping and a learning-rate schedule: what both engines' optimizers share.
+"""AdamW with clipping and a learning-rate schedule: the common part of both engines' optimizers.
 
-Theirs is where parameters and moments lie; here is torch's fused kernel over them, its groups by weight decay, the
-schedule, and what of both a checkpoint needs.
+An engine's optimizer decides where parameters and moments are stored. This module runs torch's fused kernel over them,
+with groups by weight decay, follows the schedule, and says what a checkpoint needs of both.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def zero_moments(like: Tensor, config: OptimizerConfig) -> dict[str, Tensor]:
 
 
 def trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
-    """Those that have a gradient.
+    """Return the parameters that have a gradient.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no parameter has one.
     """
     found = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
     if not found:
@@ -56,7 +56,7 @@ def trainable(parameters: Iterable[NamedParameter]) -> list[NamedParameter]:
 
 
 class _HostMomentsAdamW(torch.optim.AdamW):
-    """Torch's, but that moments are in host memory and pass through the device piece by piece."""
+    """torch's AdamW with its moments in host memory; they pass through the device piece by piece."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -102,8 +102,8 @@ class ScheduledAdamW(ABC):
     """AdamW over groups of parameters.
 
     Args:
-        groups: the parameters of each group, each with its moments, and the group's weight decay. They are there from
-            the start, so that a checkpoint has where to load to.
+        groups: the parameters of each group with their moments, and the group's weight decay. Moments exist from the
+            start, so that a checkpoint can be loaded into them.
         total_steps: optimizer steps of the whole run, for schedules that end.
     """
 
@@ -158,7 +158,10 @@ class ScheduledAdamW(ABC):
         return StepOutcome(norm, lr, applied)
 
     def resume(self, meta: Mapping[str, Any]) -> None:
-        """Go on after the steps that `meta` says. The rates are the config's, which may have changed since."""
+        """Continue after the number of steps in `meta`.
+
+        Learning rates are the config's, which may have changed since.
+        """
         step = int(meta["step"])
         for state in self._adamw.state.values():
             state["step"].fill_(float(step))
@@ -182,7 +185,9 @@ class ScheduledAdamW(ABC):
 
     @abstractmethod
     def load_state(self, meta: Mapping[str, Any]) -> None:
-        """Go on from what was written into the tensors of `state`, after the steps that `meta` says."""
+        """Continue from the values that were written into the tensors of `state`, after the number of steps in
+        `meta`.
+        """
 
     @abstractmethod
     def _norm(self) -> Tensor:

@@ -3,18 +3,18 @@
     EngineLoader     model folder ──▶ engine, trained where it is given an optimizer, else frozen
     PolicyEngine     log-probabilities (forward only), gradients of a loss on them, whole tensors to publish
     ValueEngine      values (forward only), gradients of a loss on them
-    both             step, state for checkpoints, by names that say nothing of how it is spread
+    both             step, and state for checkpoints by names that do not depend on the layout
 
-A train step on a minibatch is `compute_gradients`, then `step`; whoever decides between the two not to take the step
-just does not. Nothing outside this package sees parameters, gradients or the optimizer, so an engine is free in where
-it keeps them: whole on every rank (`flat`), in slices, or in stages.
+A train step on a minibatch is `compute_gradients`, then `step`; the caller may leave out `step`. Nothing outside this
+package sees parameters, gradients or the optimizer, so an engine decides where they are: whole on every rank (`flat`),
+in slices, or in stages.
 
 A loss is a function of one micro-batch and of the engine's outputs on it. It returns the micro-batch's *share* of the
 whole minibatch's loss, already divided by the global normaliser: shares, and so gradients, add up over micro-batches
 and ranks and are exact however the batch was cut. The engine calls it where the outputs are, once per micro-batch; it
 must not run the model itself.
 
-All verbs are called by all ranks together, in the same order, also by a rank that has no samples.
+All methods are called by all ranks together, in the same order, also by a rank that has no samples.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from asyncrl.weights.versions.published import TensorSpec as TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`grad_norm` before clipping; `applied` is False where it was not finite and the step was left out."""
+    """`grad_norm` before clipping. `applied` is False if the norm was not finite, so that the step was left out."""
 
     grad_norm: float
     lr: float
@@ -115,17 +115,21 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """From now on keep the role in host memory whenever it is idle, that is outside of `resident`."""
+        """From now on keep the role in host memory whenever it is idle, that is outside of `on_device`."""
 
     @abstractmethod
     def on_device(self) -> AbstractContextManager[None]:
-        """Within it the role is on its device. Whatever computes, or reads or writes the tensors of `state`, is called
-        within it; it may be entered again. Of a role that is not off-loaded it does nothing.
+        """Keep the role on its device within this block; does nothing if the role is not off-loaded.
+
+        Everything that computes, or that reads or writes the tensors of `state`, must be called within it. Blocks may
+        be nested.
         """
 
     @abstractmethod
     def load_state(self, meta: Mapping[str, Any]) -> None:
-        """Take up what was written into the tensors of `state`, and `meta`, the JSON that came with them."""
+        """Continue from the values that were written into the tensors of `state`, and from `meta`, the JSON stored with
+        them.
+        """
 
     @property
     @abstractmethod
@@ -140,18 +144,18 @@ class TrainingEngine(ABC):
         The same on all ranks, whatever part each holds; nothing is exchanged.
 
         Raises:
-            RuntimeError: it is a critic, which no folder holds.
+            RuntimeError: the role is a critic, which has no model folder.
         """
 
     @abstractmethod
     def gather(self, owners: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors, each on the rank that owns it: a collective of all ranks, each of which iterates to the end.
+        """Gather whole tensors, each on the rank that owns it. A collective: every rank iterates to the end.
 
-        At most one tensor beyond what this rank holds anyway is in memory at a time. What is yielded may be the
-        engine's own storage, or be used again for the next: it is valid until that is asked for.
+        At most one tensor beyond this rank's own is in memory at a time. A yielded tensor may be the engine's own
+        storage, or a buffer that the next one reuses: it is valid until the next iteration.
 
         Args:
-            owners: worker index by name, the same on all ranks. What is not named is left out on all of them.
+            owners: worker index by tensor name, the same on all ranks. Tensors without an owner are skipped.
 
         Yields:
             Name and tensor of what this rank owns, in the order of `published_specs`, on the engine's device.
@@ -169,12 +173,12 @@ class PolicyEngine(TrainingEngine):
     def score_sequences(
         self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]] = ()
     ) -> list[list[float]]:
-        """Log-probabilities of the tokens of `sequences` at temperature 1, whatever the engine's own; 0 for first ones.
+        """Return the log-probabilities of the tokens of `sequences` at temperature 1; 0 for each first token.
 
-        They are computed in one micro-batch, as training computes them.
+        They are computed in one micro-batch, as training computes them, but never at the engine's own temperature.
 
         Args:
-            pictures: those of each sequence; none where it is empty.
+            pictures: pictures of each sequence; empty if no sequence has any.
         """
 
     @abstractmethod
@@ -198,14 +202,14 @@ class PolicyEngine(TrainingEngine):
         entropy: EntropyMode = EntropyMode.none,
         distributions: bool = False,
     ) -> tuple[Tensor, list[Stats]]:
-        """The gradients of the loss over the samples `seqs`, in place of those before.
+        """Compute the gradients of the loss over the samples `seqs`. They replace earlier gradients.
 
-        Where gradients are switched off, only the loss and the statistics are computed.
+        Under `torch.no_grad` only the loss and the statistics are computed.
 
         Args:
             wanted_T: bool [T], the tokens whose outputs the loss gets.
-            entropy: whether it gets entropies.
-            distributions: whether it gets whole distributions; entropies are then left out.
+            entropy: give the loss entropies.
+            distributions: give the loss whole distributions, and no entropies.
 
         Returns:
             This rank's loss (0-d) and its statistics, a dictionary per micro-batch.
@@ -216,11 +220,11 @@ class PolicyEngine(TrainingEngine):
 
     @abstractmethod
     def average_towards(self, source: PolicyEngine, decay: float) -> None:
-        """Move the weights towards those of `source`: decay * mine + (1 - decay) * its."""
+        """Move the weights towards those of `source`: w = decay * w + (1 - decay) * w_source."""
 
     @abstractmethod
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Within it the model computes as the base of its adapters; nothing changes where it has none."""
+        """Within this block the model computes without its adapters; nothing changes if it has none."""
 
 
 class ValueEngine(TrainingEngine):
@@ -238,7 +242,7 @@ class ValueEngine(TrainingEngine):
 
 
 class EngineLoader(ABC):
-    """Makes engines from model folders, onto `device`, as `config` sets them, for the rank at `place`."""
+    """Loads models from folders onto `device` and makes engines of them, for the rank at `place`."""
 
     @abstractmethod
     def __init__(self, config: ExperimentConfig, place: RankPosition, device: torch.device) -> None: ...
@@ -259,10 +263,10 @@ class EngineLoader(ABC):
     def reward_model(self, path: str, optimizer: OptimizerConfig | None = None) -> ValueEngine:
         """The sequence classifier with one label in `path`; frozen without an optimizer.
 
-        To be trained, `path` may be a language model's folder: its trunk then gets a head without a bias, at 0.
+        If it is trained, `path` may be a language model's folder: its trunk then gets a head without a bias, at 0.
 
         Raises:
-            ValueError: it gives no single score.
+            ValueError: the classifier has more than one label.
         """
 
 

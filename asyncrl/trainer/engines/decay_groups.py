@@ -1,13 +1,13 @@
 """Select the parameters that weight decay acts on: matrices, but no scales or biases, and embeddings as configured.
 
 Decay pulls towards 0. That regularises a matrix; a norm's scale is not neutral there and a bias has nothing to
-regularise, so both are left out, as in minGPT, Megatron-LM and transformers' Trainer. Told by shape and name, which
-hold for a sharded module and for a stage of a pipeline too. Not decayed is
+regularise, so both are left out, as in minGPT, Megatron-LM and transformers' Trainer. Shape and name decide; they are
+the same for a sharded module and for a stage of a pipeline. Parameters without decay are
 
-- what has at most one dimension: norms, biases, the per-channel parameters of recurrent layers,
-- what is called a bias (those of a layer of experts are matrices),
-- what belongs to a norm (Cohere's are one row per head),
-- what the caller names, such as `embedding_names`.
+- those with at most one dimension: norms, biases, the per-channel parameters of recurrent layers,
+- those called a bias (the biases of a layer of experts are a matrix),
+- those of a norm (Cohere's have one row per head),
+- those that the caller names, such as `embedding_names`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ of the vector and their `.grad` are views of the gradient vector: nothing is cop
 their own storage; their gradients are added into the fp32 vector as soon as each is ready (so they never accumulate in
 low precision), and after a step they are rounded from the fp32 master values.
 
-What weight decay acts on (`decay_groups`) lies before what it leaves alone, so that AdamW sees two tensors at most. A
-checkpoint says in which order its vectors hold the parameters and is taken over name by name.
+Parameters with weight decay (`decay_groups`) come first, then those without, so AdamW sees two tensors at most. A
+checkpoint names the order of the parameters in its vectors and is loaded name by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asyncrl.trainer.settings import OptimizerConfig
 
 
 class FlatAdamW(ScheduledAdamW):
-    """AdamW over `parameters`, which it re-homes.
+    """AdamW over `parameters`, whose values it moves into its flat vector.
 
     Args:
         parameters: (name, parameter) pairs, each once; all on one device.

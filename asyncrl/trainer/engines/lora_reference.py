@@ -38,17 +38,17 @@ class LoraReference(PolicyEngine):
         self._is_frozen()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Nothing: it is the model folder's."""
+        """Return nothing: its weights are those of the model folder."""
         return {}, {}
 
     def offload(self) -> None:
-        """It has nothing of its own."""
+        """Do nothing: it has no tensors of its own."""
 
     def on_device(self) -> AbstractContextManager[None]:
         return self._actor.on_device()
 
     def load_state(self, meta: Mapping[str, Any]) -> None:
-        """Nothing is to be loaded."""
+        """Do nothing: there is nothing to load."""
 
     def logprobs(self, batch: StepBatch, wanted_T: Tensor) -> Tensor:
         with self._actor.without_adapters():

@@ -38,7 +38,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         tokens_per_micro_batch: budget of one forward and backward pass.
         optimizer: None for a frozen role.
         place: of this rank.
-        routers: whose choices are those of the batch's routing, where it has one; None: they are not replayed.
+        routers: routers that replay the expert choices of a batch's routing; None: choices are not replayed.
         pictures: of the model; None: it is used for text alone.
     """
 
@@ -61,12 +61,12 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         self._offload: HostOffload | None = None
 
     def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Within it the routers choose for the tokens of `micro_batch` what it says."""
+        """Within this block the routers choose the experts recorded in `micro_batch`."""
         return nullcontext() if self.routers is None else self.routers.replaying(micro_batch.routing)
 
     @contextmanager
     def choosing_freely(self) -> Iterator[None]:
-        """Within it the routers choose for themselves whatever a micro-batch says."""
+        """Within this block the routers choose by themselves, whatever a micro-batch has recorded."""
         before, self.routers = self.routers, None
         try:
             yield
@@ -114,7 +114,9 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
 
     @contextmanager
     def with_other_weights(self) -> Iterator[None]:
-        """Within it the role computes with other weights, as with its adapters off: rows of pictures are made again."""
+        """Within this block the role computes with other weights (adapters off, for example); picture rows are
+        recomputed.
+        """
         self._weights_changed()
         try:
             yield
@@ -164,7 +166,10 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def _cut(
         self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]
     ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches, all of which are laid out and on their way to the device before the first one."""
+        """Yield the micro-batches.
+
+        All are laid out, and their copies to the device begun, before the first is yielded.
+        """
         made = deque(self._laid_out(batch, wanted, lengths, seqs))
         while made:
             yield made.popleft()  # one that is computed is gone, with the masks that it made
@@ -211,15 +216,19 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
     def _shown_ids(
         self, sequences: Sequence[Sequence[int]], pictures: Sequence[Sequence[PlacedPicture]]
     ) -> tuple[list[Sequence[int]], list[SeenPicture]]:
-        """`sequences` with the ids of their pictures' rows, and the pictures, which the caller holds meanwhile."""
+        """Return `sequences` with the ids of their pictures' rows, and the pictures, which the caller must keep
+        alive.
+        """
         if self.pictures is None or not pictures:
             return list(sequences), []
         made = [self.pictures.ids.shown(*each) for each in zip(sequences, pictures, strict=True)]
         return [ids for ids, _ in made], [seen for _, held in made for seen in held]
 
     def seeing(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
-        """Within it the model knows the pictures of `micro_batch`: with gradients by the vision tower where it is
-        trained, and gradients are recorded; else their rows are made once for a version of the weights.
+        """Within this block the model sees the pictures of `micro_batch`.
+
+        If the vision tower is trained and gradients are recorded, it computes their rows with gradients. Otherwise the
+        rows are computed once per version of the weights.
         """
         if self.pictures is None:
             return nullcontext()

@@ -30,14 +30,15 @@ COMPUTED_RATIO = "tokens/computed_ratio"
 
 @model_function("actor_train")
 def actor_train(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Trains the actor on `advantages` with the objective of the config.
+    """Train the actor on `advantages` with the objective of the config.
 
-    Reads `prox_logprobs`, `ref_logprobs` and `keep` where the graph provides them. Left out of loss and normaliser:
-    samples that `keep` leaves out, and those whose advantages are all zero, as they have nothing to say; the latter
-    stay in where a KL term or an entropy bonus acts on them, or `args.drop_zero_advantage` is false.
+    Reads `prox_logprobs`, `ref_logprobs` and `keep` if the graph provides them. Two kinds of samples count neither in
+    the loss nor in the normaliser: those that `keep` excludes, and those whose advantages are all zero, which have no
+    gradient. The latter stay in if a KL term or an entropy bonus acts on them, or if `args.drop_zero_advantage` is
+    false.
 
-    The loop ends early, the steps of that minibatch and of all after it, in later passes too, not taken, once a bound
-    (`stop_kl`, `stop_weight_variance`) is passed. In the critic's warm-up steps losses are computed and no step is
+    The loop ends early once a bound (`stop_kl`, `stop_weight_variance`) is exceeded: the steps of that minibatch and of
+    all later ones, in later passes too, are not taken. In the critic's warm-up steps losses are computed and no step is
     taken.
     """
     loss = _Loss(ctx, batch)
@@ -85,7 +86,7 @@ def _run_minibatches(ctx: CallContext, batch: StepBatch, loss: _Loss, progress: 
 
 
 def _reason_to_stop(ctx: CallContext, stats: Sequence[Stats]) -> str | None:
-    """Decided on statistics of all ranks, so that all ranks decide alike."""
+    """Return why the loop must stop, or None. Based on statistics of all ranks, so that all ranks decide alike."""
     algorithm = ctx.config.algorithm
     if not algorithm.stop_kl and not algorithm.stop_weight_variance:
         return None
@@ -94,7 +95,7 @@ def _reason_to_stop(ctx: CallContext, stats: Sequence[Stats]) -> str | None:
 
 
 class _Loss:
-    """The objective on this step's batch: which tokens carry loss, over which denominators, against which policies."""
+    """The objective on this step's batch, with its loss tokens, denominators and the policies it compares."""
 
     def __init__(self, ctx: CallContext, batch: StepBatch) -> None:
         self._ctx, self._batch = ctx, batch
@@ -215,7 +216,7 @@ class _Loss:
         return self._prox_T[micro_batch.targets_N]
 
     def _proximal(self) -> Tensor | None:
-        """Proximal log-probabilities [T]; where still deferred, computed for what the later minibatches need."""
+        """Return proximal log-probabilities [T]; deferred ones are computed for the later minibatches only."""
         self._prox_deferred = False
         batch = self._batch
         if not self._objective.needs_prox and PROX not in self._ctx.reads:
@@ -250,7 +251,7 @@ def _of_all_ranks(ranks: Ranks, values_T: Tensor) -> Tensor:
 
 
 def _report(ctx: CallContext, batch: StepBatch, loss: _Loss, progress: _Progress) -> StatValues:
-    """Reduce what the loop did over ranks and update the KL coefficient, once per step."""
+    """Reduce the loop's statistics over ranks and update the KL coefficient, once per step."""
     generated = count_stat(batch["loss_mask"].sum())
     own = {"tokens/trained": generated, "samples/total": count_stat(torch.tensor(batch.num_seqs, device=batch.device))}
     reduced = ctx.reduce(merge_stats([loss.no_stats(), own, *progress.stats]))

@@ -20,12 +20,12 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.calls import CallContext, StatValues, model_function
 
 GREEDY_REWARD = "agent/greedy_reward"
-"""The greedy answer's reward, ReMax's baseline; `asyncrl.rollout.greedy_baseline` plays for it."""
+"""The greedy answer's reward, which is ReMax's baseline; `asyncrl.rollout.greedy_baseline` generates it."""
 
 
 @model_function("advantage")
 def advantage(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Writes `advantages` [T]; where the estimator has a critic also `returns` [T] and `value_mask` [T].
+    """Write `advantages` [T], and with a critic also `returns` [T] and `value_mask` [T].
 
     `args.rewards` is the key of the rewards, or a list of keys that are added up; `rewards` by default. The rewards of
     turns add to them. Samples that `keep` leaves out have no advantage. With `algorithm.kl_in=advantage` each token's

@@ -16,11 +16,10 @@ from asyncrl.trainer.functions.minibatches import global_normalisers
 
 @model_function("critic_train")
 def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Trains the critic on `returns`, one optimizer step per minibatch of each pass.
+    """Train the critic on `returns`, with one optimizer step per minibatch of each pass.
 
-    `values` are its outputs at the step's start.
-
-    With `value_norm` the returns enter the normalisation first, and old values and targets are in its units.
+    `values` are its outputs at the step's start. With `value_norm` the returns update the normalisation first, and old
+    values and targets are in its units.
     """
     engine, objective = ctx.value(), ctx.state.value_objective
     wanted_T = batch["value_mask"] if "value_mask" in batch else batch["loss_mask"]
@@ -53,7 +52,9 @@ def critic_train(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 
 def _fit(old_T: Tensor, returns_T: Tensor, wanted_T: Tensor) -> Stats:
-    """Means from which the share of the returns' variance follows that the values at the step's start explain."""
+    """Return the means from which the explained variance of the returns is computed, for the values at the step's
+    start.
+    """
     error_T, returns_T = (returns_T - old_T).double(), returns_T.double()
     return {
         "critic/returns_mean": mean_stat(returns_T, wanted_T),

@@ -10,11 +10,10 @@ from asyncrl.trainer.calls import CallContext, StatValues, model_function
 
 @model_function("actor_inf")
 def actor_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Writes `prox_logprobs` [T]: log-probabilities under the actor as it is at the step's start.
+    """Write `prox_logprobs` [T]: log-probabilities under the actor at the step's start.
 
-    They are deferred. `actor_train` computes them before its first optimizer step, and only for the samples that carry
-    loss after its first minibatch: that one sees the very policy that they refer to. Any other
-    reader gets all of them.
+    They are deferred. `actor_train` computes them before its first optimizer step, and only for samples with loss in
+    later minibatches: in the first minibatch the actor still is the proximal policy. Any other reader gets all of them.
     """
     _defer_logprobs(ctx, batch)
     return {}

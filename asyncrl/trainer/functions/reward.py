@@ -27,10 +27,11 @@ def reward(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 @model_function("filter")
 def filter_groups(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Writes `keep` [S] bool: whether the sample's comparison group may carry loss.
+    """Write `keep` [S] bool: True if the sample's comparison group may carry loss.
 
-    `args.name` and `args.params` choose a registered filter (or an import path); the default is `zero_variance`. What
-    is filtered here was trained on nothing but is consumed; a filter in `rollout.filters` saves its place in the batch.
+    `args.name` and `args.params` choose a registered filter (or an import path); the default is `zero_variance`. A
+    group that is filtered here still takes its place in the batch; a filter in `rollout.filters` frees it for another
+    group.
     """
     plugins = ctx.config.algorithm.plugins
     decide = resolve("filter", ctx.args.get("name", "zero_variance"), ctx.args.get("params", {}), plugins)

@@ -1,10 +1,10 @@
-"""Recomputing a layer's activations in the backward pass in place of keeping them.
+"""Recompute a layer's activations in the backward pass instead of keeping them.
 
-Kept is one hidden state per layer and token; the price is one more forward pass of the layers, a third of a step's
-work. A layer is what transformers derives from `GradientCheckpointingLayer`. Its `forward` itself is replaced: hooks
-around it, such as those that gather a sharded layer's weights, run outside of the recomputed part. transformers' own
-switch acts in `model.train()` only, which would turn dropout on too; this one acts wherever gradients are recorded, and
-costs nothing where none are.
+Only one hidden state per layer and token is kept. The price is one more forward pass of the layers, a third of a step's
+work. A layer is a module that transformers derives from `GradientCheckpointingLayer`. Its `forward` itself is replaced,
+so hooks around it, such as those that gather a sharded layer's weights, run outside of the recomputed part.
+transformers' own switch acts in `model.train()` only, which would turn dropout on too. This one acts whenever gradients
+are recorded, and costs nothing otherwise.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def checkpoint_layers(trunk: nn.Module, routers: Routers | None = None) -> int:
     """Have every layer of `trunk`, which computes without dropout, recompute its activations; returns their number.
 
     Args:
-        routers: of `trunk`, which may be replaying choices: a layer that is computed again, perhaps after another
-            micro-batch, replays its own again.
+        routers: routers of `trunk` that replay expert choices. A recomputed layer, perhaps after another micro-batch,
+            replays its own choices again.
 
     Raises:
         NotImplementedError: transformers marks none of its modules as such a layer.

@@ -1,9 +1,9 @@
 """Choose how sequences are laid out for training: the first layout that is proven right. A model without one is refused
 by name.
 
-Packing computes no padding, but only attention that is told where sequences end keeps them apart. A recurrence or a
-convolution does so where its kernel takes the packing arguments, some models have an attention of their own, and which
-is which no list of names would hold. So each way is tried at load (`asyncrl.models.parity`) in this order:
+Packing computes no padding, but only an attention that knows where sequences end keeps them apart. A recurrence or a
+convolution keeps them apart if its kernel takes the packing arguments, and some models have their own attention; no
+list of names could tell these apart. So each layout is tried at load (`asyncrl.models.parity`), in this order:
 
     sdpa                packed with shared prefixes, then packed, both first with torch's variable-length kernel where
                         there is one, then padded rows with torch's attention, then with transformers' eager one
@@ -11,11 +11,11 @@ is which no list of names would hold. So each way is tried at load (`asyncrl.mod
     flash_attention_2   packed by its own kernel, then padded rows
     eager               padded rows
 
-Padded rows end in padding, which a causal model cannot look at, be it attention, convolution or recurrence: they are
-right for every causal model, at the price of computing the padding.
+Padded rows have their padding at the end, which no causal model sees, by attention, convolution or recurrence. So they
+are right for every causal model, at the price of computing the padding.
 
-Where the run's sequences or rows may be longer than a length in the model's config, a layout has to be right on a copy
-of the model with short lengths too (`asyncrl.models.short_lengths`).
+If the run's sequences or rows may be longer than a length in the model's config, a layout must also be right on a copy
+of the model with short lengths (`asyncrl.models.short_lengths`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class ParityTestable(Protocol):
-    """An engine, as far as the parity check asks it."""
+    """Interface of an engine for the parity check."""
 
     attention: AttentionKind
     """Layout of the engine's micro-batches; set by `select_attention`."""
@@ -129,15 +129,16 @@ def first_layout(setting: AttentionImplementation) -> SequenceLayout:
 def select_attention(
     engine: ParityTestable, setting: AttentionImplementation, *, longest: int, row: int = 0, share_prefixes: bool = True
 ) -> SequenceLayout:
-    """Set `engine` to the first layout of `model.attn_implementation` that is proven right for its model; returns it.
+    """Set `engine` to the first layout of `model.attn_implementation` that passes the parity check, and return the
+    layout.
 
     Args:
         longest: tokens of the longest sequence of the run.
         row: tokens that may lie end to end in a packed micro-batch.
-        share_prefixes: whether prefixes that samples share may be computed once.
+        share_prefixes: allow layouts that compute shared prefixes once.
 
     Raises:
-        UnsupportedModelError: none is.
+        UnsupportedModelError: no layout passes.
     """
     name, own = type(engine.network).__name__, _Subject(engine)
     copies: dict[int, _Subject | None] = {}  # with short lengths, by the tokens of the run's longest row
@@ -169,7 +170,7 @@ def select_attention(
 
 
 def layouts(setting: AttentionImplementation) -> tuple[SequenceLayout, ...]:
-    """All that are tried, in this order."""
+    """Return the layouts to try for `setting`, in order."""
     return _LAYOUTS[setting]
 
 
@@ -179,14 +180,16 @@ def _runs_on(network: PreTrainedModel, layout: SequenceLayout) -> bool:
 
 
 def _ways(layout: SequenceLayout) -> tuple[SequenceLayout, ...]:
-    """The ways in which micro-batches of `layout` are computed: without shared prefixes by a kernel of its own."""
+    """Return the ways in which micro-batches of `layout` are computed; a separate kernel may do those that share
+    nothing.
+    """
     if layout == SequenceLayout(AttentionKind.tree, VARLEN):
         return SequenceLayout(AttentionKind.packed, VARLEN), layout
     return (layout,)
 
 
 def refuse_longer_than_independent(network: PreTrainedModel, longest: int) -> None:
-    """Refuse sequences so long that they would change what is computed of the others of their micro-batch.
+    """Refuse sequences so long that they would change the results of other sequences in their micro-batch.
 
     Args:
         longest: tokens of the longest sequence of the run.
@@ -205,9 +208,10 @@ def refuse_longer_than_independent(network: PreTrainedModel, longest: int) -> No
 
 
 def _unseen_layers(network: PreTrainedModel, layout: SequenceLayout) -> str | None:
-    """Layers whose attention begins to differ from a plain one where no short sequence shows it.
+    """Return why layers of `network` cannot be right under `layout` although no short sequence shows it; None if they
+    can.
 
-    On padded rows transformers draws their masks itself.
+    On padded rows transformers builds the masks of all layers itself.
     """
     kinds = layer_types(network.config)
     unseen = kinds - PLAIN_LAYERS - RECURRENT_LAYERS - TOKENWISE_LAYERS
@@ -221,15 +225,15 @@ def _unseen_layers(network: PreTrainedModel, layout: SequenceLayout) -> str | No
 
 
 class _Subject:
-    """A model that a layout has to compute right, and what transformers' plain forward makes of it.
+    """A model to check, with the results of transformers' plain forward as the truth.
 
     Args:
         engine: computes the model.
-        original: of a copy with short lengths, what it is a copy of.
-        lengths: of a copy, the fields that were lowered and the original's values.
+        original: the original of a copy with short lengths.
+        lengths: for a copy, the fields that were lowered and the original's values.
 
     Raises:
-        UnsupportedModelError: transformers cannot compute it.
+        UnsupportedModelError: transformers cannot compute the model.
     """
 
     def __init__(
@@ -255,7 +259,9 @@ class _Subject:
             ) from error
 
     def with_short_lengths(self, reach: int) -> _Subject | None:
-        """A copy whose sequences are longer than the lengths that rows of `reach` tokens are longer than, if any."""
+        """Return a copy of the model in which each length below `reach` is lowered below its sequences; None if there
+        is none.
+        """
         fitting = max(len(tokens) for tokens in self.sequences)
         short = short_model(self._engine.network, self._engine.weights(), reach, fitting)
         return None if short is None else _Subject(self._engine.around(short.model), self, short.lengths)

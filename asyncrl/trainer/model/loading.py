@@ -48,14 +48,14 @@ def load_causal_lm(
 def prepare_vision(
     model: PreTrainedModel, path: str | Path, mode: VisionMode, *, attach: bool = True
 ) -> Pictures | None:
-    """The pictures of `model`, whose vision tower is frozen where `mode` says so; None if it is used for text alone.
+    """Return the picture processing of `model`, with its vision tower frozen if `mode` says so; None for text alone.
 
     Args:
         path: its folder.
         attach: as of `Pictures`.
 
     Raises:
-        UnsupportedModelError: its folder lacks what reads pictures in.
+        UnsupportedModelError: its folder lacks the picture processor's configuration.
     """
     if mode != VisionMode.train:
         for parameter in tower_parameters(model):
@@ -73,8 +73,9 @@ def _pretrained(
 ) -> Any:
     """The model in `path` as transformers' auto class `kind` loads it, with the attention of the first layout.
 
-    It is put in place after loading, so that a model with an attention of its own keeps what transformers chooses: the
-    eager one of Falcon with alibi differs from the other (5.24 adds alibi twice). Flash attention is named at once.
+    The attention is set after loading, so that a model with its own attention keeps the one that transformers chooses
+    (Falcon's eager attention with alibi differs from its other one: transformers 5.24 adds alibi twice). Flash
+    attention is named when loading.
     """
     flash = attn_implementation == AttentionImplementation.flash_attention_2
     model = kind.from_pretrained(
@@ -112,7 +113,7 @@ def load_critic(
 
 
 class RewardModel(NamedTuple):
-    """A sequence classifier with one label: as a trunk and its head, and as transformers knows it, which has these."""
+    """A sequence classifier with one label: its trunk, its head, and the transformers model that contains both."""
 
     critic: Critic
     classifier: PreTrainedModel

@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 _ADAPTER = ".default"
 _NAMES_OF_EXPERTS = frozenset({"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 BASE_LAYER = ".base_layer"
-"""In the name of a parameter of the base, which a model folder does not know."""
+"""Part of a base parameter's name that peft inserts; it is not in the name in a model folder."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, vision: bool = False) -> None:
-    """Freeze `model` and give the layers that `config` names adapters, in fp32; on any device, without values.
+    """Freeze `model` and add adapters in fp32, without values, to the layers that `config` names. Works on any device.
 
     Args:
-        vision: of a model that takes pictures, give the layers of its vision tower and its projector adapters too.
+        vision: add adapters to the vision tower and the projector of a model that takes pictures, too.
 
     Raises:
-        ValueError: no layer has such a name, or some of them keep their weights transposed and others do not.
+        ValueError: no layer has such a name, or only some of the layers keep their weights transposed.
     """
     from peft import inject_adapter_in_model
 
@@ -92,7 +92,7 @@ def is_adapter(name: str) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without peft's insertions: of the base as in a model folder, of an adapter without its key."""
+    """Remove peft's insertions from a parameter's name. A base parameter then has its name in the model folder."""
     return name.replace(BASE_LAYER, "").replace(_ADAPTER, "")
 
 
@@ -100,16 +100,15 @@ class WholeBase(WholeModel):
     """The base under the adapters of a `model` that every rank holds whole; see `Published`."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, in the model's order."""
+        """Return all tensors, in the model's order."""
         held = {plain_name(name): tensor for name, tensor in held_tensors(self._model).items() if not is_adapter(name)}
         return {tensor.name: tensor.of(held[tensor.parameter]) for tensor in self.folder}
 
 
 class Merged:
-    """The layers of `base` with `adapters` merged, as what can be published; see `Published`.
+    """Publishable tensors of `base` with `adapters` merged; see `Published`.
 
-    A merged layer is what `asyncrl.weights.model_files.adapters` makes of a published base and published adapters, to
-    the last bit.
+    A merged layer is bit for bit what `asyncrl.weights.model_files.adapters` makes of a published base and adapters.
 
     Args:
         config: the settings of the adapters.
@@ -117,7 +116,7 @@ class Merged:
         model_config: the model's.
 
     Raises:
-        ValueError: the model folder holds a layer that has an adapter in parts.
+        ValueError: the model folder stores a layer that has an adapter as several tensors.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class Merged:
 
 
 def adapted_layer(published: str) -> str:
-    """Return the name in the model of the layer that a published adapter is of."""
+    """Return the name, in the model, of the layer that the adapter tensor `published` belongs to."""
     return model_name(published).rsplit(".", 2)[0]  # <layer>.lora_A.weight
 
 
@@ -219,7 +218,7 @@ def initialise(parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> Non
 
 @contextmanager
 def adapters_off(trunk: nn.Module) -> Iterator[None]:
-    """`trunk` computes as its base."""
+    """Within this block `trunk` computes without its adapters."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in trunk.modules() if isinstance(module, LoraLayer)]
@@ -236,7 +235,9 @@ def adapters_off(trunk: nn.Module) -> Iterator[None]:
 def peft_config(
     config: LoraConfig, targets: list[str], base: str | None = None, *, transposed: bool = False
 ) -> PeftConfig:
-    """`config` in peft's words, for the layers `targets`, by their names or by the last part of these, of `base`."""
+    """Translate `config` into peft's settings, for the layers `targets` of `base`, given by name or by its last
+    part.
+    """
     from peft import LoraConfig as PeftConfig
 
     alpha: Any = config.alpha  # annotated as an integer, used as a number

@@ -1,17 +1,17 @@
 """Attention over a packed stream, so that a model computes no padding on any device.
 
-A micro-batch is one row [1, T]: its sequences end to end, positions restarting at each. All of a transformer but
-attention works token by token and so needs no padding; attention must keep sequences apart. On a GPU with flash
-attention its variable-length kernel does that. Elsewhere `packed_attention`, registered with transformers under
-`PACKED`, takes the stream into a few blocks of rows of nearly one length (`micro_batch_layout.blocks`), runs torch's
-causal kernel on each, and takes the result back. Rows are padded on the right, so causality alone hides the padding and
-no mask is built. Attention that torch's kernel does not know (capped logits as Gemma 2 has, attention sinks as GPT-OSS)
-is written out on the same blocks.
+A micro-batch is one row [1, T]: its sequences end to end, positions restarting at each. Everything in a transformer but
+attention works token by token and needs no padding; attention must keep sequences apart. On a GPU flash attention's
+variable-length kernel does that. Elsewhere `packed_attention`, registered with transformers under `PACKED`, gathers the
+stream into a few blocks of rows of similar length (`micro_batch_layout.blocks`), runs torch's causal kernel on each,
+and scatters the result back. Rows are padded on the right, so causality alone hides the padding and no mask is built.
+Forms of attention that torch's kernel lacks (Gemma 2's capped logits, GPT-OSS's attention sinks) are written out on the
+same blocks.
 
-Rows that share a prefix look at it, and ask with what is their own (`prefix_tree`).
+Rows that share a prefix have it among their keys; their queries are their own tokens (`prefix_tree`).
 
-The blocks reach it as the keyword `attention_blocks`, which most transformers models hand down to their attention
-function. Whether a model keeps its sequences apart by it is proven at load (`asyncrl.trainer.model.layout_parity`).
+The blocks arrive as the keyword `attention_blocks`, which most transformers models pass on to their attention function.
+The parity check at load shows if a model does (`asyncrl.trainer.model.layout_parity`).
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class DeviceBlock:
         return self._biases[key]
 
     def visible(self, window: int | None) -> Tensor:
-        """True where a query may look: at itself and the `window - 1` positions before it (None: all before it).
+        """Return the mask of visible keys: a query sees itself and the `window - 1` positions before it (None: all).
 
-        [queries, width], and for queries in the middle of rows [rows, 1, queries, width].
+        Shape [queries, width]; [rows, 1, queries, width] for queries in the middle of rows.
         """
         block, device = self.block, self.block.gather.device
         position = torch.arange(block.width, device=device, dtype=torch.int32)
@@ -89,13 +89,13 @@ def packed_attention(
         query: [1, heads, T, head size]; `key` and `value` may have fewer heads (grouped queries), values another size.
         sliding_window: a token sees itself and the `sliding_window - 1` tokens before it.
         softcap: logits are `softcap * tanh(logits / softcap)`.
-        s_aux: [heads], logits of a sink that takes its part of the attention and gives nothing.
+        s_aux: [heads], logit of each head's attention sink, which takes its share of the softmax and has no value.
 
     Returns:
         [1, T, heads, value size], and no attention weights.
 
     Raises:
-        NotImplementedError: the model does not hand `attention_blocks` down.
+        NotImplementedError: the model does not pass `attention_blocks` on.
     """
     if attention_blocks is None:
         raise NotImplementedError("the model does not tell its attention where sequences end")

@@ -27,7 +27,8 @@ from asyncrl.models.transformers_internals import has_more_than_head, logits_of_
 MAX_LOGITS_BYTES = 256 << 20
 """fp32 logits of one chunk: large enough that the head's matrix product is efficient, small beside any model."""
 _BLOCK = 1 << 22
-"""Numbers of a chunk that are worked on at a time where that needs a buffer of their own: 16 MiB, near the caches."""
+"""Numbers of a chunk that are processed at a time if that needs a separate buffer: 16 MiB, which stays near the caches.
+"""
 _GPU_BLOCK = 1 << 26
 """The same on a GPU: all of a chunk of 256 MiB, as every piece costs launches."""
 
@@ -60,12 +61,12 @@ def logits_function(model: PreTrainedModel) -> LogitsOf:
 
 
 def restricted(logits_NV: Tensor, allowed_A: Tensor, offset: int = 0) -> Tensor:
-    """The logits, and a number whose probability is exactly 0 at all tokens but `allowed_A`.
+    """Return the logits with all tokens but `allowed_A` set to a number whose probability is exactly 0.
+
+    The number is finite: with -inf, log 0 times probability 0 would make the entropy NaN.
 
     Args:
-        logits_NV: of the tokens from `offset` on, any float type.
-
-    The number is finite, as log 0 times probability 0 would make the entropy NaN.
+        logits_NV: logits of the tokens from `offset` on, of any float type.
     """
     ids_V = torch.arange(offset, offset + logits_NV.shape[-1], device=logits_NV.device)
     lowest = max(torch.finfo(logits_NV.dtype).min / 4, -1e30)
@@ -86,7 +87,7 @@ def token_logprobs(
 
     Args:
         hidden_NH: the trunk's output at the position before each target.
-        score: where `logits_of` gives a slice of the vocabulary only; None: it gives all.
+        score: needed if `logits_of` gives only a slice of the vocabulary; None if it gives all of it.
     """
     score_logits = score or _score
     if len(targets_N) == 0:
@@ -154,7 +155,7 @@ class _Score(Function):
 
 
 def _blocks(all_NV: Tensor, values_N: Tensor | None = None) -> tuple[Tensor, ...]:
-    """`values_N`, or `all_NV` itself, in runs of tokens that have about `_BLOCK` numbers in `all_NV`."""
+    """Split `values_N` (default: `all_NV`) into runs of tokens that have about `_BLOCK` numbers in `all_NV`."""
     block = _BLOCK if all_NV.device.type == "cpu" else _GPU_BLOCK
     rows = max(1, block // all_NV.shape[-1])
     return torch.split(all_NV if values_N is None else values_N, rows)

@@ -1,12 +1,12 @@
 """Packed attention by torch's own variable-length kernel, for GPUs and types of 16 bits.
 
-The kernel is told where each sequence of the stream ends (`packing_arguments`), so that nothing is gathered, masked or
-repeated, and a block of pairs that no token sees costs nothing. It knows grouped queries and sliding windows. What it
-does not know is refused by name, and the next layout is tried: capped logits, sinks, dropout, and values of another
-size than keys. A stream of shared prefixes has no such ends and goes to `packed_attention`.
+The kernel gets the end of each sequence of the stream (`packing_arguments`). So nothing is gathered, masked or
+repeated, and a block of pairs that no token sees costs nothing. It supports grouped queries and sliding windows. Capped
+logits, sinks, dropout, and values of another size than keys are refused by name, and the next layout is tried. A stream
+of shared prefixes has no such ends and goes to `packed_attention`.
 
-On a CPU `all_pairs` computes the same by a mask of all pairs, which is slow and for tests: they compare it with
-`packed_attention`. Whether a model is right with the kernel is checked at load like every layout
+On a CPU `all_pairs` computes the same with a mask of all pairs; it is slow and only for tests, which compare it with
+`packed_attention`. The parity check at load tests each model with the kernel, as with every layout
 (`asyncrl.trainer.model.layout_parity`).
 """
 
@@ -52,11 +52,11 @@ def varlen_attention(
     """Causal attention within each sequence of a packed stream; arguments and result as of `packed_attention`.
 
     Args:
-        cu_seq_lens_q: int32 [sequences + 1], where each sequence starts and the last ends; None: of shared prefixes.
-        max_length_q: tokens of the longest.
+        cu_seq_lens_q: int32 [sequences + 1], start of each sequence and end of the last; None for shared prefixes.
+        max_length_q: tokens of the longest sequence.
 
     Raises:
-        NotImplementedError: the kernel does not know what the model asks for, or the model hands nothing down.
+        NotImplementedError: the kernel lacks a feature that the model needs, or the model passes no ends on.
     """
     if cu_seq_lens_q is None:
         return packed_attention(

@@ -1,18 +1,18 @@
-"""The groups in which this process runs collectives, and how it is made to leave them by another thread.
+"""The process groups of this process, and a way for another thread to abort their collectives.
 
-A rank that waits for a peer is in native code: no handler of a signal runs there and no exception arrives, until the
-peer answers or `trainer.collective_timeout_s` is over. So whoever is to stop in such a wait has to be helped out of it:
+A rank that waits for a peer is in native code: no signal handler runs and no exception arrives until the peer answers
+or `trainer.collective_timeout_s` is over. To stop such a rank, another thread ends the collective:
 
 - NCCL aborts its communicators (`torch.distributed.distributed_c10d._abort_process_group`).
-- gloo has nothing for it. In torch 2.13 `abort` and `shutdown` of a group, of its backend, and of all groups return at
-  once and do nothing; the rank waits on (docs/faults.md has what was measured). What a rank does leave at once is a
-  connection that ends, as it does when a peer dies. So its own ends of gloo's connections are shut down here.
+- gloo has no way to abort. In torch 2.13 `abort` and `shutdown` of a group, of its backend, and of all groups return at
+  once and do nothing; the rank keeps waiting. But a collective fails at once when a connection ends, as it does when a
+  peer dies. So this process's ends of gloo's connections are shut down here.
 
-After that every collective fails, here and at the peers: it is for a process that is about to end.
+After that every collective fails, here and at the peers, so this is for a process that is about to exit.
 
-gloo also listens for as long as its groups live, takes whoever connects and keeps the connection. Torch 2.13 has
-nothing to end that, and closing a listener ends the process. All ranks are connected once the groups are made, so from
-then on the kernel drops what would open a further connection (a socket filter on the listeners).
+gloo also keeps listening as long as its groups exist, and accepts every connection. Torch 2.13 cannot turn that off,
+and closing a listener ends the process. All ranks are connected once the groups exist. From then on a socket filter on
+the listeners makes the kernel drop attempts to connect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
 class Collectives:
-    """See the module's docstring. One of a process; any thread may abort."""
+    """Makes, aborts and leaves the process groups. One per process; any thread may abort."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,10 +49,10 @@ class Collectives:
 
     @contextmanager
     def making(self, device: torch.device) -> Iterator[None]:
-        """Groups for tensors on `device` are made inside: gloo connects each of them to all its ranks at once.
+        """Make groups for tensors on `device` within this block; gloo connects each group to all its ranks at once.
 
-        Nothing else of this process may begin to listen meanwhile: on CPUs, what listens then takes no more connections
-        afterwards.
+        Nothing else in this process may start to listen within the block: on CPUs, sockets that listen when it ends
+        accept no more connections.
         """
         before = _sockets()
         try:
@@ -68,7 +68,7 @@ class Collectives:
                 _take_no_more(descriptor, number)
 
     def abort(self) -> None:
-        """Have every collective of this process fail that is under way, or begins later."""
+        """Make every running and later collective of this process fail."""
         with self._lock:
             if not self._aborted:
                 self._aborted = True
@@ -89,7 +89,7 @@ class Collectives:
 
 
 def _sockets() -> dict[int, int]:
-    """The sockets of this process: the kernel's number of each, by descriptor. Descriptors are used again."""
+    """Return the kernel's number of each socket of this process, by descriptor. Descriptors alone are reused."""
     found = {}
     with suppress(FileNotFoundError):
         for name in os.listdir(_DESCRIPTORS):
@@ -114,10 +114,10 @@ def _reopened(descriptor: int, number: int) -> Iterator[socket.socket | None]:
 
 
 def _end_connection(descriptor: int, number: int) -> None:
-    """Shut the TCP connection down that has this descriptor, if it still is the socket of this `number`.
+    """Shut down the TCP connection at this descriptor, if it still is the socket with this `number`.
 
     Raises:
-        OSError: it is none. One that listens is left alone: gloo's thread would end the process.
+        OSError: it is not a connection. A listener is left alone: gloo's thread would end the process.
     """
     with _reopened(descriptor, number) as connection:
         if connection is not None:
@@ -126,11 +126,10 @@ def _end_connection(descriptor: int, number: int) -> None:
 
 
 def _take_no_more(descriptor: int, number: int) -> None:
-    """If the socket of this `number` still listens for TCP connections, have the kernel drop what asks for one; those
-    that it made stay.
+    """If the socket with this `number` still listens, make the kernel drop attempts to connect; open connections stay.
 
     Raises:
-        OSError: the kernel takes no filter.
+        OSError: the kernel does not accept the filter.
     """
     with _reopened(descriptor, number) as listener:
         if listener is None or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

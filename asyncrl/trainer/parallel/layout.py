@@ -3,12 +3,11 @@
     d<N>   N data-parallel ranks; each trains other samples, and the weights are sharded over all of them
     t<N>   every layer's matrices are cut into N tensor slices; the experts of a mixture are dealt to them whole
     p<N>   the layers are cut into N pipeline stages
-    r<N>   N replicas of what `d` says (hybrid sharding): weights are sharded within a replica and are the same in all,
-           so `r2d4` are 8 data-parallel ranks that hold a quarter of the weights each
+    r<N>   N replicas of the `d` ranks (hybrid sharding): weights are sharded within a replica and equal in all
+           replicas, so `r2d4` are 8 data-parallel ranks that hold a quarter of the weights each
 
-Letters come in any order, each once; one that is missing is 1. AReaL's `m` is taken for `t`. `Layout.data` counts all
-data-parallel ranks, replicas
-included: it is what trajectories are dealt by.
+Letters come in any order, each at most once; a missing one is 1. AReaL's `m` is accepted for `t`. `Layout.data` counts
+all data-parallel ranks, replicas included: trajectories are dealt by it.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The layout that `text` writes.
+        """Parse a layout such as `d2t2p2`.
 
         Raises:
-            ValueError: it is none; the message says how one is written.
+            ValueError: `text` is not a layout; the message describes the grammar.
         """
         found = _PART.findall(text)
         parts = [(letter.replace("m", "t"), size) for letter, size in found]
@@ -76,7 +75,7 @@ class Layout:
         return self.data // self.replicas
 
     def __str__(self) -> str:
-        """In the grammar's words: axes of size 1 are left out, but for `d1` where all are."""
+        """Return the layout in the grammar, without axes of size 1; `d1` if all are 1."""
         sizes = {"r": self.replicas, "d": self.shards, "t": self.tensor, "p": self.pipeline}
         return "".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "d1"
 

@@ -1,10 +1,11 @@
-"""Read from a model's `config.json` what limits its cuts. Torch-free: the launcher uses it.
+"""Limits on the layouts of a model, read from its `config.json`. Torch-free: the launcher uses it.
 
-A tensor slice has whole attention heads: the query heads are dealt out evenly. Key and value heads are dealt out too,
-or, where there are fewer of them than slices, each is held by several slices; then every slice must need one of them
-only. Rows of the vocabulary and of a dense feed-forward need not divide (torch's ceil(n / t) each), but no slice of the
-vocabulary may be empty. Experts are dealt out whole, as many to each slice. A pipeline stage has at least one layer.
-Tied embeddings are no obstacle: first and last stage each hold the matrix.
+- A tensor slice has whole attention heads, and equally many query heads. Key and value heads are dealt out too. If
+  there are fewer of them than slices, several slices hold the same head; each slice must then need only one.
+- Rows of the vocabulary and of a dense feed-forward need not divide evenly (ceil(n / t) each, as torch does), but no
+  slice of the vocabulary may be empty.
+- Experts are dealt out whole, equally many to each slice.
+- A pipeline stage has at least one layer. With tied embeddings the first and the last stage each hold the matrix.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class ModelShape:
 
     Attributes:
         query_heads, key_value_heads: of an attention layer; None: there is no attention.
-        experts: of a layer; 0: it is no mixture of experts.
-        linked: why layers cannot be on different stages; empty: they can.
+        experts: experts per layer; 0 if the model is not a mixture of experts.
+        linked: why layers cannot be on different stages; empty if they can.
     """
 
     model_type: str
@@ -42,7 +43,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> ModelShape:
-        """From the content of a `config.json`; that of the text part where it has several."""
+        """Read the content of a `config.json`; of its text part if it has several parts."""
         text = described.get("text_config") or described
         model_type = str(described.get("model_type") or text.get("model_type", ""))
         heads = _number(text, *_HEADS)

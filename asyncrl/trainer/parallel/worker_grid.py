@@ -86,7 +86,7 @@ class WorkerGrid(Layout):
         """Return the coordinates of `worker` in the grid.
 
         Raises:
-            ValueError: it is none of the grid's.
+            ValueError: it is not in the grid.
         """
         if worker not in self.members:
             raise ValueError(f"worker {worker} is not one of the {self.workers} of {self!r}")
@@ -105,10 +105,10 @@ class WorkerGrid(Layout):
         return self.worker_at(Coordinates(0, 0, 0))
 
     def shard(self, role: str, worker: int) -> ModelShardID:
-        """The shard of `role` on `worker`.
+        """Return the shard of `role` on `worker`.
 
         Raises:
-            ValueError: it is none of the grid's.
+            ValueError: it is not in the grid.
         """
         place = self.coordinates(worker)
         return ModelShardID(role, place.data, place.tensor, place.pipeline)

@@ -43,16 +43,15 @@ def training_world(
     *,
     start_s: float = 0.0,
 ) -> Iterator[World]:
-    """Join as `worker` of all grids of `placement`, leave at the end. One rank needs no world, but for the sharded
-    engine.
+    """Join all grids of `placement` as `worker`, and leave at the end of the block.
 
-    Gloo uses the interface that has `system.host`. The first rank's entry has a lease, so that a later run of the same
-    trial does not meet in an old file.
+    A single rank makes no world unless it uses the sharded engine. Gloo uses the interface with the address
+    `system.host`. The first rank's entry has a lease, so that a later run of the same trial does not use an old file.
 
     Args:
-        collectives: for whoever may have to abort them; None: nobody.
-        start_s: how long a collective may take until `all_have_started`, where that is more than
-            `trainer.collective_timeout_s`: one rank may load for long while the others wait.
+        collectives: lets another thread abort the collectives; None if no thread does.
+        start_s: time limit of a collective until `all_have_started`, if larger than `trainer.collective_timeout_s`:
+            one rank may load for a long time while the others wait.
 
     Raises:
         NameResolveTimeout: the first rank did not come within `system.start_timeout_s`; a ModelWorker waits for it
@@ -102,7 +101,9 @@ def all_have_started(config: ExperimentConfig) -> None:
 
 
 def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timedelta) -> RankPosition | None:
-    """This rank's place in `grid`; None where it is not of it. Called by all ranks: groups are made by all together."""
+    """Return this rank's place in `grid`; None if it has none. Called by all ranks, because all must make each
+    group.
+    """
     workers = torch.tensor(grid.members).view(grid.pipeline, grid.data, grid.tensor)
     replicas = workers.view(grid.pipeline, grid.replicas, grid.shards, grid.tensor)
     mesh = DeviceMesh(device.type, replicas, mesh_dim_names=MESH_AXES)
@@ -124,7 +125,7 @@ def _lay_out(worker: int, grid: WorkerGrid, device: torch.device, timeout: timed
 
 
 def _own_group(groups: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-    """Makes groups of all these workers; returns that of this rank, None where it is in none."""
+    """Make a process group for each list of workers. Return the one of this rank; None if it is in none of them."""
     made = [dist.new_group(members, timeout=timeout) for members in groups]
     return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
 

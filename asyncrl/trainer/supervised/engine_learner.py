@@ -2,9 +2,9 @@
 
 `objectives` has the losses; this module has their engines, steps, checkpoints and results.
 
-A run's folder has its checkpoints, and in `weights/` the model that it began with and the one that it ended with, so
-that `asyncrl export` finds what it finds of an RL run. A run that was cut off goes on from its newest checkpoint
-exactly as it would have: the data order depends on the step alone, and a checkpoint has all that the optimizer knows.
+A run's folder holds its checkpoints and, in `weights/`, the models at its start and at its end, so `asyncrl export`
+works as on an RL run. An interrupted run resumes from its newest checkpoint with the same result as without the
+interruption: the data order depends on the step alone, and a checkpoint has the optimizer's whole state.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from asyncrl.weights.versions.shared_files import SharedFiles
 
 
 class EngineLearner:
-    """See the module's docstring. All ranks call its methods together.
+    """Trains a model with AdamW, by the engines of RL training. All ranks call its methods together.
 
     Args:
         model: Hugging Face folder to begin with.
@@ -59,7 +59,7 @@ class EngineLearner:
         total: number of steps.
 
     Attributes:
-        steps_done: those of the checkpoint that it goes on from; 0: there was none.
+        steps_done: steps of the checkpoint that this run resumed from; 0 without one.
 
     Raises:
         ValueError: the model cannot be trained right, or the newest checkpoint is of another one.
@@ -81,7 +81,7 @@ class EngineLearner:
             self._publish(0)
 
     def learn(self, batch: Sequence[Demonstration]) -> Measures:
-        """One step on `batch`, the same on all ranks; returns its figures before the step.
+        """Take a step on `batch`, which is the same on all ranks. Return the figures of `batch` before the step.
 
         Raises:
             FloatingPointError: the gradient is not finite.
@@ -93,11 +93,11 @@ class EngineLearner:
         return measures
 
     def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """The figures of `batch`."""
+        """Return the figures of `batch`, without a step."""
         return self._objective.measure(batch)
 
     def complete(self, step: int) -> None:
-        """Step `step`, from 1, is complete and told: write a checkpoint where one is due."""
+        """Write a checkpoint if one is due after `step` (from 1), which is complete and reported."""
         if not self._checkpoint.interval or step % self._checkpoint.interval:
             return
         path = self._run_dir / CHECKPOINTS_DIR / f"v{step}"

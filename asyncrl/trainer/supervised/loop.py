@@ -1,8 +1,8 @@
 """Supervised training: on one's own conversations, on judged answers, or to make the base model that RL starts from.
 
-A run is a list of phases, each so many steps on one dataset's demonstrations. The demo has two: right demonstrations,
-then a few careless ones, so that the model knows two ways and RL has something to select. What of a demonstration
-carries loss is said in `asyncrl.plugins.datasets.demonstrations`.
+A run is a list of phases: a number of steps on the demonstrations of one dataset. The demo has two phases, correct
+demonstrations and then a few careless ones, so that the model knows both ways and RL has something to select.
+`asyncrl.plugins.datasets.demonstrations` decides which tokens of a demonstration carry loss.
 
 There is one loop. A `Learner` takes a step on a batch: with AdamW by the engines of RL training (`engine_learner`),
 where `loss` decides what is learnt (`objectives`), or with Muon (`muon`). Muon is not a part of the engines: it
@@ -75,8 +75,13 @@ class SFTPhase:
 
 @dataclass(frozen=True, slots=True)
 class SFTProgress:
-    """Reported after each step: 1-based step of `total`, the batch's figures (`Measures`) and seconds left; where they
-    were measured after this step, those of the held-out rows. A figure that the loss does not have is None.
+    """Report of one step.
+
+    Attributes:
+        step, total: the step, from 1, and the number of steps.
+        loss, accuracy, margin: figures of the step's batch (`Measures`); None if the loss does not have them.
+        held_out_loss, held_out_accuracy: the same of the held-out rows; None if they were not measured after this step.
+        eta_s: estimated seconds until the end.
     """
 
     step: int
@@ -103,15 +108,15 @@ class Learner(Protocol):
         ...
 
     def learn(self, batch: Sequence[Demonstration]) -> Measures:
-        """One step on `batch`; returns its figures before the step."""
+        """Take a step on `batch`. Return the figures of `batch` before the step."""
         ...
 
     def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """The figures of `batch`."""
+        """Return the figures of `batch`, without a step."""
         ...
 
     def complete(self, step: int) -> None:
-        """Step `step`, from 1, is complete and told."""
+        """Record that `step` (from 1) is complete and reported."""
         ...
 
 
@@ -129,7 +134,7 @@ def phases_of(config: SFTConfig) -> list[SFTPhase]:
 
 
 def held_out_of(config: SFTConfig) -> DemonstrationDataset | None:
-    """The demonstrations that the held-out loss is measured on; None where it is not measured."""
+    """Return the demonstrations on which the held-out loss is measured; None if it is not measured."""
     data, held_out = config.dataset, config.eval
     if not held_out.interval:
         return None
@@ -144,7 +149,7 @@ def row_format(config: SFTConfig, tokenizer: ChatTokenizer) -> RowFormat:
     """Return the format that turns rows into what `loss` takes: demonstrations, or judged answers.
 
     Raises:
-        ConfigError: the chat template cannot be read, or a setting of it is given where there is none.
+        ConfigError: the chat template cannot be read, or one of its settings is given without a template.
     """
     named = config.model.path or config.model.tokenizer
     folder = Path(named).expanduser() if named else Path("a tokenizer of single letters")
@@ -167,15 +172,15 @@ def make_base_model(
 ) -> Path:
     """Train and save the model that `config` describes in the Hugging Face layout; it appears whole or not at all.
 
-    The result is the same for the same config, its `threads` included. With `optimizer=adamw` the run has a folder of
-    its own, `<out_dir>.run`; one that is there is gone on from. It stays where there are checkpoints.
+    The same config, with the same `threads`, gives the same model. With `optimizer=adamw` the run has its own folder,
+    `<out_dir>.run`. If that folder exists, the run resumes from it. It is kept afterwards if checkpoints are on.
 
     Args:
         out_dir: the folder to make; one that exists is replaced.
         phases: what to imitate, in order; by default `phases_of(config)`.
         progress: called after each step.
-        note: called with what a person should know of the data.
-        rank: which of the ranks of `trainer.parallel` this process is; the first one tells progress.
+        note: called with each note on the data that the user should read.
+        rank: this process's rank among those of `trainer.parallel`; the first rank reports progress.
 
     Raises:
         ValueError: there are no steps, a setting is out of range, or a row cannot be used.
@@ -253,7 +258,9 @@ def _by_engine(config: SFTConfig, out_dir: Path, tokenizer: ChatTokenizer, total
 
 
 class _Rows:
-    """The lines of `metrics.jsonl`: those `before`, and each that comes, at once on the disk; without a file kept."""
+    """The lines of `metrics.jsonl`: those from `before`, and new ones, each written to the file at once if there is
+    one.
+    """
 
     def __init__(self, file: Path | None, before: Sequence[Mapping[str, Any]]) -> None:
         self.all = list(before)
@@ -269,7 +276,7 @@ class _Rows:
             self._file.close()
 
     def write(self, report: SFTProgress) -> None:
-        """One more."""
+        """Add the row of `report`."""
         self.all.append(report.row())
         self._append(self.all[-1])
 
@@ -312,10 +319,10 @@ def train_on_demonstrations(
     note: NoteCallback | None = None,
     last_loss: float = 0.0,
 ) -> float:
-    """Take the steps that `learner` has not done; returns the last one's loss.
+    """Take the steps that `learner` has not taken yet. Return the loss of the last one.
 
     Args:
-        last_loss: what is returned where there are none left.
+        last_loss: loss to return if no step is left.
 
     Raises:
         ValueError: a setting is out of range, or a row cannot be used.
@@ -348,7 +355,7 @@ def train_on_demonstrations(
 def _batches(
     phases: Sequence[SFTPhase], rows: Sequence[Rows], config: SFTConfig, begin: int
 ) -> Iterator[list[Demonstration]]:
-    """The batches of all phases but for the first `begin`."""
+    """Yield the batches of all phases, without the first `begin`."""
     for index, (phase, encoded) in enumerate(zip(phases, rows, strict=True)):
         done = min(begin, phase.steps)
         begin -= done
@@ -358,7 +365,7 @@ def _batches(
 
 
 def _encoded(dataset: DemonstrationDataset, form: RowFormat, max_tokens: int, name: str, tell: NoteCallback) -> Rows:
-    """The rows of a file, encoded now; those of a class when they are asked for."""
+    """Encode the rows of a file now, and those of a dataset class on demand."""
     if not isinstance(dataset, Placed):
         return LazyRows(dataset, form)
     encoded = EncodedRows.of(dataset, form, max_tokens)
@@ -368,7 +375,7 @@ def _encoded(dataset: DemonstrationDataset, form: RowFormat, max_tokens: int, na
 
 
 def _nobody(told: object) -> None:
-    """Takes a note."""
+    """Ignore a report: the default callback."""
 
 
 def run_dir_of(out_dir: Path) -> Path:
@@ -381,7 +388,7 @@ def save_model(model: PreTrainedModel, tokenizer: Tokenizer, out_dir: Path, besi
     `out_dir`.
 
     Raises:
-        TypeError: the tokenizer is none that `load_tokenizer` returns, which can be saved.
+        TypeError: a tokenizer of this class cannot be saved; those that `load_tokenizer` returns can.
     """
     aside = atomic_dir.begin(out_dir)
     model.save_pretrained(aside)

@@ -1,6 +1,6 @@
-"""Learning with Muon: the whole model in one process, on padded rows; what makes the demos' base models.
+"""Training with Muon: the whole model in one process, on padded rows. It makes the demos' base models.
 
-What makes it fast on a CPU:
+Three things make it fast on a CPU:
 
 - Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) moves the weight matrices: its orthogonalised
   updates need about a third of AdamW's steps here. Embeddings and norms, which it is not made for, take AdamW.
@@ -26,10 +26,10 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 
 
 class MuonLearner:
-    """See the module's docstring. `total` is the number of steps.
+    """Trains a model with Muon for `total` steps.
 
     Attributes:
-        steps_done: always 0: there are no checkpoints to go on from.
+        steps_done: always 0: there are no checkpoints to resume from.
     """
 
     def __init__(self, model: PreTrainedModel, config: SFTConfig, total: int) -> None:
@@ -45,7 +45,7 @@ class MuonLearner:
         model.train()
 
     def learn(self, batch: Sequence[Demonstration]) -> Measures:
-        """One step on `batch`; returns its mean loss before the step."""
+        """Take a step on `batch`. Return the mean loss of `batch` before the step."""
         loss = self._accumulate_gradients(batch)
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
         for optimizer in self._optimizers:
@@ -65,7 +65,7 @@ class MuonLearner:
         return Measures(total / sum(item.answer_length for item in batch))
 
     def complete(self, step: int) -> None:
-        """Nothing is kept of a step."""
+        """Do nothing: steps are not saved."""
 
     def _accumulate_gradients(self, batch: Sequence[Demonstration]) -> float:
         """Backward of the batch's mean loss per answer token; returns that mean."""

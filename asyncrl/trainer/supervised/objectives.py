@@ -1,12 +1,12 @@
 """Objectives of supervised training: the gradients of a batch's loss, by the engines of RL training.
 
-A rank takes every N-th row of a batch, of N data-parallel ranks. Losses are divided by the size of the whole batch, so
-that gradients and losses add up over ranks and micro-batches.
+With N data-parallel ranks, a rank takes every N-th row of a batch. Losses are divided by the size of the whole batch,
+so gradients and losses add up over ranks and micro-batches.
 
-The engines cut a batch as they like, so a pair's two answers may be in different micro-batches. A loss on judged
-answers is therefore taken in two passes: first the score of each answer, without gradients; the loss is a function of
-these numbers alone, so autograd gives its derivative by each. Then the engine's gradients of the scores, each times its
-derivative, add up to the gradients of the loss, whatever the cut. This costs a second forward pass, a third more.
+An engine may put a pair's two answers into different micro-batches. So a loss on judged answers takes two passes. The
+first computes the score of each answer, without gradients. The loss depends on these numbers alone, so autograd gives
+its derivative with respect to each. The second pass adds up the engine's gradients of the scores, each times its
+derivative, which are the gradients of the loss for any cut. The second forward pass costs a third more.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Objective(Protocol):
         ...
 
     def compute_gradients(self, batch: Sequence[Demonstration]) -> Measures:
-        """The gradients of the loss, in place of those before."""
+        """Compute the gradients of the loss, which replace earlier ones. Return the figures of `batch`."""
         ...
 
     def measure(self, batch: Sequence[Demonstration]) -> Measures:
-        """The same figures without gradients."""
+        """Return the figures of `batch` without computing gradients."""
         ...
 
 
@@ -91,10 +91,10 @@ class Imitation:
 
 
 class JudgedObjective(ABC):
-    """Base of the losses on judged answers; `_scores` and `_losses` are what they differ in.
+    """Base of the losses on judged answers, which differ in `_scores` and `_losses`.
 
     Args:
-        width: answers that a loss takes together: 2 of a pair, 1 of a labelled one.
+        width: number of answers per loss: 2 for a pair, 1 for a labelled answer.
     """
 
     def __init__(self, place: RankPosition, device: torch.device, width: int) -> None:
@@ -136,7 +136,7 @@ class JudgedObjective(ABC):
     def _measured(
         self, own: Sequence[JudgedAnswer], scores_S: Tensor, batch: Sequence[JudgedAnswer]
     ) -> tuple[Measures, Tensor]:
-        """The whole batch's figures, and this rank's share of the loss."""
+        """Return the figures of the whole batch, and this rank's share of the loss."""
         number = len(batch) // self._width
         loss = self._losses(own, scores_S).sum() / number
         found_S, preferred_S = scores_S.detach(), self._tensor([item.preferred for item in own], torch.bool)

@@ -41,10 +41,10 @@ def joined(config: SFTConfig, run_dir: Path, rank: int, total: int) -> Iterator[
 
 @contextmanager
 def other_ranks(config: SFTConfig, arguments: Sequence[str], run_dir: Path) -> Iterator[None]:
-    """The other ranks as processes with these `arguments` and their number; they end with this one.
+    """Start the other ranks as processes with these `arguments` and their rank; end them with this process.
 
-    Within it nobody else trains in `run_dir`: a process before this one, whose launcher was killed, ends at its next
-    step, as nobody reads its progress, and is waited for.
+    Within this block no other process trains in `run_dir`. An earlier process whose launcher was killed ends at its
+    next step, because its progress has no reader; this function waits for that.
     """
     make_private_folder(run_dir)
     count = worker_grid(engine_settings(config, run_dir, 1)).workers

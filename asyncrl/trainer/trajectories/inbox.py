@@ -1,11 +1,12 @@
-"""The trajectories that a rank has received and not trained yet, and what the master knows of them.
+"""Trajectories that a rank has received and not trained yet, and their records for the master.
 
-Filled by the puller's thread, polled from the request server's loop, emptied by the main thread. It is bounded: `put`
-waits for room, which withholds the acknowledgement and so slows the senders down. Its memory has a bound of its own, in
-bytes: what comes beyond it lies in files until it is trained. To hold senders back for that would stop a run whose
-batch is larger than the memory, as the step that makes room waits for the batch. A full disk holds them back too.
+The puller's thread fills the inbox, the request server's loop polls it, the main thread empties it. Its capacity is
+bounded: `put` waits for room, which delays the acknowledgement and so slows the senders down. Its memory has a separate
+bound, in bytes: trajectories beyond it are in files until they are trained. Blocking the senders instead would
+deadlock a run whose batch is larger than the memory, because the step that makes room waits for the batch. A full disk
+blocks them too.
 
-A poll names the cursor of the last reply that the caller has processed. Records up to there are forgotten, all later
+A poll carries the cursor of the last reply that the caller has processed. Records up to it are forgotten, and all later
 ones are sent (again), so a lost reply costs nothing.
 """
 
@@ -36,10 +37,10 @@ class Inbox:
     Args:
         head: data index of the ModelWorker whose inbox this is.
         capacity: rollouts held at most.
-        on_arrival: called, from the thread that puts, after a trajectory was added.
-        memory_bytes: of the tokens that it holds in memory at most.
-        spilled: where the rest lies; None: everything is held in memory.
-        shares_prefixes: whether ranks compute a prefix that samples share once.
+        on_arrival: called in the thread that puts, after a trajectory was added.
+        memory_bytes: limit on the bytes of tokens held in memory.
+        spilled: store of trajectories beyond that limit; None holds everything in memory.
+        shares_prefixes: True if ranks compute a prefix that samples share once.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Inbox:
         self._on_arrival()
 
     def close(self) -> None:
-        """Nothing is taken out any more, so nobody waits for room."""
+        """Stop waiting for room: no trajectory will be removed any more."""
         with self._room:
             self._closed = True
             self._room.notify_all()
@@ -97,7 +98,7 @@ class Inbox:
         return len(self._held) < self._capacity
 
     def restore(self, trajectory: Trajectory) -> None:
-        """Add one that was held by the process before this one, whether there is room or not."""
+        """Add a trajectory that this rank's previous process held, even without room."""
         self._hold(trajectory, self._record(trajectory))
 
     def _record(self, trajectory: Trajectory) -> RolloutRecord:
@@ -119,8 +120,9 @@ class Inbox:
         self._unacknowledged.append((self._last, record))
 
     def tell_again(self) -> None:
-        """Somebody else polls from here on: all that is held is new to them, under new numbers, which a poll of the one
-        before cannot acknowledge.
+        """Report all held rollouts again, to a new master.
+
+        They get new numbers, which the old one cannot acknowledge.
         """
         with self._room:
             self._unacknowledged = []
@@ -165,7 +167,7 @@ class Inbox:
 
 
 def bytes_of(trajectory: Trajectory) -> int:
-    """Bytes of its tokens, what goes with each, and its pictures, as it is held."""
+    """Return the bytes that a trajectory takes in memory: tokens, per-token columns and pictures."""
     samples = trajectory.samples
     shared, rest = (
         ((samples.prompt, samples.routing), samples.rest) if isinstance(samples, SharedPrompt) else ((), samples)

@@ -1,11 +1,11 @@
 """The inbox's trajectories as files, for the in-memory checkpoint (`asyncrl.runtime.memory_checkpoint`), or because
 they do not fit into memory (`trainer.buffer_memory`).
 
-A trajectory is written before it is acknowledged. A file that is shorter than its header says was cut off by a death:
-it was not acknowledged, and its sender sends it again. A file of full length whose checksum differs was damaged,
-perhaps after the acknowledgement, so it is refused instead of trained or left out (`StoredTrajectoryDamaged`).
-A file is removed once its trajectory is discarded, or once the state of the step that trained it is kept; until then a
-successor may have to train it again.
+A trajectory is written before it is acknowledged. A file that is shorter than its header says was cut off by a crash:
+its trajectory was not acknowledged, and its sender sends it again. A file of full length whose checksum differs was
+damaged, perhaps after the acknowledgement. So it is an error (`StoredTrajectoryDamaged`), neither trained nor skipped.
+A file is removed once its trajectory is discarded, or once the state of the step that trained it is stored; until then
+the next process of this rank may have to train it again.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _log = logging.getLogger(__name__)
 
 
 class StoredTrajectoryDamaged(ValueError):
-    """A kept file is whole, and not what was written."""
+    """A stored file has its full length, but not the content that was written."""
 
 
 class _CutOff(Exception):
-    """A kept file ends before its trajectory does."""
+    """A stored file ends before its trajectory does."""
 
 
 class InboxStore:
-    """One file a trajectory in `folder`, by number of arrival. Thread-safe, once `read` is over.
+    """One file per trajectory in `folder`, named by number of arrival. Thread-safe once `read` is over.
 
     Args:
-        folder: is made where it is missing.
-        durable: it lies on a disk, and what is written outlives the host; a disk that is full is waited for.
+        folder: created if it is missing.
+        durable: the folder is on a disk, so that files survive a crash of the host; writes wait while the disk is full.
     """
 
     def __init__(self, folder: Path, *, durable: bool = False) -> None:
@@ -75,10 +75,10 @@ class InboxStore:
             yield trajectory
 
     def load(self, rollout_id: str) -> Trajectory:
-        """One that is kept.
+        """Return a stored trajectory.
 
         Raises:
-            KeyError: it is not.
+            KeyError: it is not stored.
             OSError: its file cannot be read.
             StoredTrajectoryDamaged: its file was changed.
         """
@@ -90,10 +90,10 @@ class InboxStore:
             raise StoredTrajectoryDamaged(f"{file} was cut off after it was written") from None
 
     def write(self, trajectory: Trajectory) -> None:
-        """Keep `trajectory`; nothing where it is kept already.
+        """Store `trajectory`, unless it is stored already.
 
         Raises:
-            OSError: there is no room, of a disk for ten minutes.
+            OSError: there is no room; a full disk is retried for ten minutes first.
         """
         if self._durable:
             retry_write_blocking(partial(self._write, trajectory), f"{self._folder}", _log)

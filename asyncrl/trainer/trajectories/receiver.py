@@ -1,8 +1,9 @@
-"""The trajectories that come to a rank: taken in, kept where that is asked for, told to the master, handed to a step.
+"""Receive a rank's trajectories, store them if asked, report them to the master, and hand them to train steps.
 
-The puller's thread takes in, the request server's loop tells, the main thread hands out. Where steps are kept, each
-trajectory is written before it is acknowledged (`inbox_store`), and its file stays until it is discarded
-or the state of the step that trained it is kept: so the next process of this rank can begin with what this one held.
+The puller's thread receives, the request server's loop reports, the main thread hands out. With in-memory checkpoints,
+each trajectory is written to a file before it is acknowledged (`inbox_store`). The file stays until the trajectory is
+discarded, or until the state of the step that trained it is stored. So the next process of this rank can start with the
+trajectories of this one.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class TrajectoryReceiver:
 
     Args:
         head: data index of this rank.
-        check: raises where a trajectory is none to train on.
-        loop: of the request server; called once somebody waits there.
-        memory_checkpoint: where `keep` keeps what comes.
-        spilled: folder of what does not fit into memory; made anew, and left to `remove_spilled`.
+        check: raises if a trajectory cannot be trained.
+        loop: returns the request server's loop; called at the first poll.
+        memory_checkpoint: where `keep` stores trajectories.
+        spilled: folder of trajectories that do not fit into memory; emptied at the start, removed by `remove_spilled`.
         shares_prefixes: see `Inbox`.
     """
 
@@ -66,13 +67,13 @@ class TrajectoryReceiver:
         self._in_step: list[str] = []
 
     def keep(self, *, receives: bool) -> None:
-        """Keep what comes from now on, and take in what the process before this one left.
+        """Store trajectories from now on, and restore those that this rank's previous process stored.
 
         Args:
-            receives: whether trajectories come to this rank at all.
+            receives: True if this rank receives trajectories at all.
 
         Raises:
-            StoredTrajectoryDamaged: what was left is not what was kept; all go back to the newest checkpoint.
+            StoredTrajectoryDamaged: a stored file was changed; the run must go back to its newest checkpoint.
         """
         try:
             self._memory_checkpoint.join()
@@ -91,15 +92,15 @@ class TrajectoryReceiver:
         self._kept = kept
 
     def remove_spilled(self) -> None:
-        """Remove the folder of what does not fit into memory."""
+        """Remove the folder of trajectories that did not fit into memory."""
         shutil.rmtree(self._spilled, ignore_errors=True)
 
     def receive(self, trajectory: Trajectory) -> None:
-        """Take in a trajectory; it may be acknowledged once this returns. For the puller's thread.
+        """Accept a trajectory, which may be acknowledged once this returns. For the puller's thread.
 
         Raises:
-            InboxFull: there was no room in time.
-            Exception: it is none to train on.
+            InboxFull: no room became free in time.
+            Exception: it cannot be trained, as `check` says.
         """
         self._check(trajectory)
         if (finished_at := trajectory.metrics.pop(FINISHED_AT, None)) is not None:
@@ -126,18 +127,20 @@ class TrajectoryReceiver:
         return self.inbox.poll(request.cursor)
 
     def discard(self, rollout_ids: Sequence[str]) -> None:
-        """These will not be trained."""
+        """Forget rollouts that will not be trained."""
         self.inbox.remove(rollout_ids)
         self._forget(rollout_ids)
 
     def left(self, rollout_ids: Sequence[str]) -> None:
-        """These are in a step now; what was in the one before is forgotten, as its state is kept by now."""
+        """Record the rollouts of the step that begins, and forget those of the step before, whose state is stored by
+        now.
+        """
         self.inbox.remove(rollout_ids)
         self._forget(self._in_step)
         self._in_step = list(rollout_ids)
 
     def _cannot_keep(self, error: OSError) -> None:
-        """Others may go on without; but nobody may go on from what is kept."""
+        """Stop storing. The run continues, but nothing may resume from what is stored."""
         _log.warning("a death of this process would now cost the steps since the last checkpoint: %s", error)
         self._memory_checkpoint.invalidate()
 

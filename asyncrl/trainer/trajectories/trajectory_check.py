@@ -1,8 +1,9 @@
 """Validate a trajectory when it arrives at a ModelWorker, beyond the checks of the codec.
 
-Its sender is one of the run, but user code made it, and a process of another state of the run may still send. A token
-outside the vocabulary would end the rank in an index error, a version that no server was ever given would make the
-trajectory the freshest of all for ever. Each is refused by name where it arrives: nothing of it is kept.
+The sender belongs to the run, but user code built the trajectory, and a process from before a restart may still send.
+A token outside the vocabulary would crash the rank with an index error; a version that no server ever had would make
+the trajectory the newest of all forever. Each fault is refused by name on arrival, and nothing of the trajectory is
+kept.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class TrajectoryCheck:
 
     Args:
         vocab_size: of the model; None: not known.
-        announced_version: the newest version of the actor that servers were told of. Asked for only when a trajectory
-            is newer than what it said before.
-        routing: what the model's routers choose, where that is replayed: each trajectory then has to tell it.
-        pictures: the model takes pictures.
-        allowed: the only tokens that the policy may draw; none: all.
+        announced_version: returns the newest announced version of the actor. Called only when a trajectory is newer
+            than its last result.
+        routing: shape of the routers' choices if they are replayed; each trajectory must then record them.
+        pictures: True if the model takes pictures.
+        allowed: the only tokens that the policy may sample; empty if all are allowed.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class TrajectoryCheck:
         """Return if `trajectory` can be trained.
 
         Raises:
-            InvalidTrajectory: it cannot; the message names what is wrong.
-            NameResolveError: it cannot be told now.
+            InvalidTrajectory: it cannot; the message names the fault.
+            NameResolveError: the announced version is not available now.
         """
         samples, name = trajectory.samples, f"{trajectory.rollout_id!r:.80}"
         prompt, rest = (samples.prompt, samples.rest) if isinstance(samples, SharedPrompt) else (None, samples)

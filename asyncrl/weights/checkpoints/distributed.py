@@ -3,13 +3,13 @@
     shard-00000-of-00002.safetensors    of rank 0: whole tensors and parts of tensors, each with its place in the whole
 
 The format is that of `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`. torch's planners
-say which part of a DTensor a rank holds, and torch's reader finds for any part what files have of it. Not torch's are
+name the part of a DTensor that a rank holds, and torch's reader finds any part in the files. Two things are our own:
 
-- who writes what several ranks hold: torch agrees on it by pickles over the process group; here the plans are JSON, and
-  every rank comes to the same result from all of them (`share_out`);
-- the writing: straight from memory, with a checksum (`tensor_file`).
+- Assigning parts that several ranks hold to one writer. torch sends pickles over the process group for that. Here the
+  plans are JSON, and every rank computes the same result from all of them (`share_out`).
+- Writing: straight from memory, with a checksum (`tensor_file`).
 
-Nothing is unpickled, here or when it is read.
+Nothing is unpickled, neither here nor when a checkpoint is read.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ _FORMAT = {"format": "pt", "DCP_VERSION": "1.0"}
 
 
 class SavePlan:
-    """Choice of the parts of `state` that this rank writes. Tensors are the same on all ranks, or DTensors. Collective.
+    """The parts of `state` that this rank writes. A plain tensor is the same on all ranks. Collective when constructed.
 
-    It holds as long as tensors are only written into, so one plan serves every checkpoint of a run.
+    A plan is valid as long as tensors are only changed in place, so one plan serves every checkpoint of a run.
 
     Args:
-        hosts: of the ranks, where each host's ranks together write all that they hold; None: all ranks together do.
+        hosts: host of each rank, if the ranks of each host together write all that they hold; None if all ranks
+            together write everything once.
     """
 
     def __init__(self, state: Mapping[str, Tensor], ranks: Ranks, hosts: Sequence[str] | None = None) -> None:
@@ -58,7 +59,7 @@ class SavePlan:
         self._items = {part: held[part] for part in share_out(decoded)[ranks.rank]}
 
     def copy(self, prefix: str = "") -> dict[Part, Tensor]:
-        """The parts that this rank writes of tensors whose names begin so, as they are now, in host memory."""
+        """Copy this rank's parts of the tensors whose names begin with `prefix` to host memory."""
         wanted = {part: item for part, item in self._items.items() if part[0].startswith(prefix)}
         return {part: self._data(item).to("cpu", copy=True) for part, item in wanted.items()}
 
@@ -116,8 +117,8 @@ class StoredTensors:
     """The tensors of the checkpoint in the folder `path`.
 
     Args:
-        sizes: of whole tensors, where the folder may lack some of the files: from what is there, torch's reader would
-            take a tensor to end with the last part of it that it finds.
+        sizes: sizes of the whole tensors, if the folder may lack some of the files. Without them torch's reader would
+            assume that a tensor ends with the last part that it finds.
 
     Raises:
         OSError, SafetensorError: it cannot be read.
@@ -133,10 +134,10 @@ class StoredTensors:
         """Shapes of the whole tensors, by name."""
 
     def read_into(self, state: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of `state`, of a DTensor the part that this rank holds. No collective.
+        """Fill the tensors of `state`; of a DTensor, the part that this rank holds. Not a collective.
 
         Raises:
-            ValueError: one of them is not there, or of another shape.
+            ValueError: a tensor is not stored, or has another shape.
         """
         for name, tensor in state.items():
             if self.shapes.get(name) != tuple(tensor.shape):
@@ -149,10 +150,10 @@ class StoredTensors:
             self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor `name`, on the CPU.
+        """Return the whole tensor `name`, on the CPU.
 
         Raises:
-            KeyError: there is none.
+            KeyError: it is not stored.
         """
         stored = self._entries()[name]
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
@@ -165,10 +166,10 @@ class StoredTensors:
 
 
 def _check_covers(items: Sequence[ReadItem], state: Mapping[str, Tensor]) -> None:
-    """Check that what is to be read is all of `state`: torch's planner leaves out what no file has.
+    """Check that the read plan covers all of `state`: torch's planner silently skips what no file has.
 
     Raises:
-        ValueError: it is not.
+        ValueError: a part is missing.
     """
     found = Counter[str]()
     for item in items:

@@ -24,7 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 def latest(root: Path) -> Path | None:
-    """Return the newest complete checkpoint in `root`; None if there is none at all. Newer damaged ones are renamed.
+    """Return the newest complete checkpoint in `root`; None if `root` has no checkpoint. Newer damaged ones are
+    renamed.
 
     Raises:
         ManifestError: all checkpoints are damaged. A run that started over here would lose them.
@@ -71,10 +72,10 @@ def which_to_keep(
 
 
 def prune(root: Path, keep: int, protected: Collection[int] = ()) -> list[int]:
-    """Delete what is older than the newest `keep` whole checkpoints and not `protected`, and what killed writers left.
+    """Delete all but the newest `keep` complete checkpoints and the `protected` ones, and leftovers of killed writers.
 
-    Whole is here what has all its files in their sizes: reading all of them at each save would double its cost. The
-    caller has just written one, so the newest is whole to the last byte.
+    A checkpoint counts as complete if all its files have their sizes: reading all files at each save would double its
+    cost. The caller has just written a checkpoint, so the newest one is complete to the last byte.
 
     Returns:
         The deleted versions, ascending.

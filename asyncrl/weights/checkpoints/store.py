@@ -1,13 +1,14 @@
-"""Everything a training run needs to continue, written so that a kill at any moment leaves a whole checkpoint.
+"""Checkpoints: everything that a training run needs to continue. A kill at any moment leaves a complete checkpoint.
 
-    begin    all ranks: what each has to write is copied to host memory; training goes on
-    write    each rank by itself, in a thread: its file of tensors, synced and summed       (`distributed_checkpoint`)
+    begin    all ranks: copy the tensors to host memory; then training continues
+    write    each rank by itself, in a thread: write its file of tensors, sync it, compute its checksum (`distributed`)
     commit   the leading rank, once the master knows that all have written: state.json, the manifest, the rename
 
-The tensors are those of every part (a role whose weights or optimizer change), by names that say nothing of the layout,
-`<role>.<name>`, and each rank's random number state, `rng.<rank>.<device>`. So they are read by any number of ranks in
-any layout. `state.json` has what the parts have beside tensors, and the caller's own state, which is opaque here.
-Tensors are safetensors, the rest is JSON: nothing is unpickled.
+The tensors are those of every part (a role whose weights or optimizer change), named `<role>.<name>` independent of the
+layout, and each rank's random number state, `rng.<rank>.<device>`. So any number of ranks in any layout can read them.
+`state.json` has the other state of the parts, and the caller's own state, which is opaque here. Tensors are
+safetensors,
+the rest is JSON: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ FORMAT = 3
 
 @dataclass(frozen=True, slots=True)
 class _Writing:
-    """A checkpoint under way, as this rank sees it."""
+    """A checkpoint that this rank is writing."""
 
     path: Path
     version: int
@@ -54,13 +55,13 @@ class RoleState(Protocol):
     """A role's model and optimizer, as a checkpoint sees a training engine."""
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return this rank's tensors by name, which reading a checkpoint writes into, and what else is to be kept."""
+        """Return this rank's tensors by name, which loading a checkpoint fills, and other state to store."""
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Keep the tensors of `state` in reach within the context."""
+        """Keep the tensors of `state` accessible within this block."""
 
     def load_state(self, meta: Mapping[str, Any]) -> None:
-        """Take up the tensors that were written into, and `meta`, the second value of `state` when it was kept."""
+        """Continue from the filled tensors, and from `meta`, the second value of `state` when it was stored."""
 
 
 Parts = Mapping[str, RoleState]
@@ -88,10 +89,10 @@ class CheckpointWriter:
     `begin` is called by all ranks in the thread that trains, the rest from any thread.
 
     Args:
-        parts: those of this rank.
-        roles: all whose parts are on some rank; the same on all.
-        patient: room for what is written is waited for; else it is an error where there is none.
-        hosts: where each writes into a folder of its own; None: all write into one folder.
+        parts: parts of this rank.
+        roles: roles that have a part on any rank; the same on all ranks.
+        patient: wait while the disk is full; False makes a full disk an error.
+        hosts: hosts of the ranks, if each host has its own folder; None if all ranks write into one folder.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class CheckpointWriter:
     def begin(self, path: Path, *, version: int, state: Mapping[str, Any]) -> None:
         """Copy a checkpoint of policy `version` to host memory and begin to write it aside of `path`.
 
-        One before it that is still being written is waited for.
+        Waits first until an earlier checkpoint is written.
 
         Args:
             state: any JSON values; `load` returns them.
@@ -164,22 +165,23 @@ class CheckpointWriter:
         return {role: {"step": step} if step >= 0 else {} for role, step in zip(self._roles, known, strict=True)}
 
     def share(self, path: Path) -> Future[dict[str, FileEntry]]:
-        """The files that this rank writes for the checkpoint `path`, once they are on the disk; fails as writing did.
+        """Return a future of this rank's files of the checkpoint `path`. It is done once they are on the disk, or
+        fails.
 
         Raises:
-            RuntimeError: `path` was not begun last.
+            RuntimeError: `path` is not the checkpoint that was begun last.
         """
         return self._begun(path).share
 
     def commit(self, path: Path, files: Mapping[str, FileEntry], *, keep: int, protected: Collection[int]) -> None:
         """Make the checkpoint `path`, of which all ranks have written `files`, visible. The leading rank alone.
 
-        Then all but the newest `keep` beside it are deleted, and those `protected`. Done again it does nothing: whoever
-        asked for it may have died, and who follows does not know how far it came.
+        Then all others are deleted, except the newest `keep` and the `protected` ones. A second call does nothing: if
+        the MasterWorker that asked for it died, its successor repeats the request without knowing how far it came.
 
         Raises:
             OSError: it cannot be written.
-            RuntimeError: `path` was not begun last.
+            RuntimeError: `path` is not the checkpoint that was begun last.
         """
         writing = self._begun(path)
         with self._committing, no_retry(not self._patient):
@@ -202,7 +204,7 @@ class CheckpointWriter:
         atomic_dir.commit(path)
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the checkpoint that is being written."""
         self._thread.shutdown()
 
     def _begun(self, path: Path) -> _Writing:
@@ -239,16 +241,16 @@ def load(parts: Parts, root: Path, ranks: Ranks) -> dict[str, Any] | None:
 
 
 def restore(parts: Parts, path: Path, ranks: Ranks) -> dict[str, Any]:
-    """Restore the checkpoint in the folder `path`, which is of this very model. Called by all ranks.
+    """Restore the checkpoint in the folder `path`, which is known to be of this model. Called by all ranks.
 
-    Where ranks are on several hosts, the folder on each has what its ranks hold.
+    If ranks are on several hosts, the folder of each host has what its ranks hold.
 
     Returns:
         The state that `CheckpointWriter.begin` was given.
 
     Raises:
-        PeerFailed: another rank could not.
-        ValueError: the folder lacks something that this rank holds.
+        PeerFailed: another rank failed to.
+        ValueError: the folder lacks a tensor that this rank holds.
     """
     state = read_state(path)
     mine = _all_tensors(parts)
@@ -292,10 +294,10 @@ def read_state(path: Path) -> dict[str, Any]:
 def _check_same_model(
     path: Path, stored: StoredTensors, mine: Mapping[str, Tensor], roles: Collection[str], ranks: Ranks
 ) -> None:
-    """Check that all ranks together want exactly what is stored of `roles`, and in the same shapes.
+    """Check that the ranks together hold exactly the tensors that are stored of `roles`, in the same shapes.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they do not; the message names the difference.
     """
     names = sorted(name for name in stored.shapes if name.partition(".")[0] in roles)
     wanted = ranks.all_reduce_max(torch.tensor([float(name in mine) for name in names]))
@@ -313,7 +315,10 @@ def _check_same_model(
 
 
 def _agree_on_latest(root: Path, ranks: Ranks) -> Path | None:
-    """The leading rank checks the files; the others follow it, so that no two ranks choose differently."""
+    """Return the newest checkpoint.
+
+    The leading rank checks the files and the others follow, so that all choose the same.
+    """
     number = -1
 
     def look() -> None:
@@ -334,7 +339,7 @@ def _rng_state(rank: int) -> dict[str, Tensor]:
 
 
 def _restore_rng(stored: StoredTensors, rank: int) -> None:
-    """Restore this rank's; a rank that the run which wrote the checkpoint did not have keeps its own."""
+    """Restore this rank's random number state. A rank that the run had not when it saved keeps its current state."""
     if (name := f"rng.{rank}.cpu") in stored.shapes:
         torch.set_rng_state(stored.read(name))
     if (name := f"rng.{rank}.cuda") in stored.shapes and torch.cuda.is_available():

@@ -5,9 +5,9 @@
 
 A layer with an adapter computes W x + (alpha / rank) B A x (Hu et al., "LoRA", 2021), as one layer does whose weights
 are W + (alpha / rank) B A. Layers that keep W transposed, [in, out], as GPT-2's do, have `fan_in_fan_out` in the
-configuration. W is always read from the base's folder, never taken back out of what was merged before, so
-that nothing drifts however many versions there are. Adapters are published in the type in which the trainer holds the
-base: W is rounded to it first, as it is there.
+configuration. W is always read from the base's folder, never computed back from a merged weight, so rounding errors
+do not add up over versions. Adapters are published in the type in which the trainer holds the base, and W is first
+rounded to that type, as in the trainer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def model_name(published: str) -> str:
 
 
 class _Config(msgspec.Struct):
-    """`adapter_config.json`; what is not supported has the value that means it is not used."""
+    """`adapter_config.json`. Fields of unsupported features have the value that turns the feature off."""
 
     r: int
     lora_alpha: float
@@ -55,10 +55,10 @@ class _Config(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Adapters that were read.
+    """Adapters from a folder.
 
     Attributes:
-        base: the folder of the base, as whoever wrote them names it.
+        base: folder of the base model, as the adapters' configuration names it.
         scale: alpha / rank.
         layers: A [rank, in] and B [out, rank], by the name of the weight [out, in] that they adapt.
         transposed: True if these weights are [in, out].
@@ -70,7 +70,7 @@ class Adapters:
     transposed: bool = False
 
     def merged(self, name: str, base: Tensor) -> Tensor:
-        """The weight `name` [out, in] (or [in, out]) with its adapter, in fp32; of the base it is `base`.
+        """Merge the adapter of the weight `name` into its base weight `base`, [out, in] (or [in, out]); fp32.
 
         Raises:
             WeightUpdateError: their shapes differ.
@@ -118,7 +118,7 @@ def assemble(folder: Path, tensors: Mapping[str, Tensor]) -> Adapters:
 
 
 def described_by(content: bytes, tensors: Mapping[str, Tensor], folder: Path) -> Adapters:
-    """As `assemble`, with the `content` of the configuration; `folder` is named where something is wrong.
+    """Assemble adapters from `tensors` and the `content` of their configuration; errors name `folder`.
 
     Raises:
         WeightUpdateError: see `read_adapters`.
@@ -160,12 +160,13 @@ def described_by(content: bytes, tensors: Mapping[str, Tensor], folder: Path) ->
 def stage_adapters(
     targets: Mapping[str, Tensor], adapters: Adapters, base: Path, restored: Collection[str] | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """As `asyncrl.weights.model_files.loading.stage_weights`: the layers of `adapters` merged with those of the folder
-    `base`.
+    """Return pairs of a parameter and its new value: the layers of `adapters`, merged with those of the folder `base`.
+
+    Like `asyncrl.weights.model_files.loading.stage_weights`, this changes nothing yet.
 
     Args:
         targets: the model's parameters and buffers by name.
-        restored: names of what else is not as in `base` and is to be so again; None: everything may be.
+        restored: names of other parameters that differ from `base` and must be restored; None if any may differ.
 
     Raises:
         WeightUpdateError: `adapters`, `base` and the model do not fit together; nothing was changed.

@@ -1,12 +1,12 @@
 """Map the tensors of a Hugging Face folder to the parameters of transformers' modules.
 
-Mostly a parameter is a tensor of the folder, by the same name. A mixture of experts differs: the folder has a tensor
-for each expert and projection, which is what every other program reads, and the module has those of a layer in one.
+Mostly a parameter is a tensor of the folder, by the same name. A mixture of experts differs: the folder, which other
+programs read too, has a tensor for each expert and projection, and the module has those of a layer in one parameter.
 
     model.layers.0.block_sparse_moe.experts.3.w1.weight    is    model.layers.0.mlp.experts.gate_up_proj[3, :I]
 
-transformers knows how to save each architecture; what it would do is found out on small tensors of numbers, each of
-which tells where in which parameter it stood. So nothing here is written down for any one architecture.
+transformers knows how to save each architecture. So its conversion is run on small tensors of distinct numbers; each
+number shows from which place of which parameter it came. Nothing here is specific to an architecture.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from transformers import PreTrainedModel
 from asyncrl.models.transformers_internals import as_saved
 
 _PROBE_SIZES = (4, 2, 1)
-"""A probe's dimension has the first of these that divides the parameter's: enough for halves and for what is turned."""
+"""A probe's dimension is the first of these sizes that divides the parameter's: enough to see halves and transposition.
+"""
 
 
 class FolderFormatError(ValueError):
-    """A model whose folder is no cut of its parameters: transformers computes one from the other in another way."""
+    """The tensors of the model's folder are not slices of its parameters: transformers converts them in another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,10 @@ class FolderTensor:
     """A tensor of a model folder: a box in a parameter, or all of it.
 
     Attributes:
-        name, shape: in the folder.
-        parameter: the parameter's name in the module (or a persistent buffer's).
-        whole: the parameter's shape.
-        start, size: of the box, by dimension of the parameter; `shape` is `size`, with or without the first dimension.
+        name, shape: name and shape in the folder.
+        parameter: name of the parameter (or persistent buffer) in the module.
+        whole: shape of the parameter.
+        start, size: the box, by dimension of the parameter; `shape` is `size`, with or without the first dimension.
     """
 
     name: str
@@ -73,12 +74,12 @@ def held_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def folder_tensors(model: PreTrainedModel) -> list[FolderTensor]:
-    """The tensors of a folder of `model`, in the order of its parameters.
+    """Return the tensors of a folder of `model`, in the order of its parameters.
 
-    `model` is looked at for its class and configuration alone.
+    Only the class and the configuration of `model` matter.
 
     Raises:
-        FolderFormatError: it is saved in a way that is more than names, cutting and joining.
+        FolderFormatError: transformers saves it in a way that is more than renaming, cutting and joining.
     """
     with torch.device("meta"):
         bare = type(model)(deepcopy(model.config))
@@ -131,7 +132,9 @@ class _Probes:
             begin += prod(small)
 
     def locate(self, name: str, numbers: Tensor) -> FolderTensor | None:
-        """The tensor `name`, whose probe came out as `numbers`, in its parameter; None where it is no box in one."""
+        """Find the tensor `name`, whose probe was saved as `numbers`, in its parameter; None if it is not a box in
+        one.
+        """
         if numbers.numel() == 0:
             return None
         first, last = int(numbers.flatten()[0]), int(numbers.flatten()[-1])
@@ -157,7 +160,7 @@ class _Probes:
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of a probe: what has three dimensions and more keeps its first, that of experts."""
+    """Return the shape of a probe. With three or more dimensions it keeps the first one, that of experts."""
     return tuple(
         size if index == 0 and len(shape) > 2 else next(n for n in _PROBE_SIZES if size % n == 0)
         for index, size in enumerate(shape)

@@ -1,11 +1,11 @@
-"""Replacing a model's parameters by those of a Hugging Face checkpoint on disk, all or nothing.
+"""Replace a model's parameters by those of a Hugging Face checkpoint on disk, all or nothing.
 
-`stage_weights` reads and checks everything without touching the model (it may run while the engine decodes); what it
-returns is applied between two steps. A missing, unknown or misshapen tensor, or a file that cannot be read, is refused
-as a whole.
+`stage_weights` reads and checks everything without changing the model, so it may run while the engine decodes. Its
+result is applied between two steps. If a tensor is missing, unknown or misshapen, or a file cannot be read, the whole
+update is refused.
 
-A folder that has a manifest (`asyncrl.weights.versions.manifest`) is verified where it is read: each file right before
-its tensors, so that it comes from the disk once and is summed in the page cache.
+A folder with a manifest (`asyncrl.weights.versions.manifest`) is verified while it is read: each file right before its
+tensors, so that it is read from the disk once, and its checksum is computed from the page cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Index(msgspec.Struct):
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files: those its index names, else all in the folder."""
+    """Return the checkpoint's safetensors files: those that its index names, else all in the folder."""
     index = folder / INDEX_FILE
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
@@ -59,17 +59,20 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _check_file(path: Path) -> None:
-    """Opening anything else may block for ever, and the interpreter with it: a FIFO, a device."""
+    """Check that `path` is a regular file.
+
+    Opening a FIFO or a device could block forever, and the interpreter with it.
+    """
     if not path.is_file():
         raise WeightUpdateError(f"{str(path)!r} is not a regular file")
 
 
 def read_checkpoint(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint in `folder`, by name, on the CPU; of those called `names`, where given.
+    """Read the tensors of the checkpoint in `folder`, by name, on the CPU; only those in `names`, if given.
 
     Raises:
         DamagedWeights: a file is not what the folder's manifest says.
-        WeightUpdateError: there is none, or it cannot be read.
+        WeightUpdateError: the folder has no checkpoint, or it cannot be read.
     """
     try:
         return _read_shards(folder, names)
@@ -78,10 +81,10 @@ def read_checkpoint(folder: Path, names: Collection[str] | None = None) -> dict[
 
 
 def checkpoint_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor of the checkpoint in `folder`.
+    """Return the file of every tensor of the checkpoint in `folder`.
 
     Raises:
-        WeightUpdateError: there is none, or it cannot be read.
+        WeightUpdateError: the folder has no checkpoint, or it cannot be read.
     """
     files: dict[str, Path] = {}
     for shard in _checked_shards(folder):
@@ -104,7 +107,9 @@ def _read_shards(folder: Path, names: Collection[str] | None) -> dict[str, Tenso
 
 
 def _manifest(folder: Path) -> Manifest | None:
-    """The manifest of `folder`, of which nothing is missing; None where it has none, as what others made has not."""
+    """Return the manifest of `folder`, after checking that no file is missing; None for a folder made by other
+    programs.
+    """
     if not (folder / MANIFEST_FILE).is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""A model that was published, as what can be written again: as it is, or with its adapters merged into their base."""
+"""A published model on disk, as a source to write again: unchanged, or with its adapters merged into their base."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ExportError(RuntimeError):
 
 
 class StoredModel:
-    """A model on disk, as what can be published: the tensors of `manifest`, each as `read` finds it."""
+    """A model on disk as a source for publishing: the tensors of `manifest`, each fetched by `read`."""
 
     def __init__(self, manifest: Manifest, read: Read) -> None:
         self._entries, self._read = manifest.tensors, read
@@ -42,14 +42,14 @@ class StoredModel:
 
 
 class MergedModel:
-    """The adapters of `stored` in the layers of their base, as what can be published.
+    """The base model with the adapters of `stored` merged into it, as a source for publishing.
 
     Args:
-        config: the content of peft's configuration of these adapters.
+        config: content of peft's configuration of the adapters.
 
     Raises:
-        ExportError: the base is not there.
-        WeightUpdateError: they do not fit it.
+        ExportError: the base does not exist.
+        WeightUpdateError: the adapters do not fit the base.
     """
 
     def __init__(self, stored: StoredModel, config: bytes) -> None:

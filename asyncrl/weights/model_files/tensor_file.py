@@ -1,16 +1,16 @@
-"""Writing a safetensors file tensor by tensor, straight from their memory.
+"""Write a safetensors file tensor by tensor, straight from memory.
 
-`safetensors.torch.save_file` wants all tensors at once, and refuses views that share a storage, so a trainer would have
-to gather and copy everything first: fresh memory as large as the model, at each version. Here the file is laid out from
-names, shapes and types alone; then each tensor is written where its place is, in any order, from where it lies on the
-CPU, or through a copy of itself alone.
+`safetensors.torch.save_file` takes all tensors at once, and refuses views that share a storage. So a trainer would have
+to gather and copy everything first: new memory as large as the model, for each version. Here the file is laid out from
+names, shapes and types alone. Then each tensor is written to its place, in any order, straight from CPU memory or
+through a copy of this tensor alone.
 
 The format (https://huggingface.co/docs/safetensors): eight bytes with the header's length, little-endian; the header,
-JSON padded with spaces, with dtype, shape and byte range of every tensor; then the bytes. Tensors lie in the order of
-falling element size, so that each is aligned.
+JSON padded with spaces, with dtype, shape and byte range of every tensor; then the bytes. Tensors are sorted by falling
+element size, so that each is aligned.
 
-The checksum is of the bytes as they pass, while they are in the core's cache. Where tensors do not come in the file's
-order it is read back from the file; that is left to the caller, who may do it while the disk takes the file.
+The checksum is computed from the bytes while they are written and still in the core's cache. If tensors come in another
+order than the file's, it is computed from the file afterwards (`entry`), which the caller may do while the disk syncs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TensorFile:
     Leave it as a context manager: that checks that it is complete.
 
     Args:
-        metadata: of the file, in its header.
+        metadata: the file's metadata, in its header.
 
     Raises:
         OSError: it cannot be written.
@@ -97,11 +97,11 @@ class TensorFile:
             raise ValueError(f"{self.path} lacks {next(iter(self._missing))!r} ({len(self._missing)} missing)")
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one of its tensors, whatever its device and strides.
+        """Write one of the file's tensors, from any device and with any strides.
 
         Raises:
             OSError: it cannot be written.
-            ValueError: it is none of them, was written before, or is of another shape or type.
+            ValueError: it is not one of `specs`, was written before, or has another shape or type.
         """
         spec, place = self._missing.get(name, (None, 0))
         if spec is None or (spec.shape, spec.dtype) != (tuple(tensor.shape), tensor.dtype):

@@ -18,12 +18,12 @@ from asyncrl.weights.staging.messages import (
 )
 
 HOLD_S = 10.0
-"""Longest time in seconds that a server holds a request for a folder that is on its way."""
+"""Longest time in seconds that a server holds a request for a folder that is being fetched."""
 _MARGIN_S = 10.0
 _COMPARING_S = 60.0
 OBSERVED_LIMIT_S = 10.0
 SOURCE_FAILED = HTTPStatus.BAD_GATEWAY
-"""The status of an answer that it was not this host's fault."""
+"""Status of an answer that blames the source, not the requested host."""
 
 
 class StagingClient:
@@ -33,10 +33,11 @@ class StagingClient:
         self._http, self._url = http, url.rstrip("/")
 
     async def stage(self, request: StageRequest) -> StageReply:
-        """Return once the folder is there, however long that takes: a fetch ends by itself when nothing comes any more.
+        """Wait until the folder is on the host, without a time limit: a fetch that receives nothing any more ends by
+        itself.
 
         Raises:
-            HttpError: it is not; `source_failed` says whose fault that was.
+            HttpError: the folder could not be fetched; `source_failed` tells if the source is to blame.
         """
         while True:
             reply = await self._http.call(
@@ -46,20 +47,20 @@ class StagingClient:
                 return reply
 
     async def observed(self, request: ObservedRequest) -> ObservedReply:
-        """Have lines of `observed/` appended on that host, the launcher's.
+        """Append lines to files in `observed/` on the server's host, which is the launcher's.
 
         Raises:
-            HttpError: they were not.
+            HttpError: the lines were not appended.
         """
         return await self._http.call(
             "POST", f"{self._url}/observed", request, timeout_s=OBSERVED_LIMIT_S, reply=ObservedReply
         )
 
     async def code_differences(self, sums: Mapping[str, str]) -> dict[str, str]:
-        """Return the modules whose source on that host differs from these checksums, with the reason for each.
+        """Return the modules whose source on the server's host differs from these checksums, with the reason for each.
 
         Raises:
-            HttpError: it does not say.
+            HttpError: the server did not answer.
         """
         request = SameCodeRequest(dict(sums))
         reply = await self._http.call(

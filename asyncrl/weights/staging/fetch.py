@@ -1,9 +1,9 @@
-"""Fetching a folder from another host's staging server: verified as it comes, written aside, and renamed.
+"""Fetch a folder from another host's staging server: verify it on arrival, write it aside, rename it.
 
     GET <source>/manifest?folder=v7                         whose checksum is known beforehand
     GET <source>/file?folder=v7&name=model.safetensors      for each of its files
 
-A copy is read on this host only, and can be had again; so it is not forced to the disk.
+A copy is read on this host only and can be fetched again, so it is not synced to the disk.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from asyncrl.weights import atomic_dir
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, FileEntry, ManifestError, read_manifest
 
 SILENCE_S = 30.0
-"""A source that sends nothing for so long is given up; the manager names another."""
+"""Seconds without data after which a source has failed; the manager then names another one."""
 _MAX_MANIFEST_BYTES = 256 << 20
 
 
 class SourceFailed(Exception):
-    """The source did not give the folder, or not as it should be; the message names it and says why."""
+    """The source did not send the folder, or sent a damaged one; the message names the source and the reason."""
 
 
 def sum_of(manifest: bytes | bytearray) -> str:
@@ -35,11 +35,12 @@ def sum_of(manifest: bytes | bytearray) -> str:
 
 
 async def fetch_folder(http: JsonHttp, source: str, folder: str, manifest_sum: str, final: Path) -> None:
-    """Have the folder called `folder` of the staging server at `source` as `final`; a former one is replaced.
+    """Fetch the folder called `folder` from the staging server at `source` to the path `final`, and replace a former
+    one.
 
     Raises:
-        SourceFailed: it could not be had from there; nothing is visible then.
-        OSError: it could not be written.
+        SourceFailed: the source failed; nothing is visible at `final` then.
+        OSError: the folder could not be written.
     """
     try:
         manifest = await _manifest(http, f"{source}/manifest?{urlencode({'folder': folder})}", manifest_sum)

@@ -32,14 +32,14 @@ def is_folder(name: str) -> bool:
 
 
 class StageRequest(Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /stage`: have a folder on this host, from its own disk or from another host; asked again until it is done.
+    """`POST /stage`: bring a folder to this host, from its own disk or from another host; repeated until it is done.
 
     Attributes:
         folder: its name.
-        path: where it is on this host's disk; empty where it has to be fetched.
+        path: its path on this host's disk; empty if it has to be fetched.
         source: URL of the staging server that has it.
-        manifest_sum: checksum of its manifest, where it has to be fetched.
-        keep: folders that somebody still reads or fetches from here; other versions are removed once this one is there.
+        manifest_sum: checksum of its manifest, if it has to be fetched.
+        keep: folders that are still read or fetched from here; other versions are removed once this one is complete.
     """
 
     folder: str
@@ -60,7 +60,7 @@ class SameCodeRequest(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SameCodeReply(Struct, frozen=True):
-    """The modules that are not the same on the host that was asked, each with why."""
+    """Modules that differ on the requested host, each with the reason."""
 
     differences: dict[str, str]
 

@@ -1,8 +1,9 @@
 """StagingServer: one on each host with generation servers or RolloutWorkers, where hosts share no folder.
 
-It has the initial model and the versions of the actor for servers, and what RolloutWorkers read from files: each
-fetched once for all processes of its host, and given to other hosts. The GserverManager says what is fetched from whom
-(`asyncrl.manager.fleet.fan_out`). That on the launcher's host also says whether another host has the same code.
+It keeps the initial model and the versions of the actor for servers, and the files that RolloutWorkers read. Each
+folder is fetched once for all processes of the host, and passed on to other hosts. The GserverManager decides which
+host fetches from which (`asyncrl.manager.fleet.fan_out`). The server on the launcher's host also compares other hosts'
+code with its own.
 
     POST /stage       have a folder here; see `asyncrl.weights.staging.messages`
     GET  /manifest    ?folder=v7                           of a folder that is here
@@ -10,9 +11,9 @@ fetched once for all processes of its host, and given to other hosts. The Gserve
     POST /same_code   compare the code of another host with that of this one
     POST /observed    append lines of another host's `observed/`; on the launcher's host
 
-Those on other hosts send there, every two seconds, what processes wrote about themselves.
+Every two seconds, servers on other hosts send the launcher's host what their host's processes wrote to `observed/`.
 
-It is a process of its own, so that what it sends delays neither training nor generation.
+The server is a separate process, so that its traffic delays neither training nor generation.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from asyncrl.weights.versions.manifest import ManifestError
 T = TypeVar("T")
 
 _MAX_SUMS_BYTES: Final = 4 << 20
-"""Checksums of some fifty thousand modules."""
+"""Limit of a request with checksums: those of about fifty thousand modules."""
 _MAX_OBSERVED_BYTES: Final = 4 << 20
 OBSERVED_EVERY_S: Final = 2.0
 _LAST_SEND_S: Final = 1.0
@@ -106,17 +107,17 @@ class StagingServer(AsyncWorker):
             await http.close()
 
     def _has(self, name: str, path: Path) -> None:
-        """Let those of this host begin that wait for a folder of the launch."""
+        """Announce a folder of the launch to the processes of this host that wait for it."""
         key, lease_s = names.staged_key(name, self.config.system.host), self.config.system.lease_s
         self.resolver.add(key, str(path), lease_s=lease_s, replace=True)
         self.log.info("%s is at %s", name, path)
 
 
 async def send_observed(home: StagingClient, clock: HostClock, lines: ObservedLines) -> None:
-    """Send a piece of what is new; before the clock is known, nothing but a question for the time.
+    """Send the next piece of new lines; until the clock's offset is known, an empty request that asks for the time.
 
     Raises:
-        HttpError: it did not arrive; it is sent again.
+        HttpError: it did not arrive; it will be sent again.
     """
     ahead_s = clock.ahead_s
     sends = ahead_s is not None and not lines.are_home
@@ -134,8 +135,8 @@ class StagingService:
 
     Args:
         root, on_launch_folder: see `Store`.
-        security: the run's token and certificate; None where it has no secret.
-        home: takes the lines of other hosts' processes about themselves; None on these.
+        security: the run's token and certificate; None if the run has no secret.
+        home: receives the lines of other hosts' processes; None on other hosts than the launcher's.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 
 def _of_copy(handler: Callable[[web.BaseRequest, Copy], Awaitable[web.StreamResponse]], store: Store) -> Handler:
-    """`handler`, for a folder that is here, and stays here for as long as it answers."""
+    """Wrap `handler` so that it gets a folder of the store, which is not removed while the handler answers."""
 
     async def answer(request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         folder = request.query.get("folder", "")

@@ -1,4 +1,4 @@
-"""The folders of a host: the path of each, and one task for each that is being fetched, however many requests wait.
+"""The folders of a host: the path of each, and one fetching task per folder for any number of waiting requests.
 
 On the publisher's host a version is linked file by file, so it stays complete for other hosts when the publisher
 removes its own; the launch's folders are served in place. Elsewhere all folders are fetched (`fetch`).
@@ -31,7 +31,7 @@ from asyncrl.weights.staging.messages import INPUTS, MODEL, OF_THE_LAUNCH, Stage
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, read_manifest, verify
 
 Key: TypeAlias = tuple[str, str]
-"""A folder's name, and which of that name: the path that it is at, or the checksum of its manifest."""
+"""Identity of a folder's content: its name, and its path on this disk or the checksum of its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Store:
     """The folders of one host. Its methods belong to one event loop.
 
     Args:
-        root: of the copies; versions and model that are there are removed.
+        root: folder of the copies; versions and a model left there are removed.
         http: connections to other hosts.
-        on_launch_folder: told the name and the path of each of `OF_THE_LAUNCH` once it is there.
+        on_launch_folder: called with the name and the path of each folder of `OF_THE_LAUNCH` once it is complete.
     """
 
     def __init__(self, root: Path, http: JsonHttp, on_launch_folder: Callable[[str, Path], None]) -> None:
@@ -73,7 +73,7 @@ class Store:
         return self._root / folder
 
     def get(self, folder: str) -> Copy | None:
-        """The folder, if it is there."""
+        """Return the folder; None if it is not on this host."""
         return self._copies.get(folder)
 
     def stage(self, request: StageRequest) -> asyncio.Task[Copy]:
@@ -88,7 +88,7 @@ class Store:
         return self._coming[key]
 
     async def close(self) -> None:
-        """Give up what is on its way, and remove what is here."""
+        """Cancel running fetches, and remove the folders."""
         coming = list(self._coming.values())
         for task in coming:
             task.cancel()
@@ -97,7 +97,7 @@ class Store:
 
     @contextmanager
     def reading(self, folder: str) -> Iterator[None]:
-        """Within it the folder is not removed."""
+        """Keep the folder from being removed within this block."""
         self._readers[folder] += 1
         try:
             yield
@@ -126,7 +126,7 @@ class Store:
         return await asyncio.to_thread(_copy_at, self._root / folder)
 
     def _take_in(self, folder: str, path: Path, present: Copy | None) -> Copy:
-        """Have what lies at `path` on this disk."""
+        """Add the folder at `path` on this host's disk."""
         if folder in OF_THE_LAUNCH:
             content = model_files(path).values() if folder == MODEL else path.rglob("*")
             return present or _described(folder, path, content)
@@ -170,7 +170,7 @@ def _whole_copy_at(path: Path) -> Copy | None:
 
 
 def _described(folder: str, path: Path, content: Iterable[Path]) -> Copy:
-    """The files of `content`, which are below `path`, with a manifest that is made here."""
+    """Describe the files `content` below `path` with a new manifest."""
     files = {str(file.relative_to(path)): file_entry(file) for file in sorted(content) if file.is_file()}
     files.pop(MANIFEST_FILE, None)
     return Copy(path, msgspec.json.encode(Manifest(folder, 0, files)), frozenset(files))

@@ -1,8 +1,7 @@
 """Transports of weights from the trainer to the generation servers: `manager.weight_transport`. Importing this loads no
 torch.
 
-A transport is one file here with both of its ends, and one line of `TRANSPORTS`; `base` says what it must be able to
-do.
+A transport is one file here with both of its ends, and one line of `TRANSPORTS`; `base` has the interface.
 """
 
 from __future__ import annotations
@@ -12,4 +11,4 @@ TRANSPORTS = {
     "tensor": f"{__name__}.tensor:TensorTransport",
     "distributed": f"{__name__}.distributed:DistributedTransport",
 }
-"""Classes by the setting's value; imported where one is used."""
+"""Import paths of the classes, by the setting's value."""

@@ -4,10 +4,10 @@
     manager ── ManagerEnd.bring(server, version) ──▶ ...              the transport
     manager ── continue, probe ──▶ server                            manager.fleet again
 
-What lies behind `bring` is all that differs: a server may read the version's folder (`disk`), or the trainer may send
-what it holds in memory (`from_memory`). Pausing, versions, the probe and quarantine are the same.
+Transports differ only in `bring`: a server reads the version's folder (`disk`), or the trainer sends the weights that
+it holds in memory (`from_memory`). Pausing, versions, the probe and quarantine are the same.
 
-Torch is imported only in what the trainer calls: launcher and manager import these modules too.
+Only functions that the trainer calls import torch: launcher and manager import these modules too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ManagerEnd(ABC):
-    """Has a server that is paused brought to a version."""
+    """Brings a paused server to a version."""
 
     @abstractmethod
     async def bring(self, client: GenerationServerClient, order: SendWeights, path: str) -> None:
@@ -40,23 +40,26 @@ class ManagerEnd(ABC):
             path: the version's folder.
 
         Raises:
-            HttpError: it does not; what weights it has is unknown.
+            HttpError: it failed; the server's weights are unknown.
         """
 
 
 class TrainerEnd:
-    """The publishing process's work beside writing folders; none if servers only read those."""
+    """The publishing process's part of a transport, besides writing folders.
+
+    This base class, for `disk`, has no work.
+    """
 
     def hold(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Keep a copy of `tensors`, by their names in a Hugging Face folder, as `version`.
 
-        Whoever keeps none goes through them all the same: they are gathered by all ranks together.
+        Iterate over all of them even if none is kept, because all ranks gather them together.
         """
         for _ in tensors:
             pass
 
     def keep(self, versions: Collection[int]) -> None:
-        """Forget all but these."""
+        """Forget all other versions."""
 
     async def send(self, order: SendWeights) -> None:
         """Bring the paused server that `order` names to its version.
@@ -71,7 +74,7 @@ class TrainerEnd:
         )
 
     async def close(self) -> None:
-        """End what is open."""
+        """Close all connections."""
 
 
 class WeightTransport(ABC):
@@ -91,7 +94,7 @@ class WeightTransport(ABC):
 
     @abstractmethod
     def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
-        """The manager's end; `publisher` is asked where the trainer has to do something."""
+        """Return the manager's end, which calls `publisher` if the trainer has to send something."""
 
     @abstractmethod
     def trainer_end(self, config: ExperimentConfig, security: HttpSecurity | None, device: torch.device) -> TrainerEnd:

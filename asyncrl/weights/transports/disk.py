@@ -29,7 +29,7 @@ class DiskTransport(WeightTransport):
     needs_sglang: ClassVar[bool] = False
 
     def check(self, config: ExperimentConfig) -> Iterator[str]:
-        """Works with every engine."""
+        """Yield nothing: this transport works with every engine."""
         return iter(())
 
     def manager_end(self, publisher: PublisherClient) -> ManagerEnd:
@@ -42,7 +42,7 @@ class DiskTransport(WeightTransport):
 
 
 class DiskManagerEnd(ManagerEnd):
-    """Tells a server the folder."""
+    """Sends a server the path of the folder."""
 
     async def bring(self, client: GenerationServerClient, order: SendWeights, path: str) -> None:
         await client.update_weights(path, order.version, keep_cache=order.keep_cache, timeout_s=order.timeout_s)

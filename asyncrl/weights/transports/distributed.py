@@ -1,7 +1,7 @@
 """A process group of trainer and server, at any distance: NCCL between GPUs, else gloo.
 
-Each server has a group of its own, in which the trainer is rank 0 and the server's ranks are the others. The group's
-rendezvous, torch's `TCPStore`, listens on `system.host` alone and knows no secret: keep to a trusted network.
+Each server has its own group, in which the trainer is rank 0 and the server's ranks are the others. The group's
+rendezvous, torch's `TCPStore`, listens on `system.host` only and checks no secret: use a trusted network.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ProcessGroupConnection(ServerConnection):
         host: address at which the server reaches this process.
         backend: `gloo` or `nccl`.
         group: the group's name; never used before on that server.
-        device: where this side's tensors have to be for `backend`; None: the CPU.
+        device: device that `backend` needs this side's tensors on; None for the CPU.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ProcessGroupConnection(ServerConnection):
             dist.broadcast(tensor.to(self._device or "cpu").contiguous(), src=0, group=self._group)
 
     async def close(self) -> None:
-        """Dissolve the group; a server that is gone already is no error."""
+        """Dissolve the group. It is not an error if the server is gone."""
         import torch.distributed as dist
 
         if self._group is None:
@@ -164,10 +164,10 @@ class ProcessGroupConnection(ServerConnection):
 
 
 async def _both(here: Awaitable[None], there: Awaitable[None]) -> None:
-    """Wait for this side's part, in a thread, and for the server's, whichever fails: a thread cannot be left behind.
+    """Wait for both parts even if one fails: this side's, in a thread that cannot be cancelled, and the server's.
 
     Raises:
-        UpdateFailed: one failed.
+        UpdateFailed: a part failed.
     """
     ours, theirs = await asyncio.gather(here, there, return_exceptions=True)
     if isinstance(theirs, BaseException):  # the cause, where both failed

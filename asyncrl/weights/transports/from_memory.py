@@ -2,13 +2,13 @@
 
     manager ── send_weights(server, version) ──▶ publishing ModelWorker ── weights in buckets ──▶ server
 
-The publishing ModelWorker copies a version when it is published, as training goes on with the tensors themselves, and
-keeps the copy as long as a server may want that version (the same rule by which folders are kept). So a server that
-comes late or starts again is brought to the newest version in the same way. A send under way keeps its copy alive.
+The publishing ModelWorker copies a version when it publishes it, because training continues to change the tensors. It
+keeps the copy as long as a server may need that version, by the same rule as folders. So a server that comes late or
+restarts gets the newest version in the same way. A running send keeps its copy alive.
 
-Every server has a connection of its own, so that none waits for another. The weights are announced and sent in buckets,
-of which the last labels them with their version and, unless it is to be kept, empties the cache. When something fails
-on the way the server holds a mixture; it has to stay paused until a whole update succeeds.
+Every server has its own connection, so that none waits for another. Weights are announced and sent in buckets. The last
+bucket labels them with their version and empties the cache, unless the cache is to be kept. After a failure in between,
+the server has mixed weights; it must stay paused until a whole update succeeds.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     NamedTensors = Sequence[tuple[str, Tensor]]
 
 BUCKET_BYTES = 512 << 20
-"""Most bytes on their way at a time: bounds the second copy that a server holds meanwhile."""
+"""Bytes sent at a time, at most: bounds the second copy that a server holds meanwhile."""
 _PER_ENGINE = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "nnodes")
 """SGLang flags by which an engine has more ranks than `tensor_parallel`."""
 
 
 class MemoryTransport(WeightTransport):
-    """A transport in which the trainer sends what it holds."""
+    """A transport in which the trainer sends weights from its memory."""
 
     needs_folders: ClassVar[bool] = False
     needs_sglang: ClassVar[bool] = True
 
     def check(self, config: ExperimentConfig) -> Iterator[str]:
-        """Servers must be without ranks that are not sent to, and where `check_distance` allows."""
+        """Require servers that have only ranks which get weights, and that `check_distance` allows."""
         generation = config.generation
         here = {config.system.host, *LOOPBACK}
         elsewhere = [url for url in generation.sglang.urls if urlsplit(url).hostname not in here]
@@ -83,7 +83,7 @@ class MemoryTransport(WeightTransport):
 
 
 class AskPublisher(ManagerEnd):
-    """The manager's end: the publisher is asked to send."""
+    """The manager's end: asks the publisher to send."""
 
     def __init__(self, publisher: PublisherClient) -> None:
         self._publisher = publisher
@@ -109,7 +109,7 @@ class _Channel:
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def close(self) -> None:
-        """End it, once what is under way has ended."""
+        """Close the connection after the running send has ended."""
         async with self.busy:
             await self.connection.close()
 
@@ -221,7 +221,7 @@ class ServerConnection(ABC):
         Args:
             tensors: all of them.
             version: what they become.
-            keep_cache: whether requests that are paused in place go on with what is cached for them.
+            keep_cache: True if requests that are paused in place continue with their cached keys and values.
 
         Raises:
             UpdateFailed: the server did not take them, or their connection failed.

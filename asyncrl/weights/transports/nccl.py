@@ -1,4 +1,4 @@
-"""The versions of NCCL in the trainer's environment and in SGLang's: a process group needs one and the same."""
+"""The versions of NCCL in the trainer's environment and in SGLang's: a process group needs the same version."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Installed(NamedTuple):
 
 @cache
 def installed(python: str) -> Installed | None:
-    """Return what the interpreter `python` has; None if that cannot be found out, as where torch has no NCCL."""
+    """Return the versions in the environment of the interpreter `python`; None if unknown, for example without NCCL."""
     try:
         command = [str(Path(python).expanduser()), "-c", _ASK]
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_ASK_LIMIT_S).stdout

@@ -1,7 +1,7 @@
-"""Shared memory of one machine: a server maps the trainer's tensors where they lie.
+"""Shared memory of one machine: a server maps the trainer's tensors in place.
 
-What crosses HTTP is a handle of some kilobytes, as SGLang's `/update_weights_from_tensor` defines it: a pickle of
-torch's shared-memory reductions. It goes from here to the server only; nothing of the kind is ever read here.
+Only a handle of a few kilobytes is sent over HTTP, as SGLang's `/update_weights_from_tensor` defines it: a pickle of
+torch's shared-memory reductions. It is sent to the server only; asyncrl never reads one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TensorTransport(MemoryTransport):
 
 
 class SharedMemoryConnection(ServerConnection):
-    """Hands a server of this machine the places of the tensors."""
+    """Sends a server on this machine handles of the tensors."""
 
     async def _send_bucket(self, bucket: NamedTensors, label: dict[str, str], *, flush_cache: bool) -> None:
         handle = await asyncio.to_thread(_shared_handle, bucket)

@@ -4,13 +4,13 @@
 
     {"sequences": [{"token_ids": [31, 4, 90], "logprobs": [0.0, -3.1, -2.7]}, {"token_ids": [...], ...}]}
 
-Of a model that takes pictures one sequence more has a picture of noise, with its bytes and its place, so that a server
-whose vision tower is stale shows too.
+A model that takes pictures has one more sequence, with a picture of noise, its bytes and its position. It detects a
+server whose vision tower is stale.
 
-The tokens are drawn once from the vocabulary and never change; the log-probabilities (nats, temperature 1) are those of
-the model that was published, computed as training computes them: all sequences in one micro-batch. A generation server
-that has loaded the version scores the same sequences, as requests of their own; where it differs, it serves other
-weights than were published, or something stale of the weights before, or one of the two does not keep sequences apart.
+The tokens are drawn once from the vocabulary and never change. The log-probabilities (nats, temperature 1) are those of
+the published model, computed as training computes them: all sequences in one micro-batch. A generation server that has
+loaded the version scores the same sequences, as separate requests. A difference means that it serves other weights than
+the published ones, or stale parts of earlier weights, or that one of the two does not keep sequences apart.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class ProbePicture(msgspec.Struct, frozen=True):
 
     @property
     def placed(self) -> PlacedPicture:
-        """It as requests have it.
+        """Return the picture in the form that requests use.
 
         Raises:
-            PictureError: the bytes are no picture.
+            PictureError: the bytes are not a picture.
         """
         return PlacedPicture(self.position, self.length, Picture.from_bytes(self.data))
 
@@ -62,7 +62,7 @@ class ProbeSequence(msgspec.Struct, frozen=True):
 
     @property
     def start(self) -> int:
-        """The position after which tokens are compared: what is before may come from a cache."""
+        """Position after which tokens are compared; earlier ones may come from a cache."""
         return len(self.token_ids) // 2 if self.picture is None else self.picture.position + self.picture.length
 
 
@@ -88,8 +88,9 @@ class LogprobProbe(msgspec.Struct, frozen=True):
 
 
 def probe_tokens(vocabulary: int, context: int) -> list[tuple[int, ...]]:
-    """The fixed prompts of a model with `vocabulary` tokens, each with room for one more token in `context`; none where
-    that leaves nothing to score.
+    """Return the fixed prompts of a model with `vocabulary` tokens, each with room for one more token in `context`.
+
+    Empty if that leaves nothing to score.
     """
     draw = random.Random(_SEED)
     lengths = [min(length, context - 1) for length in PROBE_LENGTHS]
@@ -105,7 +106,7 @@ def probe_picture() -> Picture:
 def with_picture(
     vocabulary: int, context: int, placeholders: Sequence[int], picture: Picture
 ) -> tuple[tuple[int, ...], PlacedPicture] | None:
-    """The fixed prompt with `picture`, for which `placeholders` stand; None if it does not fit in `context`."""
+    """Return the fixed prompt with `picture` at its `placeholders`; None if it does not fit in `context`."""
     if len(placeholders) + 2 * _AROUND >= context:
         return None
     draw = random.Random(_SEED)
@@ -119,10 +120,10 @@ def encode_probe(probe: LogprobProbe) -> bytes:
 
 
 def read_probe(directory: Path) -> LogprobProbe | None:
-    """The probe of the weights in `directory`, None where they have none (they are not of a trainer of asyncrl).
+    """Return the probe of the weights in `directory`; None if they have none because another program wrote them.
 
     Raises:
-        ManifestError: it is not one.
+        ManifestError: the file is not a probe.
     """
     path = directory / PROBE_FILE
     try:

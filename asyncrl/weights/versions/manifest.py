@@ -36,7 +36,7 @@ _Part: TypeAlias = bytes | memoryview
 
 
 class ManifestError(ValueError):
-    """A directory that is no complete set of weights; the message names it and what is wrong."""
+    """The directory is not a complete set of files; the message names the directory and the fault."""
 
 
 class FileEntry(Struct, frozen=True):
@@ -139,7 +139,7 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
 
 
 def verify_file(path: Path, manifest: Manifest) -> None:
-    """Check one file of the directory that `manifest` is of; who reads it next finds it in the page cache.
+    """Check one file of the directory described by `manifest`. The next reader finds it in the page cache.
 
     Raises:
         ManifestError: it is not listed, missing, of another size, or damaged.
@@ -152,7 +152,7 @@ def verify_file(path: Path, manifest: Manifest) -> None:
 
 
 def whole_files(directory: Path) -> tuple[Manifest, list[str]]:
-    """The manifest of `directory`, which may hold a part of what it lists, and the names of the files that are whole.
+    """Return the manifest of `directory`, and the names of the listed files that are complete; others may be missing.
 
     Raises:
         ManifestError: there is no manifest.
@@ -187,7 +187,7 @@ def _check_size(directory: Path, name: str, entry: FileEntry) -> None:
 
 
 def _check_sums(directory: Path, files: Mapping[str, FileEntry]) -> None:
-    """The small files one after the other, the large ones in parallel."""
+    """Check the small files one after the other, and the large ones in parallel."""
     by_size = sorted(files, key=lambda name: files[name].bytes)
     large = [name for name in by_size if files[name].bytes >= _LARGE_BYTES]
     for name in by_size[: len(by_size) - len(large)]:

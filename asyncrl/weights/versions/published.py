@@ -1,7 +1,7 @@
 """Interface between publishing and a model that is spread over ranks: the list of tensors, and each whole tensor on the
 rank that needs it.
 
-specs()                        names, shapes and types, the same on all ranks: whoever writes can plan from them
+specs()                        names, shapes and types, the same on all ranks: a writer can plan from them
 gather({"lm_head.weight": 1})  all ranks together; each yields what it owns, whole, one after the other
 """
 
@@ -34,7 +34,7 @@ class TensorSpec:
 
 
 class Published(Protocol):
-    """A model to publish; `asyncrl.trainer.engines.base.PolicyEngine` says what each verb promises."""
+    """A model to publish; `asyncrl.trainer.engines.base.PolicyEngine` documents the methods."""
 
     def published_specs(self) -> list[TensorSpec]:
         """Return the specs of the tensors to publish."""
@@ -46,8 +46,8 @@ class Published(Protocol):
 class WholeModel:
     """The tensors of a `model` that every rank holds whole: nothing is exchanged, and nothing copied.
 
-    They are what a Hugging Face folder of it holds: parameters and persistent buffers, tied ones once; of a mixture of
-    experts each expert's.
+    These are the tensors of a Hugging Face folder: parameters and persistent buffers, tied ones once, and for a mixture
+    of experts those of each expert.
 
     Raises:
         FolderFormatError: see `asyncrl.weights.model_files.folder.folder_tensors`.
@@ -59,7 +59,7 @@ class WholeModel:
         """Positions of a folder's tensors in the parameters."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, in the model's order."""
+        """Return all tensors, in the model's order."""
         held = held_tensors(self._model)
         return {tensor.name: tensor.of(held[tensor.parameter]) for tensor in self.folder}
 

@@ -7,20 +7,20 @@ A role that trains adapters has these alone in its versions, in one file as peft
 
     <root>/<role>/v<N>/    adapter_model.safetensors, adapter_config.json, logprob_probe.json, manifest.json
 
-The files are planned from names, shapes and types alone (`plan_shards`), and each belongs to a rank. All take part, in
-three steps, each of which begins when all have done the one before:
+The files are planned from names, shapes and types alone (`plan_shards`), and each belongs to a rank. All ranks take
+part in three steps; a step begins when all ranks have done the one before:
 
     begin    the leading rank creates the directory aside (`atomic_dir`)
     write    tensor by tensor in the model's order, each is gathered by the rank whose file it belongs to, which writes
              it at once; then every rank syncs its files
-    finish   the leading rank adds what is not weights: the index, the probe, hard links to what no version changes
-             (`SharedFiles`), the manifest; and renames the directory into place
+    finish   the leading rank adds the other files (the index, the probe, hard links to the files that never change
+             (`SharedFiles`), the manifest) and renames the directory into place
 
-So what a reader sees is whole and on the disk, the last version being the run's result. No rank holds more than one
-tensor beyond its own part of the model. Bytes that are on the rank already go from their memory to the page cache once.
+So a reader sees only complete versions that are on the disk; the last version is the run's result. No rank holds more
+than one tensor beyond its own part of the model. A rank's own tensors are copied once, from memory to the page cache.
 
-The other ranks tell it what they wrote by `part-<rank>.json` beside the shards: the directory is shared anyway, as
-the generation servers read it.
+The other ranks report what they wrote to the leading rank by `part-<rank>.json` beside the shards. All ranks see the
+directory anyway, because the generation servers read it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from asyncrl.weights.versions.published import Published, TensorSpec
 from asyncrl.weights.versions.shared_files import SharedFiles
 
 MAX_SHARD_BYTES = 4 << 30
-"""Largest shard: the size Hugging Face uses; more files load in parallel, fewer are less to open."""
+"""Largest shard, as Hugging Face uses. More files load in parallel; fewer files take less time to open."""
 _STEM = "model"
 _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHT_SUFFIXES = frozenset((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))
@@ -108,17 +108,17 @@ def publish(
     """Write the weights of `source` as `version` of `role`. Called by all ranks; returns its folder on all once it is
     visible.
 
-    A version that is there already, whole and with the same tensors, is kept. So whoever goes back to an earlier
-    version first removes those after it (`collect`): steps that are taken again asynchronously lead to other weights.
+    A complete version with the same tensors that exists already is kept. So a run that goes back to an earlier version
+    must first remove the later ones (`collect`): repeated asynchronous steps lead to other weights.
 
     Args:
-        shared: what lies beside the weights of every version. None: the version is announced alone. Readers get its
-            weights from memory; the folder has the probe and a manifest that names no file of weights.
-        probe: by which a server that loaded the version can be checked; the same on all ranks.
+        shared: files beside the weights of every version. None only announces the version: readers get its weights from
+            memory, and the folder has the probe and a manifest that names no file of weights.
+        probe: probe by which a server that loaded the version is checked; the same on all ranks.
 
     Raises:
         PeerFailed: another rank could not write its part.
-        OSError: this rank could not.
+        OSError: this rank could not write its part.
     """
     final = version_dir(root, role, version)
     specs = source.published_specs()
@@ -183,7 +183,10 @@ def tokenizer_assets(model_dir: Path) -> dict[str, Path]:
 
 
 def collect(root: Path, role: str, keep: Collection[int]) -> list[int]:
-    """Delete the versions of `role` that are not in `keep`, and what killed writers left; returns the deleted ones."""
+    """Delete the versions of `role` that are not in `keep`, and leftovers of killed writers.
+
+    Return the deleted versions.
+    """
     parent = root / role
     if not parent.is_dir():
         return []
@@ -223,7 +226,7 @@ class _Writing:
     source: Published
     final: Path
     manifest: Manifest
-    """Without files."""
+    """The version's manifest, still without files."""
     shards: Sequence[Shard]
     ranks: Ranks
     stem: str = _STEM

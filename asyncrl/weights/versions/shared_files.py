@@ -1,4 +1,4 @@
-"""The files that lie beside the weights of every version and never change: configuration, tokenizer, chat template.
+"""Files beside the weights of every version that never change: configuration, tokenizer, chat template.
 
 They are written and synced once in the life of a process, and each version holds hard links to them:
 
@@ -25,10 +25,10 @@ class SharedFiles:
     """A model's configuration and copies of the files `assets`, by the names that they get.
 
     Args:
-        config: the model's; or, of adapters, the content of peft's: all else is the base model's then.
+        config: the model's configuration; for adapters the content of peft's, and all other files are the base model's.
 
     Attributes:
-        adapters: whether the weights are adapters.
+        adapters: True if the weights are adapters.
     """
 
     def __init__(self, config: PretrainedConfig | bytes, assets: Mapping[str, Path] | None = None) -> None:

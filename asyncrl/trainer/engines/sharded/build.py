@@ -65,12 +65,12 @@ class BuildPlan:
         attention: how sequences are laid out, and transformers' name of the attention function.
         dtype: of the arithmetic.
         trained: parameters are then held in fp32, whatever `dtype`; else in `dtype`.
-        lora: the adapters, where these are what is trained; the rest is then held in `dtype`.
-        merge: whether these are published merged into the rest.
+        lora: settings of the adapters, if adapters are trained; all other parameters are then held in `dtype`.
+        merge: True if adapters are published merged into the weights.
         seed: of the adapters' first values.
         recompute: keep no activations but each layer's input, and compute the rest again in the backward pass.
-        replay_routing: of a policy, whether its routers choose as the engine that generated did.
-        vision: of a model that takes pictures, what becomes of its vision tower.
+        replay_routing: True if a policy's routers replay the expert choices of generation.
+        vision: treatment of the vision tower of a model that takes pictures.
     """
 
     mesh: DeviceMesh
@@ -108,14 +108,14 @@ class Built:
         buffers: persistent ones of this stage, by their names in a model folder.
         published: all tensors of its model folder in the model's order, the same on all ranks; none of a critic.
         adapters: the adapters, in the same way, by their names in peft's folder.
-        stages: the pipeline stage of each of these.
-        folder: by the names in the model folder, which part of which parameter each is.
-        model: the part as transformers knows it.
+        stages: pipeline stage of each published tensor.
+        folder: by name in the model folder, the parameter that holds the tensor, and which part of it.
+        model: the transformers model of this part.
         embeddings: names of the embeddings' weights among `names`.
-        tied: name of the embedding that is input and output embedding in one; None where they are two.
-        routers: of the stage's layers, where their choices are replayed.
-        pictures: of the model; None: it is used for text alone.
-        in_folder: of a value model, parameter of the stage to its name in the model folder.
+        tied: name of the embedding that is both input and output embedding; None if they are two parameters.
+        routers: routers of the stage's layers, if their choices are replayed.
+        pictures: picture processing of the model; None if it is used for text alone.
+        in_folder: for a value model, parameter of the stage to its name in the model folder.
     """
 
     stage: Stage
@@ -299,7 +299,7 @@ def _buffers(stage: Stage, model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _cut(stage: Stage, model: PreTrainedModel, plan: BuildPlan) -> None:
-    """Tensor parallelism, where there are several slices."""
+    """Apply tensor parallelism if there are several slices."""
     mesh = plan.mesh["tensor"]
     if mesh.size() == 1:
         return
@@ -325,7 +325,7 @@ def _names(stage: Stage, model: PreTrainedModel, tied: bool, embedding: str = EM
 
 
 def _tie(built: Built) -> None:
-    """Make one parameter of a tied embedding's two, where one stage has both."""
+    """Make the two parameters of a tied embedding one if this stage has both."""
     stage = built.stage
     if built.tied is not None and stage.place.first and stage.place.last and isinstance(stage, PolicyStage):
         cast(Any, stage.lm_head).weight = cast(Any, stage.trunk.get_input_embeddings()).weight

@@ -1,7 +1,7 @@
 """Collectives with a gradient, between the tensor-parallel ranks of one layer.
 
-Shoeybi et al., "Megatron-LM" (2019), section 3, calls the first two f and g. Whatever is whole on all ranks is computed
-on each of them alike; so is its gradient.
+Shoeybi et al., "Megatron-LM" (2019), section 3, calls the first two f and g. A tensor that is whole on all ranks is
+computed identically on each of them, and so is its gradient.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class _Split(torch.autograd.Function):
 
 
 def enter(whole: Tensor, group: Group) -> Tensor:
-    """A tensor that is whole on all ranks, into a computation of slices; its gradient is the sum of theirs."""
+    """Pass a tensor that is whole on all ranks into a sliced computation; its gradient is summed over the ranks."""
     return _apply(_Enter, whole, group)
 
 
 def leave(part: Tensor, group: Group) -> Tensor:
-    """The sum over ranks of the parts that a computation of slices gives."""
+    """Return the sum over ranks of the partial results of a sliced computation."""
     return _apply(_Leave, part, group)
 
 
 def gather(slice_: Tensor, widths: tuple[int, ...], group: Group) -> Tensor:
-    """The whole of slices of the last dimension, `widths` by rank, for a computation that all ranks do alike."""
+    """Concatenate slices of the last dimension, `widths` by rank, for a computation that all ranks do identically."""
     return _apply(_Gather, slice_, widths, group)
 
 

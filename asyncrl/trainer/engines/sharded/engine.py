@@ -1,13 +1,13 @@
 """The sharded engine: a model over pipeline stages, tensor slices and fully sharded data-parallel ranks.
 
-Each rank has one stage's layers, of each layer one slice, of each slice one part; FSDP2 gathers a layer's parts over
-the data-parallel ranks when the layer is computed and reduces its gradients back into parts. All ranks of one
-data-parallel copy have the same samples and cut them into the same micro-batches. The last stage has the outputs and
-tells the others; so what an engine returns is the same on all ranks of a copy, and a model function need not know in
-which layout it runs.
+Each rank has the layers of one stage, one tensor slice of each layer, and one FSDP part of each slice. FSDP2 gathers a
+layer's parts over the data-parallel ranks when the layer is computed, and reduces its gradients back into parts. All
+ranks of one data-parallel copy have the same samples and cut them into the same micro-batches. The last stage sends its
+outputs to the others. So an engine returns the same on all ranks of a copy, and a model function does not depend on the
+layout.
 
-Data-parallel ranks run equally many micro-batches, or FSDP2's collectives would not meet: who has fewer runs fillers of
-one token whose outputs count for nothing. What is not documented here is in `asyncrl.trainer.engines.base`.
+Data-parallel ranks must run equally many micro-batches, or FSDP2's collectives would not match. A rank with fewer runs
+fillers of one token whose outputs are ignored. Inherited methods are documented in `asyncrl.trainer.engines.base`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Give up what FSDP2 keeps whole after a forward pass, embedding and head: the parts have changed, or go."""
+        """Free the embedding and head that FSDP2 keeps whole after a forward pass: their parts change or are
+        off-loaded.
+        """
         for module in self.stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -145,7 +147,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         return [one_micro_batch([[0, 0]], self.attention, self._plan.device, wanted=True)] * (most - number)
 
     def _run(self, own: Sequence[MicroBatch], finish: Finish, **outputs: Any) -> None:
-        """All micro-batches of `own` through all stages; `finish` makes losses of the last stage's outputs."""
+        """Run the micro-batches `own` through all stages; `finish` computes losses from the last stage's outputs."""
         fillers = self._fillers(len(own))
         filling = set(map(id, fillers))
 
@@ -205,7 +207,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
         return torch.tensor(loss, device=self._plan.device), [merged] if merged else []
 
     def _sum_adapters(self) -> None:
-        """Sum the gradients of adapters, which FSDP2 leaves alone, over the data-parallel ranks."""
+        """Sum the adapters' gradients, which FSDP2 does not handle, over the data-parallel ranks."""
         grads: list[Tensor] = []
         for parameter in self.parameters().values():
             grad = parameter.grad
@@ -223,7 +225,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
     def _collect(
         self, batch: StepBatch, own: Sequence[MicroBatch], where: Callable[[MicroBatch], Tensor], **outputs: Any
     ) -> Tensor:
-        """The first output of the last stage, put into a column [T] at the positions `where`; on all stages."""
+        """Write the first output of the last stage into a column [T] at the positions `where`, on all stages."""
         column_T = torch.zeros(batch.num_tokens, device=batch.device)
 
         def finish(micro_batch: MicroBatch, out: Outputs) -> Tensor:
@@ -274,7 +276,7 @@ class ShardedPolicyEngine(ShardedEngine, PolicyEngine):
         return self._accumulate(own, share_of, **self._sampled, entropy=entropy)
 
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
-        """Not known to this engine.
+        """Refuse: this engine does not compute whole distributions.
 
         Raises:
             NotImplementedError: always.

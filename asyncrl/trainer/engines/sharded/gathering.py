@@ -1,6 +1,6 @@
-"""Tensors that are spread over ranks, and what a model folder has of them.
+"""Map tensors that are spread over ranks to the tensors of a model folder, and back.
 
-`own_parts` says what a rank reads of a folder. `Gathering` brings each tensor of a folder whole to the rank that wants
+`own_parts` yields what a rank reads of a folder. `Gathering` brings each tensor of a folder whole to the rank that owns
 it, one parameter at a time.
 """
 
@@ -24,7 +24,7 @@ from asyncrl.weights.versions.published import TensorSpec
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank of its mesh; a collective of these. A plain one is whole."""
+    """Return the whole tensor on every rank of its mesh, which all must call this. A plain tensor is already whole."""
     if not isinstance(tensor, DTensor):
         return tensor
     with several_collectives_expected():
@@ -32,10 +32,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_parts(tensor: Tensor, parts: Sequence[FolderTensor]) -> Iterator[tuple[FolderTensor, Tensor]]:
-    """Those of a parameter's `parts` that this rank has something of, each with where it belongs.
+    """Yield those of a parameter's `parts` that this rank holds, each with the tensor to read it into.
 
-    A part that is all of the parameter belongs to `tensor`, whatever this rank has of it; any other to a view of this
-    rank's memory, which has all of it or nothing: ranks share a parameter of many parts by its first dimension.
+    If a part is the whole parameter, that is `tensor` itself, however it is spread. Otherwise it is a view of this
+    rank's memory: a parameter of many parts is spread by its first dimension, so a rank has a part whole or not at all.
     """
     for part in parts:
         if part.is_whole:
@@ -109,10 +109,10 @@ _BEGINS = "While redistributing from"
 
 @contextmanager
 def several_collectives_expected() -> Iterator[None]:
-    """Within it torch does not warn that bringing a tensor of two mesh dimensions together takes two collectives.
+    """Silence torch's warning that gathering a tensor over two mesh dimensions takes two collectives.
 
-    One of both dimensions at once would need a flattened mesh; a norm is one number, and a whole tensor is asked for
-    when weights are published, not in a step.
+    A single collective would need a flattened mesh. Two are fine here: a norm is one number, and whole tensors are
+    gathered when weights are published, not in a step.
     """
     _LOGGER.addFilter(_is_other)
     try:

@@ -1,9 +1,9 @@
-"""Loads this rank's parts of models: each built by all ranks of the grid together, so that they fail together.
+"""Load this rank's parts of models. All ranks of a grid build a model together, so that they fail together.
 
 The parity check of a layout (`trainer.model.layout_parity`) needs a whole model. It looks for tokens of one sequence
-that reach another's, which lies in the code of the layers and not in their number or values. So the grid's first rank
-proves a model of the same configuration with random weights, a small vocabulary and as few layers as have one of each
-kind, and sends the result to the others.
+that influence another sequence, which depends on the code of the layers and not on their number or values. So the
+grid's first rank checks a model of the same configuration with random weights, a small vocabulary and the fewest layers
+that include one of each kind, and sends the result to the others.
 """
 
 from __future__ import annotations
@@ -131,11 +131,12 @@ _LAYERS = 2
 def settled_layout(
     path: str, config: ExperimentConfig, dtype: torch.dtype, device: torch.device, place: RankPosition
 ) -> SequenceLayout:
-    """The first layout of `model.attn_implementation` that is right for the model in `path`. Called by all ranks of
-    the grid.
+    """Return the first layout of `model.attn_implementation` that computes the model in `path` correctly.
+
+    Called by all ranks of the grid.
 
     Raises:
-        UnsupportedModelError: none is.
+        UnsupportedModelError: no layout does.
         PeerFailed: the first rank found none.
     """
     setting = config.model.attn_implementation

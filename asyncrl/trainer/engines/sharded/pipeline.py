@@ -1,13 +1,13 @@
-"""Running micro-batches through the stages of a pipeline: activations one way, their gradients the other.
+"""Run micro-batches through the stages of a pipeline: activations one way, their gradients the other.
 
-All stages cut the same samples into the same micro-batches, so each knows the shape of what its neighbour sends; no
-shape crosses the wire. Sends are not waited for until the step's end; activations and gradients travel in groups of
-their own, so that a send in one direction never stands behind one in the other.
+All stages cut the same samples into the same micro-batches, so each knows the shape of what its neighbour sends, and no
+shape is transmitted. Sends are awaited at the step's end only. Activations and gradients have separate groups, so a
+send in one direction never blocks one in the other.
 
-The order of a step's micro-batches (`schedule`) is one forward, one backward (Narayanan et al., "PipeDream-2BW", 2021):
-a stage first runs as many forward passes as there are stages after it, then alternates, then runs the backward passes
-that are left. So it never keeps the activations of more micro-batches than there are stages from it to the last, and as
-every stage sends in the order in which its neighbour receives, no stage waits for one that waits for it.
+The schedule is one forward, one backward (`one_forward_one_backward`; Narayanan et al., "PipeDream-2BW", 2021): a stage
+first runs as many forward passes as there are stages after it, then alternates, then runs the remaining backward
+passes. So it keeps the activations of at most as many micro-batches as there are stages from it to the last. Every
+stage sends in the order in which its neighbour receives, so stages never deadlock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Neighbours:
     """The pipeline's groups; both have the stages in their order.
 
     Attributes:
-        forwards: carries activations, and what the last stage tells all.
+        forwards: carries activations, and the last stage's results.
         backwards: carries gradients.
     """
 
@@ -47,7 +47,7 @@ class Neighbours:
         return tensor
 
     def share_statistics(self, loss: Tensor, stats: Stats) -> tuple[float, Stats]:
-        """Loss and statistics as the last stage has them; the others give anything."""
+        """Return the last stage's loss and statistics on all stages; the others' arguments are ignored."""
         document = [float(loss), {key: (float(s.total), float(s.count), s.kind) for key, s in stats.items()}]
         data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
         size = self.broadcast(torch.tensor([len(data)]))
@@ -78,7 +78,7 @@ class Pipeline:
     _sends: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     def run(self, micro_batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Outputs], Tensor]) -> None:
-        """All micro-batches, forward only where gradients are switched off.
+        """Run all micro-batches; forward passes only if gradients are switched off.
 
         Args:
             finish: makes the loss of the last stage's outputs; called there only.

@@ -55,19 +55,20 @@ class StagePlace:
 
 
 class Absent(nn.Module):
-    """Stands where another stage has a layer."""
+    """Placeholder for a layer of another stage."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The hidden states as they came."""
+        """Return the hidden states unchanged."""
         return hidden_states
 
 
 def cut_stage(model: PreTrainedModel, place: StagePlace) -> None:
-    """Leave of the trunk `model` what belongs to the stage at `place`. A vision tower belongs to the first.
+    """Remove from the trunk `model` all that does not belong to the stage at `place`. A vision tower is the first
+    stage's.
 
     Raises:
-        LayoutError: it is not made of an embedding, a list of layers and a norm, or has fewer layers than stages, or
-            its pictures go into more layers than the first stage has.
+        LayoutError: the trunk is not an embedding, a list of layers and a norm, has fewer layers than stages, or feeds
+            pictures into more layers than the first stage has.
     """
     if place.stages == 1:
         return

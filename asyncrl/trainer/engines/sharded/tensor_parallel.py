@@ -40,7 +40,7 @@ Forward = Callable[..., Tensor]
 
 
 class LayoutError(ValueError):
-    """A model that this engine cannot spread over ranks in the layout asked for."""
+    """This engine cannot spread the model over ranks in the requested layout."""
 
 
 def cut_layers(model: PreTrainedModel, plan: dict[str, str], config: PretrainedConfig, mesh: DeviceMesh) -> None:
@@ -182,7 +182,7 @@ def _row_split(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _embedding(module: nn.Module, mesh: DeviceMesh) -> None:
-    """By vocabulary; models' own embeddings (scaled ones) do to a slice what they do to the whole."""
+    """Cut an embedding by vocabulary. Models' own classes (scaled embeddings) work on a slice as on the whole."""
     if not isinstance(module, nn.Embedding):
         raise LayoutError(f"{type(module).__name__} is not an embedding, so it cannot be cut; use d or p")
     group, widths = mesh.get_group(), _widths(module.num_embeddings, mesh)
@@ -225,10 +225,10 @@ def _keep_whole(module: nn.Module, mesh: DeviceMesh, grad: Placement) -> None:
 
 
 def _deal_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Each rank has a run of the experts, and computes of every token what these add to it.
+    """Give each rank a contiguous run of the experts. It computes what these add to every token.
 
-    The module is called with hidden states [T, H], and of each token the chosen experts and their weights [T, k]. Only
-    the pairs of a token and an expert of this rank are computed, each as a token of its own with one expert.
+    The module is called with hidden states [T, H], and the chosen experts and their weights of each token, [T, k] each.
+    Only pairs of a token and an expert of this rank are computed, each as a separate token with one expert.
     """
     total, group = int(cast(Any, module).num_experts), mesh.get_group()
     if total % mesh.size():
@@ -261,7 +261,9 @@ def _deal_experts(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _repeat_heads(module: nn.Module, heads: _Heads, mesh: DeviceMesh) -> None:
-    """Keys or values of fewer heads than ranks: whole weights, the rank's own head of the output."""
+    """Keep the weights of keys or values whole if they have fewer heads than ranks; a rank takes its head of the
+    output.
+    """
     linear, group = _linear(module), mesh.get_group()
     _keep_whole(linear, mesh, Partial())
     whole = cast(Forward, linear.forward)
