@@ -276,6 +276,19 @@ class WaitExpiringReply(Message, frozen=True):
     running: list[str]
 
 
+class WaitRestingRequest(Message, frozen=True):
+    """Wait until no guest has memory on the trainer's devices, in the trainer's turn of this number."""
+
+    turn: Count
+    timeout_s: Seconds = 0.0
+
+
+class WaitRestingReply(Message, frozen=True):
+    """Servers that the turn still has to wait for, in words; none: the devices are the trainer's."""
+
+    waits_for: list[str]
+
+
 class DroppedRollout(Message, frozen=True):
     """A rollout that the trainer received and will not train.
 

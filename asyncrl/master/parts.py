@@ -15,6 +15,7 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import guests_of
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.reports import Reports, ReportState
@@ -31,6 +32,7 @@ from asyncrl.master.peers.policy_versions import Publishing, VersionAnnouncer
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
+from asyncrl.master.turns import DeviceTurns
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
@@ -81,6 +83,7 @@ class Parts:
     reported: ReportState
     reports: Reports
     publishing: Publishing
+    turns: DeviceTurns
     version: int = 0
 
     def state(self) -> dict[str, Any]:
@@ -179,6 +182,7 @@ def assemble(
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
     curriculum = make_curriculum(config.dataset.curriculum)
     reported = ReportState(buffer, ledger, curriculum, steps)
+    turns = DeviceTurns(peers.board, peers.manager, stall, announcer, stop, len(guests_of(config.generation)))
     lease_s = config.manager.rollout_lease_s
     reports = Reports(peers.manager, collector, reported, stop, limit_s=limit_s, lease_s=lease_s)
     return Parts(
@@ -191,7 +195,7 @@ def assemble(
         executor=Executor(graph, routes.placement, peers.workers, limit_s, moves),
         buffer=buffer,
         collector=collector,
-        batches=Batches(config, buffer, collector, peers.manager, stall, reports.report),
+        batches=Batches(config, buffer, collector, peers.manager, stall, reports.report, turns),
         metrics_log=metrics_log,
         ledger=ledger,
         announcer=announcer,
@@ -200,5 +204,6 @@ def assemble(
         steps=steps,
         reported=reported,
         reports=reports,
+        turns=turns,
         publishing=Publishing(ranks, actors, announcer, config.version_pools),
     )

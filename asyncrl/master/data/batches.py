@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
@@ -13,6 +14,7 @@ from asyncrl.master.data.collector import Collector
 from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.settings import OnStale
+from asyncrl.master.turns import DeviceTurns
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ class Batches:
 
     Args:
         report: reports to the manager what expired, at the version given.
+        turns: has the devices given to servers on them before it waits for rollouts.
     """
 
     def __init__(
@@ -35,10 +38,11 @@ class Batches:
         manager: ManagerClient | OfflineGate,
         stall: StallWatch,
         report: Callable[[int], Awaitable[None]],
+        turns: DeviceTurns,
     ) -> None:
         self._size, self._on_stale = config.train_batch_size, config.on_stale
         self._buffer, self._collector, self._manager = buffer, collector, manager
-        self._stall, self._report = stall, report
+        self._stall, self._report, self._turns = stall, report, turns
         self.order = ConfiguredOrder(config.buffer.order)
 
     async def next(self, version: int) -> TrainBatch:
@@ -62,8 +66,12 @@ class Batches:
             self._buffer.expire(version)
             await self._report(version)  # what expired leaves the gate's count: room for what the batch lacks
             missing = self._size - len(self._buffer)
+            if missing > 0 and self._turns.training:  # what the ranks have already spares a switch
+                await self._refreshed(version)
+                missing = self._size - len(self._buffer)
             if missing <= 0:
                 return
+            self._turns.give()
             more = self._collector.changed(missing)
             await self._stall.wait(more, version, "trajectories from the RolloutWorkers")
 
@@ -71,7 +79,15 @@ class Batches:
         """Hold the step until every rollout that a later step could not train is in the buffer."""
         what = "the end of rollouts that would expire (on_stale=wait)"
         hold_s = min(HOLD_S, self._stall.limit_s / 2)
-        while running := await self._stall.wait(self._manager.wait_expiring(version, hold_s), version, what):
+
+        def asked() -> Coroutine[Any, Any, Sequence[str]]:
+            return self._manager.wait_expiring(version, 0.0 if self._turns.training else hold_s)
+
+        while running := await self._stall.wait(asked(), version, what):
+            self._turns.give()
             _log.info("step %d is held for %d rollouts that would expire", version, len(running))
             self._stall.progressed()  # each ends within `rollout.rollout_timeout_s`: the stall limit is on silence
+        await self._refreshed(version)
+
+    async def _refreshed(self, version: int) -> None:
         await self._stall.wait(self._collector.refresh(), version, "the ModelWorkers to report what they received")

@@ -102,6 +102,10 @@ class OfflineGate:
         """Nothing runs."""
         return []
 
+    async def wait_resting(self, turn: int, timeout_s: float) -> list[str]:
+        """There are no servers."""
+        return []
+
     async def close_gate(self) -> None:
         """Nothing is admitted any more in any case."""
 

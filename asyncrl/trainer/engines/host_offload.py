@@ -1,13 +1,13 @@
 """Keep a role's tensors on the device while the role works, and in host memory while it is idle.
 
-    resident        ──▶  storages filled: copied from the host
+    on the device   ──▶  storages filled: copied from the host
     idle            ──▶  copied to the host (pinned where the device is a GPU), storages emptied
 
-The tensors stay the objects that they are, and so do views of them and what shares their storage; a storage is emptied
-and filled, as FSDP does with what it gathers. So nothing that holds a tensor, an optimizer, a flat vector's views or
-FSDP2, has to know. While a role is idle its tensors have shape and type but no values: who touches them crashes.
+Tensors, their views and everything that shares their storage stay the same objects; only storages are emptied and
+filled, as FSDP does with gathered parameters. So the holders of a tensor (an optimizer, a flat vector's views, FSDP2)
+need not know. While a role is idle its tensors have shape and type but no values, and reading them crashes.
 
-On a CPU the host is the device: the same is done, to no use.
+On a CPU the host is the device: the same happens, without a benefit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Kept = Callable[[], Iterable[Tensor]]
 
 
 class HostOffload:
-    """A role that is on its device only within `resident`.
+    """Keeps a role on its device only within `on_device`.
 
     Args:
-        kept: the tensors that are brought back; asked for anew each time, as FSDP2 makes some of them anew.
-        scratch: tensors whose values nobody needs while the role is idle.
+        kept: returns the tensors to bring back; called each time, because FSDP2 replaces some of them.
+        scratch: returns tensors whose values are not needed while the role is idle.
         leave: called before the role leaves the device.
     """
 
@@ -42,7 +42,7 @@ class HostOffload:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Within it the role is on its device; it may be entered again within."""
+        """Keep the role on its device within this block. Blocks may be nested."""
         self._enter()
         try:
             yield
