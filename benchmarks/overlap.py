@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from peers.after_import import python_path
 
 from asyncrl.config.load import load_supervised
 from asyncrl.config.run_dir import LEDGER_DIR
@@ -79,7 +80,7 @@ def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str], *, ba
     environment = dict(os.environ)
     if bare:
         settings.append("checkpoint.in_memory=false")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BARE), environment.get("PYTHONPATH"))))
+        environment["PYTHONPATH"] = python_path(BARE)
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings]
     process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
     metrics = run_dir / "metrics.jsonl"

@@ -88,6 +88,8 @@ REQUIRED_METRICS = {
     "lr",
     "rollout/len_mean",
     "rollout/dropped_stale",
+    "rank/memory_bytes",
+    "rank/mfu",
 }
 REWARD = """
 def even_digits(data, completion):

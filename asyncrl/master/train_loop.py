@@ -29,7 +29,7 @@ from asyncrl.master.books.run_files import check_books, write_books, write_summa
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.data.step_plan import Dealing, plan_batch
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
-from asyncrl.master.metrics.metric_rows import Row, buffered_s
+from asyncrl.master.metrics.metric_rows import Row, buffered_s, of_ranks
 from asyncrl.master.metrics.profile import profiled
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.connections import GRACE_S
@@ -131,7 +131,7 @@ class TrainLoop:
         parts.version += 1
         self._model_in_step = False
         times |= {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
-        times["rank/memory_bytes"] = max(rank.memory_bytes for rank in ended)
+        times |= of_ranks(ended)
         if parts.config.buffer.order.path:
             times["rollout/order_failed"] = float(parts.batches.order.failures)
         return CompleteStep(parts.version, batch, stats | times)

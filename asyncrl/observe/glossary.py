@@ -429,6 +429,21 @@ METRICS: tuple[Metric, ...] = (
         "Steady after the first steps, and below what the device has.",
     ),
     Metric(
+        "rank/mfu",
+        "share",
+        "Model FLOPs utilisation: `rank/tflops_per_s` as a share of the device's peak. That is the maker's figure for "
+        "bfloat16 where the GPU is known, else what torch's matrix product reached at the start. Mean of the ranks; "
+        "`mfu` of each is in `observed/`.",
+        "Steady. 0.3 to 0.5 is good on GPUs with long micro-batches; small models and short ones reach less.",
+    ),
+    Metric(
+        "rank/tflops_per_s",
+        "TFLOP/s",
+        "Floating point operations a second of a training rank in the calls of the step, mean of the ranks. It counts "
+        "the matrix products that its tokens need: not padding, and nothing that is computed a second time.",
+        "Steady.",
+    ),
+    Metric(
         "checkpoint/seconds",
         "s",
         "Time from the begin of a checkpoint until it was whole on the disk, beside training. It is in the first row "
@@ -740,6 +755,10 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("gpu_used", "model_worker", "bytes", "Memory of the GPU that is in use, by any process."),
     Figure("gpu_bytes", "model_worker", "bytes", "Memory that the GPU has."),
     Figure("gpu_peak", "model_worker", "bytes", "Most memory of the GPU that the process has reserved so far."),
+    Figure("computing_s", "model_worker", "s", "Time that the rank has spent in the calls of steps."),
+    Figure("flops_total", "model_worker", "FLOP", "Operations of matrix products that the rank has done in them."),
+    Figure("peak_flops", "model_worker", "FLOP/s", "Peak of the rank's device, of which `mfu` is a share."),
+    Figure("mfu", "model_worker", "share", "Share of the peak that the rank reached in the calls of its newest step."),
     Figure("rollouts", "rollout_worker", "rollouts", "Rollouts that the worker plays now."),
     Figure("places", "rollout_worker", "rollouts", "Rollouts that the worker may play at a time."),
     Figure("running", "generation_server", "samples", "Samples that the server generates now."),

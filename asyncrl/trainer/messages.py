@@ -213,9 +213,17 @@ class MoveColumns(Request[Done], frozen=True):
 
 
 class EndedStep(Reply, frozen=True):
-    """Peak memory of the rank so far, in bytes: of its GPU, or resident memory without one."""
+    """The rank's use of its device.
+
+    Attributes:
+        memory_bytes: peak so far: of its GPU, or resident memory without one.
+        flops_per_s: floating point operations a second in the calls of the step; None: its models are not counted.
+        mfu: the same as a share of the device's peak.
+    """
 
     memory_bytes: int
+    flops_per_s: float | None = None
+    mfu: float | None = None
 
 
 class EndStep(Request[EndedStep], frozen=True):

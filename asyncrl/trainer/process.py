@@ -86,6 +86,7 @@ from asyncrl.trainer.sample_log import SampleLog
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
 from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
+from asyncrl.trainer.utilisation import Utilisation, peak_flops
 from asyncrl.trainer.versions import Versions
 
 WAITING = "waits for the master"
@@ -180,11 +181,14 @@ class ModelWorker(Worker):
         self._device = device
         observer.stage("loads the models")
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
-        self.log.info("%s", device_line(device, getattr(torch, config.model.dtype.on(device.type)), self._attention()))
+        dtype = getattr(torch, config.model.dtype.on(device.type))
+        self.log.info("%s", device_line(device, dtype, self._attention()))
         self._open.callback(self._rank.checkpoints.close)
         self._open.callback(self._rank.memory_checkpoint.close)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._kept = self._keep_samples()
+        self._utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
+        observer.gauges(self._utilisation.gauges)
         self._profile = StepProfile(config.profile, self.index, self.run_dir / PROFILE_DIR, device)
         all_have_started(config)
         self._take_connections()
@@ -414,7 +418,7 @@ class ModelWorker(Worker):
             ranks=self._world.places[grid].data,
             state=self._rank.state,
         )
-        with self._profile.call(call.name), _doing(call.name, role=call.role):
+        with self._profile.call(call.name), _doing(call.name, role=call.role), self._utilisation.computing():
             stats = run_call(self._functions[call.function], context, self._batches[grid])
         if self._kept is not None and grid == self._world.placement.actor:
             self._kept.called(call.writes, self._batches[grid])
@@ -425,7 +429,8 @@ class ModelWorker(Worker):
             self._kept.end(batch)
         self._batches.clear()
         self._profile.end()
-        return EndedStep(_most_memory(self._device))
+        speed, mfu = self._utilisation.end_step() or (None, None)
+        return EndedStep(_most_memory(self._device), speed, mfu)
 
     def _publish(self, request: Publish) -> PublishedWeights:
         self._check_master(request)

@@ -10,6 +10,7 @@ it ends, and the rows after it too: every row is written once, in order.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.plugins.datasets.queue.order import epoch_of
+from asyncrl.trainer.messages import EndedStep
 
 Row = dict[str, Any]
 
@@ -76,6 +78,16 @@ def buffered_s(batch: TrainBatch, now: float) -> Row:
     """Return the mean time since the trainer received a rollout of `batch`, at `now` in seconds since 1970."""
     waited = [max(0.0, now - record.received_at) for record in batch.records if record.received_at]
     return {"rollout/buffered_s": sum(waited) / len(waited)} if waited else {}
+
+
+def of_ranks(ended: Sequence[EndedStep]) -> Row:
+    """Return the use that the training ranks made of their devices: the most memory, and means of what is counted."""
+    row: Row = {"rank/memory_bytes": max(rank.memory_bytes for rank in ended)}
+    speeds = [rank.flops_per_s for rank in ended if rank.flops_per_s is not None]
+    shares = [rank.mfu for rank in ended if rank.mfu is not None]
+    if len(speeds) == len(shares) == len(ended):
+        row |= {"rank/tflops_per_s": sum(speeds) / len(speeds) / 1e12, "rank/mfu": sum(shares) / len(shares)}
+    return row
 
 
 @dataclass(slots=True)

@@ -54,6 +54,8 @@ class MicroBatch:
         tokens_N: the wanted tokens.
         predictors_N: the outputs that predict them, as positions in I.
         seq_ids_N: sequence of each wanted token, counted in this micro-batch from 0.
+        depths: place of each computed token in its sequence, from 1 on; on the host. Padding has none, and a token of a
+            shared prefix one.
         routing: [rows * width, layers, per_token], experts of the tokens at these outputs during generation; None if
             they were not recorded.
     """
@@ -66,6 +68,7 @@ class MicroBatch:
     tokens_N: Tensor
     predictors_N: Tensor
     seq_ids_N: Tensor
+    depths: Ints
     routing: Tensor | None = None
 
     @property
@@ -240,8 +243,15 @@ def _on_device(
         tokens_N=tokens_T[there["targets_N"]],
         predictors_N=there["predictors_N"],
         seq_ids_N=there["seq_ids_N"],
+        depths=_depths(layout),
         routing=None if routing is None else routing[there["sources"].flatten()],
     )
+
+
+def _depths(layout: _Layout) -> Ints:
+    computed = np.zeros(layout.positions.size, dtype=np.bool_)
+    computed[layout.places_I] = True
+    return layout.positions.reshape(-1)[computed] + 1
 
 
 def upload(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor]:

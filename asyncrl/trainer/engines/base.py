@@ -80,6 +80,11 @@ class TrainingEngine(ABC):
         """True if the role has an optimizer."""
 
     @property
+    def flops(self) -> float | None:
+        """Floating point operations in matrix products of this rank for the role so far; None: they are not counted."""
+        return None
+
+    @property
     @abstractmethod
     def lr(self) -> float:
         """The learning rate of the next step.

@@ -76,7 +76,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
     def __init__(
         self,
         module: nn.Module,
-        trunk: nn.Module,
+        trunk: PreTrainedModel,
         *,
         optimizer: FlatAdamW | None = None,
         place: RankPosition | None = None,
@@ -90,6 +90,7 @@ class FlatEngine(RoleEngine[FlatAdamW]):
             module.requires_grad_(False)
         elif gradient_checkpointing:
             checkpoint_layers(trunk, self.routers)
+        self._count_from_now(trunk)
 
     @property
     def root(self) -> nn.Module:
@@ -197,6 +198,7 @@ class FlatPolicyEngine(FlatEngine, PolicyEngine):
 
     @torch.no_grad()
     def distributions(self, micro_batch: MicroBatch) -> Tensor:
+        self._count(micro_batch)
         return self._distributions(micro_batch)
 
     @torch.no_grad()

@@ -27,6 +27,10 @@ class LoraReference(PolicyEngine):
         return False
 
     @property
+    def flops(self) -> float:
+        return 0.0  # the actor's count has them
+
+    @property
     def lr(self) -> float:
         self._is_frozen()
 

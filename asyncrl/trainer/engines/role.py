@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.models.picture_ids import SeenPicture
@@ -25,9 +27,11 @@ from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
 from asyncrl.trainer.engines.base import TrainingEngine
 from asyncrl.trainer.engines.host_offload import HostOffload, local
+from asyncrl.trainer.model.flops import FlopCount, NotCounted, Work
 from asyncrl.trainer.parallel.rank_position import RankPosition
 
 Optimizer = TypeVar("Optimizer", bound=ScheduledAdamW)
+_log = logging.getLogger(__name__)
 
 
 class RoleEngine(TrainingEngine, Generic[Optimizer]):
@@ -59,6 +63,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         self._trains_vision = any(parameter.requires_grad for parameter in tower)
         self._budget, self._optimizer, self._place = tokens_per_micro_batch, optimizer, place
         self._offload: HostOffload | None = None
+        self._flops: FlopCount | None = None
 
     def replaying(self, micro_batch: MicroBatch) -> AbstractContextManager[None]:
         """Within this block the routers choose the experts recorded in `micro_batch`."""
@@ -72,6 +77,23 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             yield
         finally:
             self.routers = before
+
+    def _count_from_now(self, trunk: PreTrainedModel) -> None:
+        """Count the operations of what this rank computes; called once the model is as it is trained."""
+        try:
+            self._flops = FlopCount(self.root, trunk)
+        except NotCounted as error:
+            _log.info("rank/mfu is not told: %s", error)
+
+    def _count(self, micro_batch: MicroBatch) -> None:
+        """Count a forward pass over `micro_batch`, and where gradients are recorded its backward pass."""
+        if self._flops is not None:
+            work = Work(micro_batch.depths, len(micro_batch.targets_N))
+            self._flops.add(work, backward=self.trained and torch.is_grad_enabled())
+
+    @property
+    def flops(self) -> float | None:
+        return None if self._flops is None else self._flops.total
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -172,6 +194,7 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         """
         made = deque(self._laid_out(batch, wanted, lengths, seqs))
         while made:
+            self._count(made[0])
             yield made.popleft()  # one that is computed is gone, with the masks that it made
 
     def _laid_out(

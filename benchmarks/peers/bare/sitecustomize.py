@@ -5,12 +5,10 @@ Python imports a module of this name when it begins. There is no setting for thi
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+
+from after_import import after_import
 
 
 def _without_ledger(module: ModuleType) -> None:
@@ -28,30 +26,4 @@ def _without_ledger(module: ModuleType) -> None:
     module.Ledger.saved = lambda self, version, books: {"line": 0, "lineage": 0}
 
 
-_BARE: dict[str, Callable[[ModuleType], None]] = {
-    "asyncrl.master.books.ledger": _without_ledger,
-}
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Changes the modules above right after they are imported."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name not in _BARE:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def executed(module: ModuleType) -> None:
-            execute(module)
-            _BARE[name](module)
-
-        spec.loader.exec_module = executed  # type: ignore[method-assign]
-        return spec
-
-
-sys.meta_path.insert(0, _Finder())
+after_import({"asyncrl.master.books.ledger": _without_ledger})

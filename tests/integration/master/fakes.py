@@ -141,7 +141,7 @@ class FakeWorkers:
                     commit(request, Path(request.path))
                     self.stored = json.loads(json.dumps(begun.master_state))
             case EndStep():
-                return EndedStep(memory_bytes=1000 + worker)
+                return EndedStep(memory_bytes=1000 + worker, flops_per_s=2e12 + 2e12 * worker, mfu=0.25 + 0.25 * worker)
             case IsStepRunning():
                 return StepRunning(self.stands(worker).in_step)
             case AttachMaster():

@@ -44,6 +44,8 @@ async def test_trains_every_step_and_leaves_rows_with_all_required_keys(
     assert rows[0]["reward/mean"] == 0.5
     assert rows[0]["ppo/loss_per_minibatch"] == [0.1, 0.2]
     assert rows[0]["rank/memory_bytes"] == 999 + run.workers.count, "the largest of the ranks"
+    mean = sum(range(1, run.workers.count + 1)) / run.workers.count
+    assert (rows[0]["rank/tflops_per_s"], rows[0]["rank/mfu"]) == (2 * mean, 0.25 * mean)
     assert run.board.versions == [1, 2, 3]
     assert run.summary()["books"] == {
         "submitted": 12, "trained": 12, "dropped": {}, "abandoned": 0, "running": 0, "finished_untrained": 0,

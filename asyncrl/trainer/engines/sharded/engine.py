@@ -93,6 +93,7 @@ class ShardedEngine(RoleEngine[ShardedAdamW]):
             self.stage.seeing = self.seeing
         if optimizer is None:
             self.stage.requires_grad_(False)
+        self._count_from_now(built.stage.trunk)
 
     @property
     def root(self) -> nn.Module:

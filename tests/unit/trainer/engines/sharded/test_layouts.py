@@ -111,6 +111,7 @@ def train(run_step: Any, make_trajectories: Any) -> Callable[[ExperimentConfig, 
                 parameters = dict(engine.module.named_parameters())
             trained = {plain_name(n): p for n, p in parameters.items() if p.requires_grad}
             told[role] = {n: (whole(p.grad).numpy().copy(), _whole(p)) for n, p in trained.items()}
+        told["flops"] = {role: engine.flops for role, engine in rank.engines.items()}
         policy = rank.policy("actor")
         told["scored"] = np.concatenate(policy.score_sequences([TOKENS, TOKENS[3:]]))
         owners = {spec.name: world.placement.workers - 1 for spec in policy.published_specs()}
@@ -203,6 +204,10 @@ def test_any_layout_trains_as_one_process_does(
         _same_statistics(told["stats"], alone["stats"])
         np.testing.assert_allclose(told["scored"], alone["scored"], atol=1e-5)
         assert told["specs"] == alone["specs"]
+    for role, flops in alone["flops"].items():
+        together = sum(told["flops"][role] for told in spread)
+        # Copies cut other micro-batches, with other prefixes; slices repeat keys, values, adapters and routers.
+        assert 0.98 * flops <= together <= 1.3 * flops, role
     for role in ("actor", "critic"):
         found = {name: pair for told in spread for name, pair in told[role].items()}
         assert found.keys() == alone[role].keys()

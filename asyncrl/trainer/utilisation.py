@@ -1,0 +1,112 @@
+"""Share of its device's peak that a training rank reaches: model FLOPs utilisation, MFU (arXiv 2204.02311, appendix B).
+
+The operations are those of `asyncrl.trainer.model.flops`, the seconds those of the step's calls on this rank, with all
+that they wait for there. The peak of a known GPU is its maker's for dense products in bfloat16; any other peak is that
+of torch's matrix product in the run's type, measured once.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from asyncrl.trainer.engines.base import TrainingEngine
+
+BFLOAT16_PEAKS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "GH200": 9.89e14,
+    "H200": 9.89e14,
+    "H100 PCIe": 7.56e14,
+    "H100 NVL": 8.35e14,
+    "H100": 9.89e14,
+    "H800": 9.89e14,
+    "H20": 1.48e14,
+    "A100": 3.12e14,
+    "A800": 3.12e14,
+    "L40S": 3.62e14,
+    "A10G": 7.0e13,
+    "L4": 1.21e14,
+}
+"""Dense operations a second in bfloat16, by words of the name that torch tells, the first that fits (NVIDIA's data
+sheets)."""
+_CPU_SIZE, _GPU_SIZE = 512, 4096
+_REPEATS = 5
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return operations a second that matrix products of `dtype` reach on `device`."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        known = next((peak for words, peak in BFLOAT16_PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
+        if known is not None:
+            return known
+    return measured_peak(device, dtype)
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations a second of the fastest of some matrix products."""
+    size = _CPU_SIZE if device.type == "cpu" else _GPU_SIZE
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    fastest = min(_seconds(matrix) for _ in range(1 + _REPEATS))
+    return 2.0 * size**3 / fastest
+
+
+def _seconds(matrix: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    matrix @ matrix
+    if matrix.is_cuda:
+        torch.cuda.synchronize(matrix.device)
+    return time.perf_counter() - begin
+
+
+class Utilisation:
+    """What this rank computes in the calls of its steps.
+
+    Args:
+        engines: every role that it hosts.
+        peak: of its device, operations a second.
+    """
+
+    def __init__(self, engines: Mapping[str, TrainingEngine], peak: float) -> None:
+        self._engines, self._peak = engines, peak
+        self._computing_s = 0.0
+        self._step = (0.0, 0.0)
+        self._mfu: float | None = None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within it the rank runs a call."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._computing_s += time.perf_counter() - began
+
+    def end_step(self) -> tuple[float, float] | None:
+        """Return operations a second and MFU of the step's calls; None where they are not counted."""
+        total = self._total()
+        if total is None:
+            return None
+        flops, seconds = total - self._step[0], self._computing_s - self._step[1]
+        self._step = (total, self._computing_s)
+        speed = flops / seconds if seconds else 0.0
+        self._mfu = speed / self._peak
+        return speed, self._mfu
+
+    def gauges(self) -> dict[str, float]:
+        """Return figures for a line of `observed/`."""
+        figures = {"computing_s": round(self._computing_s, 3), "peak_flops": self._peak}
+        if (total := self._total()) is not None:
+            figures["flops_total"] = total
+        if self._mfu is not None:
+            figures["mfu"] = round(self._mfu, 5)
+        return figures
+
+    def _total(self) -> float | None:
+        counts = [engine.flops for engine in self._engines.values()]
+        return None if None in counts else sum(count for count in counts if count is not None)

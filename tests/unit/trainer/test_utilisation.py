@@ -1,0 +1,71 @@
+"""The rank's speed in the calls of a step, as a share of what its device reaches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from asyncrl.trainer import utilisation
+from asyncrl.trainer.utilisation import Utilisation, measured_peak, peak_flops
+
+
+def _engine(flops: float | None) -> Any:
+    return cast(Any, SimpleNamespace(flops=flops))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The module's clock, in `now`."""
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(utilisation.time, "perf_counter", lambda: made.now)
+    return made
+
+
+def test_a_step_s_operations_are_divided_by_the_seconds_of_its_calls(clock: SimpleNamespace) -> None:
+    actor, reference = _engine(100.0), _engine(0.0)
+    rank = Utilisation({"actor": actor, "ref": reference}, peak=1000.0)
+    for role in (actor, reference):
+        with rank.computing():
+            clock.now += 1.0
+            role.flops += 500.0
+        clock.now += 7.0  # waits for the master
+    assert rank.end_step() == (550.0, 0.55)
+    with rank.computing():
+        clock.now += 4.0
+        actor.flops += 1000.0
+    assert rank.end_step() == (250.0, 0.25)
+    assert rank.gauges() == {"computing_s": 6.0, "peak_flops": 1000.0, "flops_total": 2100.0, "mfu": 0.25}
+
+
+def test_a_role_that_is_not_counted_leaves_no_figure(clock: SimpleNamespace) -> None:
+    rank = Utilisation({"actor": _engine(5.0), "ref": _engine(None)}, peak=1000.0)
+    assert rank.end_step() is None
+    assert rank.gauges() == {"computing_s": 0.0, "peak_flops": 1000.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 9.89e14),
+        ("NVIDIA H100 PCIe", 7.56e14),
+        ("NVIDIA A100-SXM4-80GB", 3.12e14),
+        ("NVIDIA H20", 1.48e14),
+        ("NVIDIA GH200 480GB", 9.89e14),
+        ("NVIDIA L4", 1.21e14),
+        ("NVIDIA L40", 7.0),  # no name of the table
+    ],
+)
+def test_known_gpus_have_their_maker_s_peak(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(utilisation, "measured_peak", lambda device, dtype: 7.0)
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
+    assert peak_flops(torch.device("cuda", 0), torch.float32) == 7.0
+
+
+def test_other_peaks_are_those_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([2.0, 0.5, 1.0, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(utilisation, "_seconds", lambda matrix: next(seconds))
+    assert measured_peak(torch.device("cpu"), torch.float32) == 2 * 512**3 / 0.5
