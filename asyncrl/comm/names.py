@@ -18,7 +18,7 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
     trainer_turn                    who has the devices that trainer and guests share: `TrainerTurn`
     loading_guests/<index>          a guest that loads its model, or is about to
-    resting_guests/<index>          URL of a guest whose memory is released
+    guest_memory/<index>            a guest whose memory is released, or may be: `GuestMemory`
     ledger_begun                    the launch's number in the ledger, once its first line is there
     training_world                  the file in which the training ranks meet
 
@@ -62,8 +62,8 @@ TRAINER_TURN_KEY = "trainer_turn"
 """`TrainerTurn` that was announced last; while there is none the trainer has the devices."""
 LOADING_GUESTS = "loading_guests"
 """Subtree of the guests that load their model, or are about to if it is their turn."""
-RESTING_GUESTS = "resting_guests"
-"""Subtree of the guests whose memory is released, for a manager that begins."""
+GUEST_MEMORY = "guest_memory"
+"""Subtree of the guests whose memory is released, or may be, for a manager that begins."""
 MANAGER_KEY = "gserver_manager"
 """URL of the GserverManager."""
 TRIAL_KEY = "run"
@@ -166,6 +166,13 @@ class TrainerTurn(_Entry, frozen=True):
     version: int
 
 
+class GuestMemory(_Entry, frozen=True):
+    """The memory of the guest at `url` is `released`; or else nobody knows, as it is being released or resumed."""
+
+    url: str
+    released: bool
+
+
 def worker_key(kind: str, index: int) -> str:
     """`WorkerAddress` of worker `index` of `kind` (`model_worker`, `rollout_worker`, ...)."""
     return f"{WORKERS}/{kind}/{index}"
@@ -206,9 +213,9 @@ def loading_guest_key(index: int) -> str:
     return f"{LOADING_GUESTS}/{index}"
 
 
-def resting_guest_key(index: int) -> str:
-    """URL of guest `index` while its memory is released."""
-    return f"{RESTING_GUESTS}/{index}"
+def guest_memory_key(index: int) -> str:
+    """`GuestMemory` of guest `index`; there is none while it has its memory for certain."""
+    return f"{GUEST_MEMORY}/{index}"
 
 
 def policy_server_key(index: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.inference.settings import ALL_GUESTS, GenerationBackend, adopts, guests_of
+from asyncrl.inference.settings import ALL_GUESTS, adopts, guests_of
 from asyncrl.manager.settings import UpdateMode
 
 
@@ -24,8 +24,6 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
             f"{setting}: generation.sglang.urls names servers that others started, and where they run is not known; "
             "leave the urls out, or use guests=none"
         )
-    if config.generation.backend != GenerationBackend.embedded:
-        yield f"{setting}: generation.backend={str(config.generation.backend)!r} cannot rest yet; use backend=embedded"
     if len(guests) < config.generation.servers:
         yield f"{setting}: so far only all {config.generation.servers} servers can be guests; use {ALL_GUESTS}"
     if config.samples.only or config.samples.replay:

@@ -191,6 +191,7 @@ class GenerationServer(AsyncWorker):
             device=device,
             security=self.http_security,
             log=self.log,
+            guest=self._is_guest,
         )
 
 

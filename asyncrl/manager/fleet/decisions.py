@@ -48,6 +48,7 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from asyncrl.comm.backoff import Backoff
+from asyncrl.comm.names import GuestMemory
 from asyncrl.inference.client import MemoryTag, PauseMode
 from asyncrl.manager.fleet.turns import GuestTurns, Rest
 from asyncrl.manager.settings import UpdateMode
@@ -263,11 +264,11 @@ class FleetDecisions:
         reading = [life for life in self._servers.values() if host in (None, host_of(life.url))]
         return about_to | {life.goal.version for life in reading if life.goal is not None}
 
-    def register(self, index: int, url: str, version: int, now: float, *, resting: bool = False) -> bool:
+    def register(self, index: int, url: str, version: int, now: float, *, memory: GuestMemory | None = None) -> bool:
         """The server at `url` is there with `version`; whether it was not known yet. Its other lives are over.
 
         Args:
-            resting: a manager before this one has had it give its memory back.
+            memory: of a guest, what a manager before this one recorded last.
         """
         known = self._servers.get(index)
         if known is not None and known.url == url:
@@ -278,8 +279,9 @@ class FleetDecisions:
         life = ServerLife(index, url, version, ServerState.SERVING if current else ServerState.QUARANTINED, due=now)
         if not current:
             life.reason = f"new at version {version}"
-        if resting:
-            life.state, life.version, life.released = ServerState.RESTING, None, frozenset(MemoryTag)
+        if memory is not None and memory.url == url:
+            life.state = ServerState.RESTING if memory.released else ServerState.QUARANTINED
+            life.version, life.released = None, frozenset(MemoryTag)
         self._servers[index] = life
         return True
 
@@ -357,6 +359,11 @@ class FleetDecisions:
     def not_resting(self) -> list[ServerLife]:
         """The guests that have not given their memory back."""
         return [life for life in self.servers if life.index in self.guests and life.state is not ServerState.RESTING]
+
+    def not_known_to_rest(self, registered: Mapping[int, str]) -> list[int]:
+        """Those guests among the servers `registered` (URL by index) that are not known to rest at that URL."""
+        resting = {life.index: life.url for life in self.servers if life.state is ServerState.RESTING}
+        return [index for index, url in registered.items() if index in self.guests and resting.get(index) != url]
 
     def failed(self, server: int, attempt: int, reason: str, now: float) -> bool:
         """The update, check or release failed; whether the attempt was still wanted."""

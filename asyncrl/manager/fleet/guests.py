@@ -14,7 +14,7 @@ from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
 from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.manager import messages as m
-from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState
+from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.service import MAX_HOLD_S
 
@@ -36,14 +36,14 @@ class Guests:
     ) -> None:
         self._resolver, self._decisions, self._runner, self._clock = resolver, decisions, runner, clock
         self._last: str | None = None
-        runner.on_rest = self._tell_rest
+        runner.on_memory = self._record
 
     async def take_up(self) -> None:
         """Learn what a manager before this one did; before any server is known."""
         with contextlib.suppress(NameEntryNotFound):  # there is none while the ranks load their models
             self._seen(await asyncio.to_thread(self._resolver.get, names.TRAINER_TURN_KEY))
-        tree = await asyncio.to_thread(self._resolver.get_subtree, names.RESTING_GUESTS)
-        self._runner.resting = {names.index_of(key): url for key, url in tree.items()}
+        tree = await asyncio.to_thread(self._resolver.get_subtree, names.GUEST_MEMORY)
+        self._runner.memory = {names.index_of(key): names.GuestMemory.decode(value) for key, value in tree.items()}
 
     async def run(self) -> None:
         """Follow whose turn it is until cancelled."""
@@ -85,18 +85,16 @@ class Guests:
             return [f"generation server {names.index_of(key)} (loads its model)" for key in loading]
         registered = await asyncio.to_thread(self._resolver.get_subtree, names.GENERATION_SERVERS)
         entries = {names.index_of(key): names.GenerationServerEntry.decode(value) for key, value in registered.items()}
-        known = {life.index: life.url for life in self._decisions.servers if life.state is ServerState.RESTING}
-        guests = {index: each.url for index, each in entries.items() if index in self._decisions.guests}
-        new = [f"generation server {index} (new)" for index, url in guests.items() if known.get(index) != url]
-        return new or self._not_resting()
+        unknown = self._decisions.not_known_to_rest({index: entry.url for index, entry in entries.items()})
+        return [f"generation server {index} (new)" for index in unknown] or self._not_resting()
 
     def _not_resting(self) -> list[str]:
         return [f"generation server {life.index} ({life.state})" for life in self._decisions.not_resting]
 
-    async def _tell_rest(self, server: int, url: str | None) -> None:
-        key = names.resting_guest_key(server)
-        if url is not None:
-            await asyncio.to_thread(self._resolver.add, key, url, replace=True)
+    async def _record(self, server: int, memory: names.GuestMemory | None) -> None:
+        key = names.guest_memory_key(server)
+        if memory is not None:
+            await asyncio.to_thread(self._resolver.add, key, memory.encode(), replace=True)
             return
         with contextlib.suppress(NameEntryNotFound):
             await asyncio.to_thread(self._resolver.delete, key)

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.names import GuestMemory
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.turns import Rest
@@ -39,8 +40,8 @@ UNKNOWN_VERSION = -1
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
 
 
-async def _not_told(server: int, url: str | None) -> None:
-    """Nobody is to know."""
+async def _not_recorded(server: int, memory: GuestMemory | None) -> None:
+    """No manager follows."""
 
 
 class WeightsChanged(HttpError):
@@ -62,7 +63,7 @@ class FleetRunner:
         clock: seconds in which this process ran, for the limits of updates.
 
     Attributes:
-        resting: URLs of guests that rest, by index; `on_rest` is called with each change before it counts.
+        memory: by index the guests whose memory is released, or may be; `on_memory` records each change.
         changed: the state of a server changed.
     """
 
@@ -89,8 +90,8 @@ class FleetRunner:
         self._log = log
         self._clock = clock
         self.changed = Notifier()
-        self.resting: dict[int, str] = {}
-        self.on_rest: Callable[[int, str | None], Awaitable[None]] = _not_told
+        self.memory: dict[int, GuestMemory] = {}
+        self.on_memory: Callable[[int, GuestMemory | None], Awaitable[None]] = _not_recorded
         self._resident_since: dict[int, float] = {}
         self._updates: dict[int, asyncio.Task[None]] = {}
         self._late_checks: dict[int, asyncio.Task[None]] = {}
@@ -107,9 +108,9 @@ class FleetRunner:
                 self._left_device(life.index)
                 changed |= self._decisions.deregister(life.index)
         for index, (url, version) in servers.items():
-            resting = self.resting.get(index) == url
-            if self._decisions.register(index, url, version, self._clock(), resting=resting):
-                if not resting:
+            memory = self.memory.get(index)
+            if self._decisions.register(index, url, version, self._clock(), memory=memory):
+                if memory is None or memory.url != url:
                     self._resident_since.setdefault(index, time.time())
                 self._log.info("generation server %d is at %s with version %d", index, url, version)
                 changed = True
@@ -199,12 +200,13 @@ class FleetRunner:
         try:
             if order.released:
                 self._resident_since.setdefault(order.server, began_at)
+                await self._record(order.server, GuestMemory(order.url, released=False))
             checks = () if order.keeps_requests else self._checks
             resumed = partial(self._decisions.resumed, order.server, order.attempt)
             limit_s = self._config.update_timeout_s
             await update_server(order, client, self._transport, timeout_s=limit_s, checks=checks, resumed=resumed)
             if order.released:
-                await self._note_rest(order.server, None)
+                await self._record(order.server, None)
         except DamagedVersion as error:
             if self._decisions.refused(order.server, order.attempt, str(error), self._clock()):
                 told = "v%d is damaged; generation server %d keeps v%d: %s"
@@ -230,8 +232,9 @@ class FleetRunner:
     async def _rest(self, order: Rest) -> None:
         client, began = GenerationServerClient(self._http, order.url), self._clock()
         try:
+            await self._record(order.server, GuestMemory(order.url, released=False))
             await rest_server(client, timeout_s=self._config.update_timeout_s)
-            await self._note_rest(order.server, order.url)
+            await self._record(order.server, GuestMemory(order.url, released=True))
         except HttpError as error:
             if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d did not give its memory back: %s", order.server, error)
@@ -245,12 +248,13 @@ class FleetRunner:
         self._show()
         self.changed.notify()
 
-    async def _note_rest(self, server: int, url: str | None) -> None:
-        """Record that the server rests at `url`, or rests no more."""
-        self.resting.pop(server, None)
-        if url is not None:
-            self.resting[server] = url
-        await self.on_rest(server, url)
+    async def _record(self, server: int, memory: GuestMemory | None) -> None:
+        """Record what is known of the guest's memory, before it changes and when it has; None: it has all of it."""
+        if memory is None:
+            self.memory.pop(server, None)
+        else:
+            self.memory[server] = memory
+        await self.on_memory(server, memory)
 
     def _left_device(self, server: int) -> None:
         """Write the span in which the server had memory on its device, if it is a guest."""
