@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from msgspec.structs import asdict
 
 from asyncrl.comm.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
+from asyncrl.comm.names import TrainerTurn
 from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
@@ -230,6 +231,12 @@ class FakeManager:
     abandoned: int | None = None
     measured: list[tuple[str, float]] = field(default_factory=list)
     versions_in_use: list[int] = field(default_factory=list)
+    resting: list[list[str]] = field(default_factory=list)
+    rests: list[int] = field(default_factory=list)
+
+    async def wait_resting(self, turn: int, timeout_s: float) -> Sequence[str]:
+        self.rests.append(turn)
+        return self.resting.pop(0) if self.resting else []
 
     async def report_consumed(
         self,
@@ -320,6 +327,13 @@ class FakeBoard:
     versions: list[int] = field(default_factory=list)
     starting: bool = False
     begun: int | None = None
+    turns: list[TrainerTurn] = field(default_factory=list)
+
+    def trainer_turn(self) -> TrainerTurn | None:
+        return self.turns[-1] if self.turns else None
+
+    def announce_turn(self, turn: TrainerTurn) -> None:
+        self.turns.append(turn)
 
     def producers_start(self) -> bool:
         return self.starting
