@@ -1,7 +1,7 @@
 """Every causal language model of transformers, tiny and random: is it trained and served as transformers computes it?
 
     python benchmarks/models.py --out FOUND.jsonl [--part 1/4] [--only llama mistral] [--length 24]
-    python benchmarks/models.py --write FOUND.jsonl ...       writes the table in docs/models.md from what was found
+    python benchmarks/models.py --write FOUND.jsonl ...       writes the table in docs/all_models.md from what was found
 
 Each entry of transformers' mapping of causal language models is made with 4 layers, random weights and dropout in its
 config, with `--length` in place of every window, chunk and number of indexed keys, and saved. Then, in fp32 on one
@@ -59,7 +59,7 @@ from asyncrl.trainer.parallel.rank_position import RankPosition
 from asyncrl.trainer.settings import OptimizerConfig
 from asyncrl.weights.model_files.folder import FolderFormatError
 
-PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+PAGE = Path(__file__).parents[1] / "docs" / "all_models.md"
 BEGIN, END = "<!-- every model: made by benchmarks/models.py -->", "<!-- end of every model -->"
 NAMES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCABULARY, CONTEXT, LONGEST, LAYERS = 64, 128, 90, 4
@@ -446,7 +446,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=NAMES, metavar="MODEL_TYPE", help="these alone")
     parser.add_argument("--part", default="1/1", help="of M parts the K-th, as K/M")
     parser.add_argument("--length", type=int, default=24, help="tokens of every window, chunk and index")
-    parser.add_argument("--write", nargs="+", type=Path, metavar="FILE", help="write docs/models.md from these files")
+    parser.add_argument(
+        "--write", nargs="+", type=Path, metavar="FILE", help="write docs/all_models.md from these files"
+    )
     options = parser.parse_args()
     if options.write:
         lines = [line for path in options.write for line in path.read_text(encoding="utf-8").splitlines()]

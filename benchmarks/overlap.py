@@ -1,7 +1,7 @@
 """Does generation overlap training? The demo with η = 0 and η = 4: same seed, steps and processes, in turns.
 
-    python benchmarks/overlap.py [--modes interrupt retract in_place] [--steps 40] [--rounds 3] [--quick] [--cost]
-                                 [--json PATH] [setting=value ...]
+    python benchmarks/overlap.py [--modes interrupt retract in_place] [--steps 40] [--rounds 3] [--quick]
+                                 [--cost | --reference] [--json PATH] [setting=value ...]
 
 With η = 0 nothing overlaps: a step waits for its rollouts (generation alone), then trains and publishes (training
 alone). So that run gives both times; those with η = 4, one for each `manager.update_mode` asked for, give the step.
@@ -18,6 +18,9 @@ With `--cost`: what it costs a step that any process may die. The demo with η =
 no ledger, keeps no last step in memory and whose manager writes no log (`peers/bare`), another first in each round:
 
     cost = step as it is / step without them - 1
+
+With `--reference`: what it brings that a frozen reference scores rollouts while the trainer waits for the rest. The
+demo with a KL term and η = 0, 1 and 4, each in turns with `trainer.score_ahead=false`, another first in each round.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ CONTROL = ("gserver_manager", "master_worker")
 TITLE = re.compile(r"^asyncrl (\w+)/")
 TARGETS = {"speed-up": 1.5, "efficiency": 0.9, "control": 0.10}
 COST_TARGET = 0.02
+REFERENCE_ETAS = (0, 1, 4)
 
 
 @dataclass(frozen=True)
@@ -65,15 +69,18 @@ class Measured:
     tokens_per_s: float
     control: float
     cpu: dict[str, float]
+    scored_ahead: float = 0.0
 
 
 BARE = Path(__file__).parent / "peers" / "bare"
 """On PYTHONPATH it leaves out what lets a run go on after deaths, as far as no setting does."""
 
 
-def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str], *, bare: bool = False) -> Measured:
-    """One run of the demo; `bare`: without what lets it go on after deaths."""
-    trial = f"eta{eta}-{mode}{'-bare' * bare}"
+def run(
+    eta: int, mode: str, steps: int, root: Path, overrides: list[str], *, bare: bool = False, name: str = ""
+) -> Measured:
+    """One run of the demo, in a trial of its `name`; `bare`: without what lets it go on after deaths."""
+    trial = f"eta{eta}-{mode}{'-bare' * bare}{name}"
     run_dir = root / "overlap" / trial
     settings = [f"max_head_offpolicyness={eta}", f"manager.update_mode={mode}", f"total_train_steps={steps}"]
     settings += ["experiment_name=overlap", f"trial_name={trial}", f"fileroot={root}", *SETTINGS, *overrides]
@@ -105,6 +112,7 @@ def run(eta: int, mode: str, steps: int, root: Path, overrides: list[str], *, ba
         tokens_per_s=tokens / sum(row["time/step_s"] for row in rows),
         control=sum(after[kind] - before[kind] for kind in CONTROL) / (ended - begun),
         cpu={kind: (after[kind] - before[kind]) / (steps - 2 - WARM_UP_STEPS) for kind in sorted(after)},
+        scored_ahead=statistics.mean(row.get("rollout/scored_ahead", 0.0) for row in rows),
     )
 
 
@@ -220,6 +228,44 @@ def cost_table(rounds: list[tuple[Measured, Measured]]) -> str:
     return "\n".join(lines)
 
 
+def references(steps: int, count: int, mode: str, overrides: list[str]) -> list[tuple[Measured, Measured]]:
+    """By round and η, a run whose reference scores ahead and one whose does not."""
+    pairs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(1, count + 1):
+            root = Path(folder) / f"round{number}"
+            for eta in REFERENCE_ETAS:
+                runs = {}
+                for ahead in (False, True) if number % 2 else (True, False):
+                    settings = ["algorithm.kl_coef=0.01", f"trainer.score_ahead={str(ahead).lower()}", *overrides]
+                    runs[ahead] = run(eta, mode, steps, root, settings, name="-ahead" * ahead)
+                pairs.append((runs[True], runs[False]))
+                print(f"round {number} of {count}, η = {eta}: {_gain(pairs[-1]):+.2%}", file=sys.stderr)
+    return pairs
+
+
+def _gain(pair: tuple[Measured, Measured]) -> float:
+    return pair[0].step / pair[1].step - 1.0
+
+
+def reference_table(pairs: list[tuple[Measured, Measured]]) -> str:
+    """Every pair, and the medians by η."""
+    lines = [
+        f"{'η':>3}{'scored ahead':>14}{'training':>12}{'in the step':>13}{'step':>10}{'in the step':>13}{'step by':>10}"
+        f"{'CPU time by':>13}"
+    ]
+    for ahead, within in sorted(pairs, key=lambda pair: pair[0].eta):
+        cpu = sum(ahead.cpu.values()) / sum(within.cpu.values()) - 1.0
+        lines.append(
+            f"{ahead.eta:>3}{ahead.scored_ahead:>14.0%}{ahead.train:>10.3f} s{within.train:>11.3f} s"
+            f"{ahead.step:>8.3f} s{within.step:>11.3f} s{_gain((ahead, within)):>+10.2%}{cpu:>+13.2%}"
+        )
+    for eta in REFERENCE_ETAS:
+        gains = [_gain(pair) for pair in pairs if pair[0].eta == eta]
+        lines.append(f"median at η = {eta}: {statistics.median(gains):+.2%}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the rounds, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -231,6 +277,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of 20 steps")
     parser.add_argument("--eta", type=int, default=4)
     parser.add_argument("--cost", action="store_true", help="measure what it costs that any process may die")
+    parser.add_argument("--reference", action="store_true", help="measure what a reference brings that scores ahead")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
@@ -241,6 +288,12 @@ def main() -> None:
         print(cost_table(pairs))
         if args.json:
             args.json.write_text(json.dumps([{"whole": asdict(each[0]), "bare": asdict(each[1])} for each in pairs]))
+        return
+    if args.reference:
+        pairs = references(steps, count, args.modes[0], overrides)
+        print(reference_table(pairs))
+        if args.json:
+            args.json.write_text(json.dumps([{"ahead": asdict(each[0]), "within": asdict(each[1])} for each in pairs]))
         return
     rounds: list[Round] = []
     with tempfile.TemporaryDirectory() as folder:

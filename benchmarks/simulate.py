@@ -4,11 +4,11 @@
     python benchmarks/simulate.py --fit [--measured FILE] [--rounds 1] [--steps 32] [--record PATH]
 
 Finished rows are in the JSON file, so that what was cut off goes on where it stopped; a row of another setup is another
-row. `--docs` writes the tables and the plot there, as docs/scale.md has them. `--fit` adds rounds of measurements of
-this machine and of real runs of the demo to a file, fits the model of each round to the first of its runs, and holds
+row. `--docs` writes the tables and the plot there, as docs/scale_runs.md has them. `--fit` adds rounds of measurements
+of this machine and of real runs of the demo to a file, fits the model of each round to the first of its runs, and holds
 all of them beside what the simulator says of them (`simulator.fit`); with `--rounds 0` it measures nothing, and needs
-no quiet machine. `--record` keeps the groups that the first run generated, for `Recorded.of_file`.
-The parts, and what of them is real: `simulator/__init__.py`, `simulator/run.py`.
+no quiet machine. `--record` keeps the groups that the first run generated, for `Recorded.of_file`. The parts, and what
+of them is real: `simulator/__init__.py`, `simulator/run.py`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ChatReply:
     """The policy's answer to `ChatClient.chat`."""
 
     message: dict[str, Any]
-    """The answer as a message; append it to yours, then what follows."""
+    """The answer as a message; append it to your messages, then the next ones."""
     content: str
     """Its text, without reasoning, calls and a stop string at its end."""
     reasoning: str | None
@@ -114,10 +114,10 @@ class ChatClient(GenerationClient, Protocol):
         ...
 
     def conversation(self, group: str) -> Self:
-        """The policy in another role of this episode: a client whose samples are in the comparison group `group`.
+        """Return a client for another role in this episode, whose samples are in the comparison group `group`.
 
-        It has records of its own, so no branch of one client extends one of another. Asked for the same name again, it
-        is the same client.
+        Each client has its own records, so no branch of one extends a branch of another. The same name returns the same
+        client.
 
         Raises:
             ValueError: `group` cannot be a name (`asyncrl.api.trajectory.check_group`).
@@ -125,11 +125,10 @@ class ChatClient(GenerationClient, Protocol):
         ...
 
     def policy(self, name: str) -> Self:
-        """One of `policies` in this episode, such as an older version of the trained policy: a client like this one.
+        """Return a client of one of `policies` for this episode, such as an older version of the trained policy.
 
-        Its answers are part of the environment: they are never samples, whatever is done with them. Each answer is of
-        one version, `reply.completion.versions`, and the next answer may be of another. Asked for the same name again,
-        it is the same client.
+        Its answers are part of the environment and never become samples. Each answer has one version,
+        `reply.completion.versions`; the next answer may have another. The same name returns the same client.
 
         Raises:
             ValueError: the run has no policy of this name.
@@ -139,8 +138,9 @@ class ChatClient(GenerationClient, Protocol):
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """Return every recorded branch that ends in sampled tokens, in order of their beginning, each with `reward`.
 
-        A sampled token carries loss (mask 1) in the first branch that holds it, and in no other. The episode's client
-        also returns those of its `conversation`s, after its own; such a client returns its own alone.
+        A sampled token carries loss (mask 1) in the first branch that contains it, and in no other. The episode's
+        client also returns the branches of its `conversation`s, after its own; a conversation's client returns its own
+        only.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The environment an agent acts in: Gymnasium's verbs, asynchronous."""
+"""The environment that an agent acts in: Gymnasium's interface, asynchronous."""
 
 from __future__ import annotations
 

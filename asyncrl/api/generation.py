@@ -55,7 +55,7 @@ class GenerationRequest:
     sampling: SamplingParams
     pictures: tuple[PlacedPicture, ...] = ()
     policy: str = ""
-    """The one of `policies` that is to answer; empty: the trained one."""
+    """Name of the policy in `policies` that answers; empty for the trained policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ class Completion:
     `routing` is set with `moe.replay_routing`: the experts of each token of the request and the answer, except the last
     token, `[P + T - 1, layers, per_token]`; see `Sample.routing`.
 
-    `policy` is the one of `policies` that answered; empty: the trained one. The versions of another model are 0.
+    `policy` is the name of the policy in `policies` that answered, empty for the trained policy. Other models have
+    version 0.
     """
 
     token_ids: list[int]

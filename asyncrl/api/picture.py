@@ -1,11 +1,11 @@
 """Pictures as they enter a run and travel through it: encoded bytes, named by the hash of their content.
 
-A `Picture` is a PNG or JPEG file in memory. A `PlacedPicture` says where in a sequence of token ids a picture stands;
-on the wire it is a `PictureRef`, and the bytes of each picture go separately, once for each content.
+A `Picture` is a PNG or JPEG file in memory. A `PlacedPicture` has the picture's position in a sequence of token ids. It
+is sent as a `PictureRef`; the bytes of each picture are sent separately, once per content.
 
-Everything that a picture can be wrong in is refused where it enters, with a `PictureError` that says why: other
-formats, animations, damaged files, and sizes above the limits below. The limits are read from the file's header before
-a pixel is decoded, so a decompression bomb costs nothing.
+Every fault of a picture is refused where the picture enters, with a `PictureError` that says why: other formats,
+animations, damaged files, and sizes above the limits below. Sizes are read from the file's header before a pixel is
+decoded, so a decompression bomb costs nothing.
 
 Pixels (`Picture.pixels`) are what a viewer shows: turned as EXIF says, transparent parts on white, palettes and grey
 as RGB, 16 bits a channel reduced to their upper 8.
@@ -55,7 +55,7 @@ _DATA_URL = re.compile(r"data:(?P<type>[^;,]*)(?P<base64>;base64)?,", re.IGNOREC
 _START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _FORMATS = ("PNG", "JPEG")
 _ORIENTATION = 0x0112
-"""EXIF tag; at the values of `_QUARTER_TURNS` width and height change places."""
+"""EXIF tag of the orientation; the values in `_QUARTER_TURNS` swap width and height."""
 _QUARTER_TURNS = (5, 6, 7, 8)
 _ORIENTATION_MARKS = (b"Exif", b"eXIf", b"exif", b"Orientation")
 """One of these is in every file that Pillow reads an orientation from, as EXIF or XMP."""
@@ -404,18 +404,19 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def evenly(frames: Sequence[Picture], count: int) -> list[Picture]:
-    """`count` of `frames`, at least one, evenly chosen from first to last; of fewer frames some are there again. One is
-    the last.
+    """Choose `count` of `frames` (at least one), evenly from first to last; with fewer frames some are repeated.
+
+    A `count` of 1 chooses the last frame.
     """
     places = np.linspace(len(frames) - 1, 0, count).round().astype(int)[::-1]
     return [frames[place] for place in places]
 
 
 def picture_from(value: Any) -> Picture:
-    """Return the picture that `value` is: a `Picture`, file content, a data URL, an array or a PIL image.
+    """Convert `value` to a picture: a `Picture`, file content, a data URL, an array or a PIL image.
 
     Raises:
-        PictureError: it is none of these, or cannot be used.
+        PictureError: it has another type, or cannot be used.
     """
     if isinstance(value, Picture):
         return value

@@ -1,4 +1,4 @@
-"""Seeds made of what they depend on."""
+"""Derive seeds from the values that they depend on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 
 
 def seed_from(*parts: int | str) -> int:
-    """A 31-bit seed (what every inference engine takes) that depends on all of `parts`; unrelated for unlike parts."""
+    """Return a 31-bit seed (the range of every inference engine) that depends on all `parts`, unrelated for other
+    parts.
+    """
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & 0x7FFFFFFF

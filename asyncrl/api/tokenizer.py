@@ -1,4 +1,4 @@
-"""The two verbs asyncrl needs of a tokenizer; every Hugging Face tokenizer has them."""
+"""The methods that asyncrl needs of a tokenizer; every Hugging Face tokenizer has them."""
 
 from __future__ import annotations
 

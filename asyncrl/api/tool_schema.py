@@ -1,4 +1,4 @@
-"""The OpenAI schema of a Python function, from its signature, annotations and docstring; and what fits a schema."""
+"""Build the OpenAI schema of a Python function from its signature, annotations and docstring; check arguments by it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Return|Raises|Yie
 
 
 class ToolSchemaError(ValueError):
-    """A function whose signature cannot be told to a model; the message names it and says what to change."""
+    """A function's signature cannot be described to a model; the message names it and says what to change."""
 
 
 def wrong_arguments(schema: ToolSchema, arguments: Mapping[str, Any]) -> str | None:
-    """Why `arguments` do not fit the tool `schema`, for the model to read; None where they do.
+    """Return why `arguments` do not fit the tool `schema`, as text for the model; None if they fit.
 
-    Checked are names, required ones, and of JSON schema `type`, `enum`, `const`, `anyOf`, `items`, `properties`.
+    Names and required arguments are checked, and of JSON schema `type`, `enum`, `const`, `anyOf`, `items`,
+    `properties`.
     """
     parameters = schema["function"].get("parameters") or {}
     return _wrong_object(parameters, arguments, "")
@@ -98,10 +99,10 @@ def _short(value: object) -> str:
 
 
 def schema_of(function: Callable[..., Any], name: str) -> tuple[ToolSchema, dict[str, bool]]:
-    """The schema of `function`, and which keyword-only parameters it has: name to whether it is required.
+    """Return the schema of `function`, and its keyword-only parameters: by name, True if the parameter is required.
 
     Raises:
-        ToolSchemaError: it cannot be told to a model.
+        ToolSchemaError: the signature cannot be described to a model.
     """
     if not TOOL_NAME.fullmatch(name):
         raise ToolSchemaError(f"tool {name!r}: a name has 1 to 64 letters, digits, '_' and '-'; give another `name`")

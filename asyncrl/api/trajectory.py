@@ -1,8 +1,8 @@
 """A finished rollout: a prompt's group of samples, each token with its policy version and behaviour log-probability.
 
-A group is a number of episodes, and each of them gives one sample or more: one per conversation that the policy had in
-it. What a group is worth (baselines, filters) is counted by episode, `Sample.episode`, so that an episode which gives
-many samples counts as much as one which gives a single one.
+A group is a number of episodes. Each episode gives one or more samples, one per conversation that the policy had in it.
+Baselines and filters count episodes (`Sample.episode`), so an episode with many samples counts as much as an episode
+with one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from asyncrl.api.picture import Picture, PlacedPicture, check_spans
 
 MAX_EPISODE = (1 << 31) - 1
 FINISHED_AT = "rollout/finished_at"
-"""Metric of a trajectory on its way to the trainer: when its rollout finished, in seconds since 1970."""
+"""Metric of a trajectory in transit: time at which its rollout finished, in seconds since 1970."""
 OPPONENTS = "opponent/"
-"""Beginning of a trajectory's metrics of the other policies that it met: `opponent/<name>/oldest_version`,
+"""Prefix of a trajectory's metrics of other policies in its episodes: `opponent/<name>/oldest_version`,
 `newest_version` and `version`, the mean over their tokens."""
 MAX_GROUPS, MAX_GROUP_LENGTH = 255, 64
 """Bounds of comparison groups: names in one trajectory, characters of a name."""
@@ -37,10 +37,10 @@ class Sample:
     T counts prompt, generated and environment tokens. The arrays are shared, not copied: leave them unchanged.
 
     Raises:
-        ValueError: an array's length differs from that of `tokens`, the sample is empty, `episode` is no number from 0
-            on, `group` is no name, a reward is placed at a token that was not generated, a picture at one that was, or
-            a reward, a metric or a log-probability is no finite number (it would turn the gradient of a whole minibatch
-            into NaN).
+        ValueError: an array's length differs from that of `tokens`, the sample is empty, `episode` is negative, `group`
+            is not a valid name, a reward is at a token that was not generated, a picture is at a generated token, or a
+            reward, a metric or a log-probability is not finite (it would turn the gradient of a whole minibatch into
+            NaN).
     """
 
     tokens: NDArray[np.int32]
@@ -53,28 +53,28 @@ class Sample:
     """Policy version that generated the token; -1 where not generated."""
     reward: float
     truncated: bool = False
-    """True where the answer was cut off by a length limit instead of ending itself."""
+    """True if a length limit cut the answer off."""
     episode: int = 0
     """Member of the group that this sample belongs to, from 0 on; several samples may share one."""
     token_rewards: NDArray[np.float32] | None = None
-    """Rewards of turns, each at the last token of the turn that earned it; they come on top of `reward`."""
+    """Rewards of turns, each at the last token of its turn; they are added to `reward`."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Parts of the reward by name, for the log only: `reward/<name>`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The agent's own numbers, logged as `agent/<name>`."""
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
-    """`[T, layers, per_token]`: of a mixture of experts those that each token went through as the engine computed it,
-    by layer, and `unrecorded` where nothing was told (`routing_of_turns`)."""
+    """`[T, layers, per_token]`: experts of each token and layer in a mixture of experts during generation, and
+    `unrecorded` for tokens without a report (`routing_of_turns`)."""
     token_columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """The agent's own numbers of generated tokens by name, 0 at all others; read as `token/<name>` where
-    `rollout.columns` declares them."""
+    """The agent's own numbers for generated tokens by name, 0 at all others; the column `token/<name>` if
+    `rollout.columns` declares it."""
     pictures: tuple[PlacedPicture, ...] = ()
     """The pictures that the policy saw, in order of position."""
     group: str = ""
-    """Comparison group: samples of a rollout are compared with those of the same name only. What comes before a `/` is
-    the role (`role_of`): metrics and the baselines of `rae` are kept for each role. See `compared_episodes` too."""
+    """Comparison group: a sample is compared only with samples of the rollout in the same group. The part before a `/`
+    is the role (`role_of`), by which metrics and the baselines of `rae` are kept. See also `compared_episodes`."""
     frames: tuple[Picture, ...] = ()
-    """Pictures of the episode, in order, for rewards (`Episode.frames`); training does not receive them. Of an episode
+    """Pictures of the episode, in order, for rewards (`Episode.frames`); training does not receive them. In an episode
     with several samples the last one has them."""
 
     def __post_init__(self) -> None:
@@ -170,7 +170,7 @@ class Sample:
 
 
 def check_group(name: str) -> None:
-    """Raises ValueError unless `name` can be a comparison group: "" or printable text of at most 64 characters."""
+    """Raise ValueError unless `name` is a valid comparison group: "" or printable text of at most 64 characters."""
     if len(name) > MAX_GROUP_LENGTH or not name.isprintable():
         raise ValueError(
             f"comparison group {name!r:.100}: use printable text of at most {MAX_GROUP_LENGTH} characters, such as "
@@ -184,10 +184,10 @@ def role_of(group: str) -> str:
 
 
 def compared_episodes(episodes: Sequence[int], groups: Sequence[str]) -> list[int]:
-    """The episode that each sample of a rollout counts as in its comparison group.
+    """Return, for each sample of a rollout, the episode that it counts as in its comparison group.
 
-    It is the sample's own. If all samples of a named group are of one episode, such as the solutions of the problem
-    that was posed in it, each counts as an episode, for they can only be compared with each other.
+    That is normally its own episode. If all samples of a named group belong to one episode, such as the solutions to a
+    problem posed in it, each counts as a separate episode, because they can only be compared with each other.
 
     Args:
         groups: names of the samples' comparison groups; empty if none is named.
@@ -205,9 +205,9 @@ def compared_episodes(episodes: Sequence[int], groups: Sequence[str]) -> list[in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleColumns(Sequence[Sample]):
-    """S samples with their T tokens end to end, as they travel and as training wants them.
+    """S samples with their T tokens end to end: the form for transport and for training.
 
-    As a sequence it makes each sample when asked for it, its arrays views into the columns.
+    As a sequence it builds each sample on access, with arrays that are views into the columns.
     """
 
     tokens: NDArray[np.int32]
@@ -233,13 +233,13 @@ class SampleColumns(Sequence[Sample]):
     token_columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """`[T]` for each name, 0 where a sample does not have it."""
     pictures: tuple[tuple[PlacedPicture, ...], ...] = ()
-    """`[S]`: those of each sample, at positions within it; empty where no sample has any."""
+    """`[S]`: pictures of each sample, at positions within it; empty if no sample has any."""
     groups: tuple[str, ...] = ()
     """`[S]`: comparison group of each sample; empty if no sample names one."""
 
     @classmethod
     def join(cls, samples: Sequence[Sample]) -> SampleColumns:
-        """The columns of `samples`, at least one; they are copied unless they are columns already."""
+        """Return `samples`, at least one, as columns; they are copied unless they are columns already."""
         if isinstance(samples, SampleColumns):
             return samples
         if isinstance(samples, SharedPrompt):
@@ -318,10 +318,10 @@ class SampleColumns(Sequence[Sample]):
 
 
 def with_turn_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> list[Sample]:
-    """The samples of one episode with the rewards of its turns, in their order, each at the last token of its turn.
+    """Return the samples of one episode with the rewards of its turns, each at the last token of its turn.
 
-    A turn is an unbroken run of generated tokens; those of all samples are counted one after the other, as a client
-    that records them gives them.
+    A turn is an unbroken run of generated tokens. Turns are counted over all samples, in the order in which a client
+    records them.
 
     Raises:
         ValueError: there are not as many turns as rewards.
@@ -382,10 +382,10 @@ def unrecorded(dtype: np.dtype[Any]) -> int:
 
 
 def routing_of_turns(length: int, told: Iterable[NDArray[Any] | None]) -> NDArray[Any] | None:
-    """The routing `[length, layers, per_token]` of a conversation whose answers told `told`; None where none did.
+    """Return the routing `[length, layers, per_token]` of a conversation from its answers' reports; None without any.
 
-    Each told the experts of all tokens up to its last but one, as they were computed for it: those of earlier turns
-    once more. A token's experts are those that it went through first, when the token after it was drawn.
+    Each answer reports the experts of all tokens up to its last but one, those of earlier turns again. The first report
+    of a token counts: it is from the forward pass that sampled the next token.
     """
     known = [each for each in told if each is not None]
     if not known:
@@ -412,7 +412,7 @@ def named_columns(by_sample: Sequence[Mapping[str, float]]) -> dict[str, NDArray
 
 
 def _by_sample(columns: Mapping[str, NDArray[np.float64]], samples: int) -> list[dict[str, float]]:
-    """The mappings that `named_columns` made `columns` of."""
+    """Invert `named_columns`."""
     made: list[dict[str, float]] = [{} for _ in range(samples)]
     for name, column in columns.items():
         for numbers, number in zip(made, column.tolist(), strict=True):
@@ -423,19 +423,20 @@ def _by_sample(columns: Mapping[str, NDArray[np.float64]], samples: int) -> list
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrompt(Sequence[Sample]):
-    """S samples that begin with the same prompt, which is held once: so a group travels, and so it waits for training.
+    """S samples that begin with the same prompt, which is stored once: the form of a group in transport and in the
+    inbox.
 
-    As a sequence it makes whole samples, prompt and rest, when asked for them.
+    As a sequence it builds whole samples, prompt and rest, on access.
     """
 
     prompt: NDArray[np.int32]
-    """`[P]`: the tokens that all samples begin with and that no policy generated."""
+    """`[P]`: the common first tokens of all samples, none of them generated."""
     rest: SampleColumns
     """Tokens after the prompt of each sample. A length of 0 is possible here."""
     routing: NDArray[np.uint8] | NDArray[np.uint16] | None = None
-    """`[P, layers, per_token]`: of the prompt, where `rest` has it too."""
+    """`[P, layers, per_token]`: routing of the prompt, if `rest` has routing too."""
     pictures: tuple[PlacedPicture, ...] = ()
-    """Those of the prompt. The positions of `rest.pictures` count from the prompt's end."""
+    """Pictures of the prompt. The positions of `rest.pictures` count from the prompt's end."""
 
     def whole(self) -> SampleColumns:
         """The columns of the samples, prompts included; copied at each call."""
@@ -483,10 +484,10 @@ class SharedPrompt(Sequence[Sample]):
 class Trajectory:
     """A rollout: the samples of one prompt, at least one.
 
-    `rollout_id` names this attempt and is unique in the run; `prompt_id` names the prompt within its epoch, so that a
-    prompt which is dropped and tried again keeps its `prompt_id`. `order` is the prompt's position in the data order
-    (epoch included); training batches are put in this order, whatever order the rollouts finished in. One that came
-    over a socket has its samples in columns, and their common prompt once.
+    `rollout_id` names this attempt and is unique in the run. `prompt_id` names the prompt within its epoch; a prompt
+    that is dropped and tried again keeps it. `order` is the prompt's position in the data order, over all epochs;
+    training batches are sorted by it, whatever order the rollouts finished in. A trajectory that came over a socket has
+    its samples in columns, with their common prompt once.
     """
 
     rollout_id: str
@@ -497,7 +498,7 @@ class Trajectory:
 
     @property
     def columns(self) -> SampleColumns:
-        """The samples, at least one, in whole columns; joined at each call if they are not so already."""
+        """The samples as columns; they are joined at each call unless they are columns already."""
         return SampleColumns.join(self.samples)
 
     @property

@@ -1,6 +1,6 @@
-"""The form of a user's agent or environment, checked by its source before any of it is run.
+"""Check the interface of a user's agent or environment in its source, without running it.
 
-As in `signatures`, what the source does not show is left to the workers, which make the object.
+As in `signatures`, what the source does not show is checked by the workers, which construct the object.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _RESET_BY_NAME: Final = ("seed", "options")
 
 @dataclass(frozen=True)
 class _Line:
-    """A class and its bases below `base`, the nearest first, as far as the source says.
+    """A class and its bases below `base`, the nearest first, as far as the source shows them.
 
-    `ends_at_base` is whether they end there; None where the source does not say.
+    `ends_at_base`: True if they end at `base`; None if the source does not show it.
     """
 
     classes: Sequence[ast.ClassDef]

@@ -1,6 +1,6 @@
-"""Settings of other systems by our names, for whoever writes theirs on the command line or in a YAML file.
+"""Names of settings in other systems and in asyncrl, for users who write the former on the command line or in YAML.
 
-Names are as the systems' own configurations have them: TRL 1.16 (`GRPOConfig`), verl 0.9 (`ppo_trainer.yaml`), siiRL
+Names are those of the systems' own configurations: TRL 1.16 (`GRPOConfig`), verl 0.9 (`ppo_trainer.yaml`), siiRL
 0.2, AReaL 1.0 (`cli_args.py`), slime, prime-rl. One table answers an unknown setting and makes docs/coming_from.md.
 """
 
@@ -292,13 +292,13 @@ RENAMED = {
 
 
 def elsewhere(name: str) -> Alias | None:
-    """The alias that `name` is, or ends with, at a dot; of several the one with the most parts."""
+    """Return the alias that `name` equals or ends with, at a dot; of several the one with the most parts."""
     fitting = [alias for alias in ALIASES if name == alias.theirs or name.endswith(f".{alias.theirs}")]
     return max(fitting, key=lambda alias: alias.theirs.count("."), default=None)
 
 
 def answer(alias: Alias, value: str = "") -> str:
-    """A sentence part for the message about an unknown setting, which was given `value`."""
+    """Return the part of an error message that explains an unknown setting, which was set to `value`."""
     here = f"here it is {alias.ours!r}" if alias.ours else "here there is none"
     if alias.theirs == "allocation_mode" and (settings := allocation(value)):
         here = f"here {value} is {settings}"
@@ -312,9 +312,10 @@ _AXES = re.compile(r"([dtmp])(\d+)")
 
 
 def allocation(value: str) -> str | None:
-    """Our settings for AReaL's `allocation_mode`, such as `sglang.d4m1p1+d2p1m1`; None where there are none.
+    """Translate AReaL's `allocation_mode`, such as `sglang.d4m1p1+d2p1m1`, to our settings; None if it has no
+    equivalent.
 
-    Its servers have a layout of their own, of which `d` is their number; the trainer's comes after the `+`.
+    The servers' layout comes first, in which `d` is their number; the trainer's layout comes after the `+`.
     """
     if (found := _ALLOCATION.fullmatch(value)) is None:
         return None

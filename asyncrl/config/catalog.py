@@ -1,4 +1,4 @@
-"""Functions that a choice may name, and their parameters, known without importing torch.
+"""Find the functions that settings may name, and their parameters, without importing torch.
 
 A name is either registered (`"ppo_clip"`), in asyncrl or in one of the user's modules listed in `algorithm.plugins`, or
 the import path of a function (`"my_pkg.my_loss:fn"`, `"my_loss.py:fn"`). Both are looked up in the source; `resolve`
@@ -103,8 +103,8 @@ def _entries(path: Path, module: str) -> tuple[RegisteredFunction, ...]:
         return tuple(registrations(path, module))
     found: list[RegisteredFunction] = []
     for source in sorted(path.rglob("*.py")):
-        if not registers(source):
-            continue
+        if module in _HOME.values() and not registers(source):
+            continue  # every file of a user's package is parsed, so a syntax error in any is reported before the start
         parts = source.relative_to(path).with_suffix("").parts
         inside = parts[:-1] if parts[-1] == "__init__" else parts
         found += registrations(source, ".".join((module, *inside)))

@@ -1,4 +1,4 @@
-"""Evaluation sets of a run, with what each takes over from the settings of all."""
+"""The evaluation sets of a run, each with the settings that it inherits from `eval`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl.config.suggestions import did_you_mean
 from asyncrl.rollout.settings import EvalConfig, EvalSetConfig
 
 CODE: Final = ("agent", "env", "reward")
-"""Groups of settings that an evaluation set may have otherwise than training."""
+"""Groups of settings in which an evaluation set may differ from training."""
 _OF_THE_WORKER: Final = ("processes", "process_max_episodes")
 """Settings of these groups about processes, which all episodes of a worker share."""
 
@@ -28,7 +28,7 @@ class EvaluationSet:
 
     Attributes:
         group: the group of settings that defines it.
-        code: by group of `CODE`, what the set has otherwise than training; see `with_code_of`.
+        code: by group of `CODE`, the set's settings that differ from training; see `with_code_of`.
     """
 
     group: str
@@ -87,13 +87,13 @@ def with_code_of(config: ExperimentConfig, each: EvaluationSet) -> ExperimentCon
 
 
 def codes_of_sets(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
-    """Return `with_code_of` for each set that is evaluated with code of its own, by the set's group of settings."""
+    """Return `with_code_of` for each set with its own code that is ever evaluated, by the set's group of settings."""
     own = [each for each in evaluation_sets(config) if each.interval and each.code]
     return {each.group: with_code_of(config, each) for each in own}
 
 
 def given_code(config: ExperimentConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what evaluations have otherwise than training, each by the name of its settings: `eval.sets[0].reward`."""
+    """Yield the settings of evaluations that differ from training, with their names, such as `eval.sets[0].reward`."""
     for setting, _, given in _given("eval", config.eval):
         yield setting, given
     for number, own in enumerate(config.eval.sets):
@@ -111,7 +111,7 @@ def _code(config: ExperimentConfig, group: str, own: EvalSetConfig) -> dict[str,
     """Return the groups in which a set differs from training, as `eval` and then the set itself say.
 
     Raises:
-        ConfigError: a setting is unknown or of another type, or not for a set to give.
+        ConfigError: a setting is unknown, has a wrong type, or cannot differ for a set.
     """
     code: dict[str, PluginConfig] = {}
     of_all = _given("eval", config.eval)
@@ -123,7 +123,7 @@ def _code(config: ExperimentConfig, group: str, own: EvalSetConfig) -> dict[str,
 
 
 def _changed(setting: str, name: str, before: _Plugin, given: Mapping[str, Any]) -> _Plugin:
-    """Return `before` as `given` changes it; what another class or function takes is not what this one took."""
+    """Return `before` changed by `given`. If the class or function changes, the old one's arguments are dropped."""
     own = [field.name for field in fields(before)]
     for key in given:
         if key not in own:

@@ -1,8 +1,8 @@
-"""Import paths: how a setting names a class or function of the user's.
+"""Import paths: names of a user's classes and functions in settings.
 
-`package.module:name` and `path/to/file.py:name` both work wherever one is asked for. `definition` says what such a path
-names by reading its source, so that the launcher can check a setting without running what it names (it may import
-torch); `load_plugin` imports it.
+`package.module:name` and `path/to/file.py:name` both work in every such setting. `definition` finds the definition in
+the source, so that the launcher can check a setting without running the code (which may import torch); `load_plugin`
+imports it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _EVERYTHING = "*"
 
 
 class PluginError(ValueError):
-    """A path that names nothing. The message begins with the path and says how to fix it."""
+    """An import path leads to nothing. The message begins with the path and says how to fix it."""
 
 
 @dataclass(frozen=True)
 class Definition:
-    """The statement that defines a name, and the module (or file) it stands in."""
+    """The statement that defines a name, and its module or file."""
 
     module: str
     node: ast.stmt

@@ -1,4 +1,4 @@
-"""From an experiment's name and overrides to a resolved config."""
+"""Load the resolved config of an experiment, given by name and overrides."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NO_CHOICE = re.compile(r"Invalid value '(?P<value>.*)', expected one of \[(?P<c
 
 
 class ExperimentFiles(FileConfigSource):
-    """Hydra's source of YAML files, which also says to each file where it lies."""
+    """Hydra's source of YAML files, which also tells each file its own folder."""
 
     @staticmethod
     def scheme() -> str:
@@ -141,8 +141,8 @@ def load_experiment(name: str, overrides: Sequence[str], folder: Path | None = N
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Have Hydra look in `ExperimentFolders.folders` alone, without `hydra.initialize`: looking for the file of its
-    caller among all modules that are loaded takes longer than composing an experiment.
+    """Make Hydra search `ExperimentFolders.folders` only. `hydra.initialize` is avoided: it looks for its caller's file
+    among all loaded modules, which takes longer than composing an experiment.
     """
     version.setbase("1.3")
     GlobalHydra.instance().clear()
@@ -191,8 +191,10 @@ def _compose(name: str) -> tuple[DictConfig, type[Config]]:
 
 
 def _overridden(base: DictConfig, overrides: list[str], *, alone: bool = False) -> Config:
-    """`base` with these settings, as Hydra sets them; it composes everything anew for that, which takes as long again.
-    `alone`: an override by itself, without those that name the class of `my`.
+    """Apply overrides to `base` as Hydra would, without composing everything a second time.
+
+    Args:
+        alone: apply an override by itself, without those that name the class of `my`.
 
     Raises:
         ConfigError: a value is not of its setting's type.
@@ -209,7 +211,7 @@ def _overridden(base: DictConfig, overrides: list[str], *, alone: bool = False) 
 
 
 def _refusal(base: DictConfig, override: str) -> list[str]:
-    """The reason why `override` alone is refused; nothing where it is not."""
+    """Return the reason why `override` alone is refused; nothing if it is accepted."""
     try:
         _overridden(base, [override], alone=True)
     except ConfigError as error:
@@ -222,7 +224,7 @@ def load_supervised(name: str, folder: Path | None = None) -> SFTConfig:
     """Experiment `name`, which makes a base model.
 
     Raises:
-        ConfigError: as `load_experiment`, or it is no supervised experiment.
+        ConfigError: as for `load_experiment`, or it is not a supervised experiment.
     """
     config = load_experiment(name, [], folder)
     if not isinstance(config, SFTConfig):
@@ -248,7 +250,7 @@ def _kinds(schema: type[Any]) -> dict[str, Any]:
 
 
 def _checked_override(text: str, schema: type[Any]) -> str:
-    """`text` as Hydra wants it: keys below a free-form mapping are added without the user writing `+`.
+    """Return the override in Hydra's form: keys below a free-form mapping get the `+` that the user need not write.
 
     Raises:
         ConfigError: it is not `setting=value`, or names no setting.

@@ -1,4 +1,4 @@
-"""Settings of your own code: the group `my`, checked by the dataclass that `my_class` names.
+"""Settings of the user's code: the group `my`, checked by the dataclass that `my_class` names.
 
 Other settings use them: `reward.args={scale: "${my.scale}"}`.
 """
@@ -16,10 +16,10 @@ from asyncrl.config.suggestions import did_you_mean
 
 
 def complete_own_settings(config: DictConfig) -> None:
-    """Check `config.my` against the dataclass, and put the defaults in of what is not set.
+    """Check `config.my` against the dataclass, and add the defaults of settings that are not given.
 
     Raises:
-        ConfigError: no class is named, it is no dataclass, or a value is unknown, missing or of another type.
+        ConfigError: no class is named, it is not a dataclass, or a value is unknown, missing or of another type.
     """
     path, given = config.my_class, OmegaConf.to_container(config.my, resolve=False)
     if not path:

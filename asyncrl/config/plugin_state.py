@@ -1,4 +1,4 @@
-"""State that a user's plug-in keeps in checkpoints: plain data that JSON gives back as it was."""
+"""State of a user's plug-in in checkpoints: plain data that survives JSON unchanged."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def plain_state(state: Any, where: str = "state()") -> Any:
-    """A copy of `state`, in which tuples are lists, as a checkpoint gives it back.
+    """Return a copy of `state` as a checkpoint restores it: tuples become lists.
 
     Raises:
-        TypeError: something in it would come back as something else, or not at all; the message says what and where.
+        TypeError: a value would not survive JSON unchanged; the message names the value and its place.
     """
     if state is None or isinstance(state, (str, bool, int)):
         return state

@@ -14,7 +14,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 
 LOCK_FILE = "lock"
-"""Locked by the launcher for as long as the run lasts; says which launch has, or last had, the folder."""
+"""Locked by the launcher as long as the run lasts; names the launch that holds, or last held, the folder."""
 LAUNCHER_LOG = "launcher.log"
 """Output of a detached run's launcher; the previous launch's output is beside it."""
 EXIT_FILE = "exit_code"
@@ -48,7 +48,7 @@ SPILLED_DIR = "spilled"
 """Rollouts that wait for training and do not fit into `trainer.buffer_memory`; of no use to a later process."""
 LOGS_DIR = "logs"
 OBSERVED_DIR = "observed"
-"""Lines of every process about itself: `asyncrl.observe.observer`."""
+"""Lines that every process writes about itself: `asyncrl.observe.observer`."""
 PROFILE_DIR = "profile"
 """Traces, memory and stacks of the steps in `profile.steps`."""
 CHECKPOINTS_DIR = "checkpoints"
@@ -74,12 +74,12 @@ def log_file(run_dir: Path, kind: str, index: int) -> Path:
 
 
 def observed_file(run_dir: Path, kind: str, index: int) -> Path:
-    """Return the file of the `index`-th process of `kind` about itself."""
+    """Return the file to which the `index`-th process of `kind` writes about itself."""
     return run_dir / OBSERVED_DIR / f"{kind}-{index}.jsonl"
 
 
 def versions_in(root: Path) -> list[int]:
-    """The policy versions that `root` has checkpoints of, ascending; whole or not."""
+    """Return the policy versions of the checkpoints in `root`, ascending, complete or not."""
     found = (path.name[1:] for path in root.glob("v*"))
     return sorted(int(name) for name in found if name.isdecimal())
 
@@ -93,7 +93,7 @@ def read_run_config(run_dir: Path) -> ExperimentConfig:
     """The resolved config of the run in `run_dir`.
 
     Raises:
-        ConfigError: a setting that there is not, as one of another version; a value that is not of its setting's type.
+        ConfigError: a setting is unknown, for example of another version of asyncrl, or a value has the wrong type.
     """
     file = run_dir / CONFIG_FILE
     written = read_settings(run_dir)
@@ -109,7 +109,8 @@ def read_run_config(run_dir: Path) -> ExperimentConfig:
 def read_settings(run_dir: Path) -> Any:
     """The resolved config of the run in `run_dir` as nested mappings, whatever version wrote it.
 
-    Every process of a run reads it, so without OmegaConf, which takes fifty times as long to check what it wrote.
+    Every process of a run reads it, so OmegaConf is not used: it would take fifty times as long to check its own
+        output.
     """
     text = (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))

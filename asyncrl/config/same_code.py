@@ -1,8 +1,8 @@
 """Checksums of the sources that a process runs, by which hosts notice that they have different code.
 
-Compared are sources that a run may have in several states: asyncrl itself, the packages that settings name, and every
-module that is installed nowhere (found by PYTHONPATH or in the current folder). Other packages may differ from host to
-host. Files of code that settings name by path are brought to each host, and need no comparison.
+Sources of which a run may have several states are compared: asyncrl itself, the packages that settings name, and every
+module that is not installed (found by PYTHONPATH or in the current folder). Other packages may differ from host to
+host. Code files that settings name by path are copied to each host and need no comparison.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def loaded_sources(packages: Collection[str] = ()) -> dict[str, str]:
 
 
 class KnownSources:
-    """The sources of this host, each as it was when this process was first asked for it.
+    """The sources of this host. Each keeps the state it had when this process first read it.
 
-    What is changed later is noticed, until the process is replaced.
+    So later changes are detected as differences, until the process is replaced.
     """
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from asyncrl.config.suggestions import did_you_mean
 
 _KEY = "asyncrl.setting"
 MOST_SEED = 2**31 - 1
-"""Greatest seed: with a number of 32 bits beside it, it fits into the 64 bits of torch's generators."""
+"""Largest seed: together with a number of 32 bits it fits into the 64 bits of torch's generators."""
 
 
 class ConfigError(ValueError):
@@ -50,7 +50,8 @@ def setting(
     """A dataclass field that carries its documentation and bounds.
 
     `minimum` and `maximum` are inclusive. `choices` are for strings; a field annotated with an enum has the enum's.
-    A `fixed` setting decides what a checkpoint means, so a trial that has one cannot go on with another value.
+    A `fixed` setting decides the meaning of a checkpoint, so a trial with checkpoints cannot continue with another
+    value.
     """
     info = SettingInfo(help=help, unit=unit, choices=choices, minimum=minimum, maximum=maximum, fixed=fixed)
     if factory is not None:
@@ -74,7 +75,7 @@ def least_problems(group: str, config: Any) -> Iterator[str]:
 
 
 def not_a_choice(name: str, value: object, choices: Iterable[str]) -> str:
-    """The message about setting `name` with a `value` that is none of its `choices`."""
+    """Return the message for a setting `name` whose `value` is not one of its `choices`."""
     choices = list(choices)
     hint = did_you_mean(str(value), choices) or ";"
     return f"{name}={value!r}: not a choice{hint} choose one of {', '.join(choices)}"
@@ -94,7 +95,7 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
     def on(self, device: str) -> Dtype:
-        """Return the type that this stands for in a process that computes on `device` (`cpu`, `cuda`, `cuda:1`)."""
+        """Return the type in a process that computes on `device` (`cpu`, `cuda`, `cuda:1`); resolves `auto`."""
         if self is not Dtype.auto:
             return self
         return Dtype.bfloat16 if device.startswith("cuda") else Dtype.float32
@@ -104,14 +105,14 @@ class Device(StrEnum):
     """Device on which a process computes."""
 
     auto = "auto"
-    """`cuda` where there is one."""
+    """`cuda` if there is a GPU."""
     cpu = "cpu"
     cuda = "cuda"
 
 
 @dataclass
 class ChoiceConfig:
-    """A registered algorithm, or an import path to one's own, with its parameters."""
+    """A registered algorithm, or the import path of the user's own, with its parameters."""
 
     name: str = setting("", "registered name, or import path `package.module:function` or `path/to/file.py:function`")
     params: dict[str, Any] = setting(help="keyword arguments of the function", factory=dict)

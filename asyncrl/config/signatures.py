@@ -1,12 +1,13 @@
 """Registrations and parameters of functions, read from Python source without importing it.
 
-The launcher checks `algorithm.*.params`, `reward.args` and the like before anything starts. The source shows what it
-needs: a decorator (`@policy_loss("ppo_clip")`) names the kind and the algorithm, the arguments of the function (or of
-the constructor) are the parameters, annotations and defaults the rules.
+The launcher checks `algorithm.*.params`, `reward.args` and the like before anything starts. The source shows all that
+is
+needed: a decorator (`@policy_loss("ppo_clip")`) names the kind and the algorithm, the arguments of the function (or of
+the constructor) are the parameters, and annotations and defaults are the rules.
 
-Source is read, not imported (with `inspect`, in a process of its own), for three reasons. Importing the algorithms
-imports torch, which takes longer than all other checks together. User code may need packages or GPUs that only the
-workers' hosts have. And a check must not run user code: importing a module may load a model or call a service.
+The source is parsed instead of imported (with `inspect`, in a separate process) for three reasons. Importing the
+algorithms imports torch, which takes longer than all other checks together. User code may need packages or GPUs that
+only the workers' hosts have. And a check must not run user code: importing a module may load a model or call a service.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from asyncrl.config.suggestions import did_you_mean
 
 MODEL_FUNCTION = "model_function"
 DECORATOR_KIND = {kind: kind for kind in (*KINDS, MODEL_FUNCTION)} | {"filter_": "filter", "kl_estimator": "kl"}
-"""Decorator name to kind; `filter_` because `filter` is a builtin, `kl_estimator` because that is what it marks."""
+"""Kind by decorator name. `filter_` avoids the builtin `filter`; `kl_estimator` marks functions of the kind `kl`."""
 
 _DECORATOR = re.compile(rb"^[ \t]*@.*\b(?:%s)\s*\(" % "|".join(DECORATOR_KIND).encode(), re.MULTILINE)
 _MARKS = ("run_in(", "verdict")
@@ -60,7 +61,7 @@ Params = dict[str, Param]
 
 @dataclass(frozen=True)
 class RegisteredFunction:
-    """A registered or user-named function: where it lives and what it takes (None: the source does not say)."""
+    """A registered or user-named function: its place and its parameters (None if the source does not show them)."""
 
     kind: str
     name: str
@@ -113,9 +114,9 @@ def check_arguments(
     """Check that `given` fits `params`.
 
     Args:
-        label: how a message names what takes them.
-        where: the group of settings that gives them, `params` or `args`.
-        supplied: parameters that asyncrl hands over itself.
+        label: name of the function or class in messages.
+        where: group of settings with the arguments, `params` or `args`.
+        supplied: parameters that asyncrl passes itself.
 
     Raises:
         ValueError: an unknown, missing or ill-typed parameter.
@@ -141,13 +142,13 @@ def check_arguments(
 def problems(
     group: str, path: str, args: Mapping[str, Any], supplied: Collection[str] = (), positional: int = 0
 ) -> Iterator[str]:
-    """Yield what is wrong with the class or function that `<group>.path` names, and with its `<group>.args`.
+    """Yield an error message for each problem with the class or function at `<group>.path` and its `<group>.args`.
 
-    Nothing is run. Arguments are checked where the source says what is taken.
+    Nothing is run. Arguments are checked as far as the source shows the parameters.
 
     Args:
-        supplied: keyword arguments that asyncrl hands over itself.
-        positional: how many arguments come by position, before the configured ones.
+        supplied: keyword arguments that asyncrl passes itself.
+        positional: number of arguments passed by position, before the configured ones.
     """
     try:
         params = _params_at(path, positional)
@@ -235,7 +236,7 @@ def _params_at(path: str, positional: int) -> Params | None:
 
 
 def _is_plain(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    """Return True if it takes what its definition shows: it has no decorator but marks."""
+    """True if its definition shows its parameters: no decorator changes them."""
     return all(ast.unparse(decorator).startswith(_MARKS) for decorator in node.decorator_list)
 
 

@@ -9,21 +9,24 @@ _SIMILAR = 0.6
 """Least similarity, by `difflib.SequenceMatcher.ratio`, of a suggestion among a few names."""
 _SIMILAR_SETTING = 0.75
 """The same among all settings, of which there are so many that some are always a little alike."""
+_SAME_WORD = 0.9
+"""Least similarity of two last parts that are taken for one word, such as a singular and its plural."""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`, did you mean 'x'?` for the one of `names` that `name` is probably a slip of; empty where none is near."""
+    """Return `, did you mean 'x'?` with the one of `names` that is most like `name`; empty if none is similar."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=_SIMILAR)
     return f", did you mean {close[0]!r}?" if close else ""
 
 
 def nearest_setting(name: str, settings: Iterable[str]) -> str | None:
-    """The setting that `name` is probably a slip of; None where none is near.
+    """Return the setting that is probably meant by `name`; None if none is similar. Candidates, in order:
 
-    A setting of the same last part is nearest (`lr`: `optimizer.lr`; `steps`: `total_train_steps`), of several the one
-    whose group is most like what was written, then the shallowest, then the first. After those come settings that hold
-    all the words of `name` (`batch_size`: `train_batch_size`), then those that are spelt like it; `.` and `_` are the
-    same there (`model_path`: `model.path`).
+    1. A setting with the same last part (`lr`: `optimizer.lr`; `steps`: `total_train_steps`), or with nearly the same
+       in the group that `name` gives (`eval.rewards`: `eval.reward`). Of several, the one whose group is most similar,
+       then the shallowest, then the first.
+    2. A setting that has all words of the last part (`batch_size`: `train_batch_size`).
+    3. A setting with a similar spelling; `.` and `_` are the same here (`model_path`: `model.path`).
     """
     group, _, leaf = name.rpartition(".")
     flat, words = name.replace(".", "_"), set(leaf.split("_"))
@@ -31,7 +34,9 @@ def nearest_setting(name: str, settings: Iterable[str]) -> str | None:
     def distance(path: str) -> tuple[float, ...]:
         own_group, _, own_leaf = path.rpartition(".")
         depth, flat_path = path.count("."), path.replace(".", "_")
-        if own_leaf == leaf or flat_path == flat or (not group and not own_group and own_leaf.endswith(f"_{leaf}")):
+        ends_so = not group and not own_group and own_leaf.endswith(f"_{leaf}")
+        slip = group == own_group != "" and _similarity(leaf, own_leaf) >= _SAME_WORD
+        if own_leaf == leaf or flat_path == flat or ends_so or slip:
             return 0, -_similarity(group, own_group) if group else 0, depth
         similarity = max(_similarity(flat, flat_path), _similarity(leaf, own_leaf))
         if len(leaf) > 2 and words <= set(own_leaf.split("_")):

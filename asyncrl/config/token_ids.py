@@ -10,10 +10,10 @@ MOST_IDS = 1 << 20
 
 
 def token_ids(text: str) -> tuple[int, ...]:
-    """The ids that `text` names: ids and inclusive ranges, parted by commas; in ascending order, none for empty text.
+    """Parse ids and inclusive ranges, separated by commas. Return the ids in ascending order; none for empty text.
 
     Raises:
-        ValueError: it is written otherwise, a range is empty or longer than `MOST_IDS`, or an id is there twice.
+        ValueError: the text has another form, a range is empty or longer than `MOST_IDS`, or an id occurs twice.
     """
     found: list[int] = []
     for part in (part.strip() for part in text.split(",")) if text.strip() else ():

@@ -38,6 +38,11 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
             f"{setting}: manager.weight_transport={config.manager.weight_transport!r} sends weights from the trainer's "
             "memory, which a guest needs by then; use disk"
         )
+    if config.trainer.score_ahead:
+        yield (
+            f"{setting}: trainer.score_ahead=true computes on the devices while guests generate there; use "
+            "trainer.score_ahead=false"
+        )
     if config.policies:
         yield f"{setting}: servers of `policies` do not rest, and may be on the same devices; use guests=none"
     if not config.system.shared_filesystem:

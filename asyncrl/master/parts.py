@@ -22,6 +22,7 @@ from asyncrl.master.books.reports import Reports, ReportState
 from asyncrl.master.data.batches import Batches
 from asyncrl.master.data.buffer import SampleBuffer
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.score_ahead import AheadScorer, frozen_calls
 from asyncrl.master.data.stall import LOOK_S, StallWatch
 from asyncrl.master.graph.executor import Executor, column_moves
 from asyncrl.master.graph.types import Graph
@@ -184,6 +185,8 @@ def assemble(
     reported = ReportState(buffer, ledger, curriculum, steps)
     turns = DeviceTurns(peers.board, peers.manager, stall, announcer, stop, len(guests_of(config.generation)))
     lease_s = config.manager.rollout_lease_s
+    calls = frozen_calls(config, graph, peers.placement)
+    ahead = AheadScorer(calls, buffer, ranks, actors, heads=len(heads))
     reports = Reports(peers.manager, collector, reported, stop, limit_s=limit_s, lease_s=lease_s)
     return Parts(
         config=config,
@@ -195,7 +198,7 @@ def assemble(
         executor=Executor(graph, routes.placement, peers.workers, limit_s, moves),
         buffer=buffer,
         collector=collector,
-        batches=Batches(config, buffer, collector, peers.manager, stall, reports.report, turns),
+        batches=Batches(config, buffer, collector, peers.manager, stall, reports.report, turns, ahead),
         metrics_log=metrics_log,
         ledger=ledger,
         announcer=announcer,

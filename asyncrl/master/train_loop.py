@@ -131,7 +131,7 @@ class TrainLoop:
         parts.version += 1
         self._model_in_step = False
         times |= {"time/wait_for_batch_s": waited_s, "time/train_s": perf_counter() - began}
-        times |= of_ranks(ended)
+        times |= parts.batches.ahead.pop_metrics(batch) | of_ranks(ended)
         if parts.config.buffer.order.path:
             times["rollout/order_failed"] = float(parts.batches.order.failures)
         return CompleteStep(parts.version, batch, stats | times)

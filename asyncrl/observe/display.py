@@ -1,6 +1,6 @@
 """Display of a running run: one live panel on a terminal, one line per train step elsewhere.
 
-Displays are fed rows of `metrics.jsonl` by the launcher; they know nothing of processes.
+The launcher passes them rows of `metrics.jsonl`; they do not know the processes.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Display(Protocol):
     """Progress display that the launcher updates."""
 
     def note(self, text: str) -> None:
-        """Take a remark."""
+        """Show a remark."""
 
     def row(self, row: Row) -> None:
-        """Take a row of metrics."""
+        """Show a row of metrics."""
 
     def standing(self, lines: Sequence[str]) -> None:
-        """Take where the run stands: what processes do before the first step, then what sets the pace."""
+        """Show the state of the run: the processes' activities before the first step, then the bottleneck."""
 
     def close(self) -> None:
-        """The end."""
+        """End the display."""
 
 
 def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int) -> Display:
@@ -61,9 +61,9 @@ def make_display(kind: DisplayMode, title: str, total_steps: int, eta: int) -> D
 
 
 def wrapped(text: str, console: Console, indent: int = 0) -> str:
-    """Return `text` with its lines broken between words where they are wider than a terminal; elsewhere as it is.
+    """Return `text` with its lines wrapped to the terminal's width; unchanged without a terminal.
 
-    Paths and commands stay whole, so that they can be copied. What follows a break is indented by `indent`.
+    Paths and commands stay whole, so that they can be copied. Continuation lines are indented by `indent`.
     """
     if not console.is_terminal:
         return text
@@ -112,7 +112,7 @@ _DROPPED = "rollout/dropped_"
 
 
 class _Failures:
-    """Remarks on what failed, and on steps that teach nothing, over the rows of this launch."""
+    """Remarks on failures and on steps without a learning signal, over the rows of this launch."""
 
     def __init__(self) -> None:
         self._flat = FlatSteps()
@@ -159,7 +159,7 @@ class PlainDisplay:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def row(self, row: Row) -> None:
-        """Print a step's main figures; of step 0 there are evaluations alone."""
+        """Print a step's main figures; step 0 has evaluations only."""
         parts = [f"step {row['step']:.0f}/{self._total}"]
         if "reward/mean" in row:
             parts += [
@@ -176,7 +176,7 @@ class PlainDisplay:
             self.note(remark)
 
     def standing(self, lines: Sequence[str]) -> None:
-        """Print what processes do, as long as there is no step, whenever it is something else than before."""
+        """Print the processes' activities whenever they change, until the first step."""
         told = [_SINCE.sub("", line) for line in lines]
         if not self._begun and told != self._told:
             self._told = told
@@ -184,7 +184,7 @@ class PlainDisplay:
                 self.note(f"  {line}")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 class LiveDisplay:
@@ -210,7 +210,7 @@ class LiveDisplay:
         self._live.console.print(wrapped(text, self._live.console), markup=False, soft_wrap=True)
 
     def row(self, row: Row) -> None:
-        """Take a step's figures in."""
+        """Update the figures with a step's row."""
         for name, value in main_figures(row).items():
             self._evaluated.setdefault(name, []).append(value)
         for remark in self._failures.take(row):
@@ -224,7 +224,7 @@ class LiveDisplay:
             self._first_step = (row["step"], time.monotonic())
 
     def standing(self, lines: Sequence[str]) -> None:
-        """Show where the run stands below the figures."""
+        """Show the state of the run below the figures."""
         self._standing = lines
 
     def close(self) -> None:
@@ -282,7 +282,9 @@ class LiveDisplay:
         return grid
 
     def _generated_per_s(self) -> float:
-        """Over the recent steps: rollouts end in bursts, and a short step may see none."""
+        """Return generated tokens per second over recent steps: rollouts end in bursts, and a short step may have
+        none.
+        """
         tokens: float = sum(row["throughput/gen_tokens_per_s"] * row["time/step_s"] for row in self._recent)
         return tokens / self._recent_s
 

@@ -1,12 +1,12 @@
-"""Lines of `observed/` from hosts that share no folder, appended to the run's folder on the launcher's host.
+"""Copy lines of `observed/` from hosts without a shared folder to the run's folder on the launcher's host.
 
-On such a host `ObservedLines` collects what is new; its staging server sends that. On the launcher's host
-`ObservedHome` appends it to the file of the same name, with times on the launcher's clock. Lines are numbered, so one
-that is sent again is appended once. Where either end was started again, lines that are not newer than what is there
-are left out.
+On such a host `ObservedLines` collects new lines, and its staging server sends them. On the launcher's host
+`ObservedHome` appends them to the file of the same name, with times on the launcher's clock. Lines are numbered, so a
+line that is sent twice is appended once. After a restart of either end, lines that are not newer than those in the file
+are skipped.
 
-`HostClock` estimates how far the host's clock is ahead, as NTP does: a reply says when it was made, which is between
-the request and its arrival. The exchange with the shortest round trip tells most.
+`HostClock` estimates how far the host's clock is ahead, as NTP does: a reply contains its time, which is between the
+request and the reply's arrival. The exchange with the shortest round trip is the most accurate.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ HOME_FILE: Final = ".home"
 MOST_WAITING: Final = 10_000
 """Lines of a process that wait in memory for a connection; later ones wait in its file."""
 EXCHANGES: Final = 30
-"""Exchanges that the estimate of a clock rests on: with one every two seconds, those of the last minute."""
+"""Number of exchanges used for the estimate of a clock: one every two seconds, so those of the last minute."""
 
 
 class Batch(NamedTuple):
-    """Lines on their way.
+    """Lines in transit.
 
     Attributes:
-        sender: random name of who sends them; another one after a restart.
+        sender: random name of the sending process; a new one after a restart.
         first: number of the first line of each file, counted from this sender's first.
         lines: by file name in `observed/`.
     """
@@ -107,7 +107,9 @@ def _text(raw: bytes) -> str:
 
 @dataclass
 class _Arrival:
-    """What has arrived of a file: from whom, up to which number, and the newest time that was there before."""
+    """State of a file's arrival: its sender, the number of its newest line, and the newest time in it before this
+    sender.
+    """
 
     sender: str
     next: int
@@ -121,7 +123,7 @@ class ObservedHome:
         self._folder = run_dir / OBSERVED_DIR
         self._arrivals: dict[str, _Arrival] = {}
         self.id = secrets.token_hex(8)
-        """Written into the folder, so that who sees that folder too, in spite of the settings, sends nothing."""
+        """Id written into the folder, so that a host that sees this folder after all sends nothing."""
         self._folder.mkdir(exist_ok=True)
         (self._folder / HOME_FILE).write_text(self.id)
 
@@ -147,7 +149,7 @@ class ObservedHome:
 
 
 def _shifted(text: str, ahead_s: float) -> dict[str, Any] | None:
-    """The line with its times on the launcher's clock; None where it is no such line."""
+    """Return the line with its times on the launcher's clock; None if it is not a valid line."""
     try:
         line = json.loads(text)
         moved = {key: round(line[key] - ahead_s, 3) for key in _TIMES if key in line}
@@ -177,12 +179,12 @@ class HostClock:
         self._exchanges: deque[tuple[float, float]] = deque(maxlen=EXCHANGES)
 
     def exchanged(self, asked_at: float, their_time: float, answered_at: float) -> None:
-        """Take in an exchange: when it was asked and answered by this clock, and by the other one in between."""
+        """Record an exchange: times of request and reply on this clock, and the time on the other clock in between."""
         within_s = max(answered_at - asked_at, 0.0) / 2
         self._exchanges.append((within_s, (asked_at + answered_at) / 2 - their_time))
 
     def figures(self) -> dict[str, float]:
-        """The estimate `clock_ahead_s`, and by how much at most it is wrong; nothing before the first exchange."""
+        """Return the estimate `clock_ahead_s` and its largest error; empty before the first exchange."""
         if not self._exchanges:
             return {}
         within_s, ahead_s = min(self._exchanges)

@@ -213,6 +213,12 @@ METRICS: tuple[Metric, ...] = (
         grows=True,
     ),
     Metric(
+        "rollout/scored_ahead",
+        "share",
+        "Share of the batch that frozen reference and reward models scored before its step (`trainer.score_ahead`).",
+        "Near 1 where the trainer waits for data; near 0 where it does not, and then it costs nothing.",
+    ),
+    Metric(
         "rollout/lost_episodes: <failure>",
         "episodes",
         "Episodes that failed in this way and were dropped while the rest of their groups went on.",
@@ -321,6 +327,12 @@ METRICS: tuple[Metric, ...] = (
         "s",
         "Time that servers on the trainer's devices took to give their memory back; with `generation.guests` only.",
         "Small next to `time/step_s`; 0 where a step follows in the same turn.",
+    ),
+    Metric(
+        "time/score_ahead_s",
+        "s",
+        "Part of `time/wait_for_batch_s` in which frozen models scored what had come (`trainer.score_ahead`).",
+        "What the step is shorter by.",
     ),
     Metric(
         "time/train_s",

@@ -1,4 +1,4 @@
-"""Steps from which the policy learns nothing, as the rewards say nothing about which answers are better.
+"""Detect steps from which the policy learns nothing, because the rewards do not distinguish answers.
 
 Group advantages compare the answers to one prompt. If all rewards of each group are equal, every advantage is 0 and the
 policy's gradient too. If every reward of the step is the same number, a critic has nothing to learn from either.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 FLAT_STEPS = 3
-"""So many steps in a row are a warning: one small batch may be all right or all wrong by chance."""
+"""Consecutive steps that cause a warning: a single small batch may be all right or all wrong by chance."""
 ADVICE = "look at the reward function, at how hard the prompts are, and at group_size"
 _ZERO = 1e-6
 
@@ -50,7 +50,7 @@ class FlatSteps:
         return f"WARNING: the rewards of the last {FLAT_STEPS} steps {what}, so nothing is learnt from them; {ADVICE}"
 
     def summary(self) -> str | None:
-        """Return what the summary says; None if something was learnt from every step."""
+        """Return a line for the summary; None if every step had something to learn."""
         if not self.count:
             return None
         equal = "all their rewards" if self.constant == self.count else "all rewards of each group"

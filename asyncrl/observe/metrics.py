@@ -1,8 +1,8 @@
 """Sinks of a run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases by setting.
 
 `metrics.jsonl` has one JSON object per train step (and one of step 0, where the initial model is evaluated), appended
-and flushed as it is made, so that a display can follow the file. A launch first cuts the rows from its own first step
-on: they belong to a future that is trained anew.
+and flushed at once, so that a display can follow the file. A launch first removes the rows from its own first step on,
+because it trains these steps again.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, step: int, row: Row) -> None:
-        """Take the row of `step`; steps ascend."""
+        """Record the row of `step`; steps ascend."""
 
     @abstractmethod
     def samples(self, step: int, table: Table) -> None:
-        """Take a few samples that `step` trained."""
+        """Record a few samples that `step` trained."""
 
     @abstractmethod
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close."""
 
 
 class JsonlSink(Sink):
@@ -68,7 +68,7 @@ class JsonlSink(Sink):
         self.last_step = step
 
     def samples(self, step: int, table: Table) -> None:
-        """They are in files of their own."""
+        """Do nothing: samples are in separate files."""
 
     def close(self) -> None:
         self._file.close()
@@ -113,8 +113,8 @@ class TensorBoardSink(Sink):
 class WandbSink(Sink):
     """A Weights & Biases run with the resolved config, continued by a launch that resumes the trial.
 
-    Its id is in the trial's folder, so a trial that was wiped is another run. Rows are drawn over `step`: what a launch
-    that went back trains again comes after what it replaces, in place of being dropped.
+    Its id is in the trial's folder, so a wiped trial is a new run. The x axis is `step`. If a launch goes back and
+    trains steps again, the new points come after the old ones and are not dropped.
 
     Raises:
         MetricsError: wandb is not installed.
@@ -159,7 +159,7 @@ def _wandb_id(file: Path) -> str:
 
 
 def without_secrets(value: Any) -> Any:
-    """Settings with `HIDDEN` in place of texts whose name says that they are secret, wherever they stand."""
+    """Return settings with every text whose name says that it is secret replaced by `HIDDEN`, at any depth."""
     if isinstance(value, Mapping):
         return {
             key: HIDDEN if _SECRET.search(str(key)) and isinstance(each, str) and each else without_secrets(each)
@@ -172,8 +172,8 @@ class MetricsWriter:
     """Writes every row to all sinks.
 
     Args:
-        sinks: where rows go besides the first.
-        jsonl: the file that also says how far the rows go.
+        sinks: further sinks.
+        jsonl: the first sink; its file also shows which row was the last.
     """
 
     def __init__(self, jsonl: JsonlSink, *sinks: Sink) -> None:
@@ -209,7 +209,7 @@ class MetricsWriter:
             sink.write(step, row)
 
     def samples(self, step: int, table: Table) -> None:
-        """Show a few samples that `step` trained, wherever there is a place for them."""
+        """Send a few samples that `step` trained to all sinks."""
         for sink in self._sinks:
             sink.samples(step, table)
 

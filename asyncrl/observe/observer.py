@@ -1,14 +1,14 @@
 """A process's record of itself: a line every two seconds in `observed/<kind>-<index>.jsonl` of the run's folder.
 
-A line says what the process does (`stage`, for people), what it used (processor, memory), how late it was, and the
-figures that the process itself gives (`gauges`). Counters that end in `_s` or `_total` only grow, so that a reader can
-take differences over any time and miss lines. A line with `span` is a piece of work with its begin and end.
+A line has the current activity (`stage`, for people), resources used (CPU time, memory), delays, and the process's own
+figures (`gauges`). Counters that end in `_s` or `_total` only grow, so a reader can take differences over any time and
+may miss lines. A line with `span` is a piece of work with its begin and end.
 
-The file stays when the process dies; a file that is full is followed by a new one and the one before is kept, so a
-process has at most `2 * FILE_BYTES` there. A disk that takes nothing costs lines, never the process.
+The file stays when the process dies. A full file is followed by a new one and the previous one is kept, so a process
+has at most `2 * FILE_BYTES`. A full disk loses lines, but never stops the process.
 
-The functions of this module act on the process's one observer, as logging does. Where none was started (tests,
-commands), they do nothing.
+The functions of this module act on the process's single observer, as in `logging`. Without one (tests, commands) they
+do nothing.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ class Observer:
             self._write(self.line() | {"ended": True})
 
     def stage(self, text: str) -> None:
-        """Say what the process does from now on; the next line tells it."""
+        """Set the activity of the process from now on, for the next lines."""
         if text != self._stage:
             self._stage, self._since = text, time.time()
 
     def gauges(self, read: Gauges) -> None:
-        """Have each line hold the figures that `read` returns; it is called by the observer's thread."""
+        """Add the figures that `read` returns to each line; the observer's thread calls it."""
         self._gauges.append(read)
 
     def watch(self, loop: AbstractEventLoop) -> None:
-        """Measure how late `loop` is from now on; of several the latest is told."""
+        """Measure the delay of `loop` from now on; of several loops the largest delay is reported."""
         self._loops.append(loop)
 
     def span(self, name: str, begin: float, end: float, **about: Any) -> None:
-        """Write that `name` lasted from `begin` to `end`, in seconds since 1970."""
+        """Write a span `name` from `begin` to `end`, in seconds since 1970."""
         self._write({"span": name, "begin": round(begin, 3), "end": round(end, 3), **about})
 
     def line(self) -> dict[str, Any]:
-        """The line of now."""
+        """Build a line with the current values."""
         line = {
             "at": round(time.time(), 3),
             "pid": os.getpid(),
@@ -115,7 +115,9 @@ class Observer:
                 self._write(self.line())
 
     def _ping(self, now: float) -> None:
-        """Ask each loop to say when it comes to this; an answer that is due counts as late so far."""
+        """Schedule a callback on each loop to measure its delay; a callback that has not run yet counts with its
+        age.
+        """
         for loop in list(self._loops):
             if (asked := self._pinged.get(loop)) is not None and not loop.is_closed():
                 self._loop_late_s = max(self._loop_late_s, now - asked)
@@ -143,7 +145,7 @@ class Observer:
 
 
 def append_line(file: Path, data: bytes, file_bytes: int = FILE_BYTES) -> None:
-    """Append a line to `file`; where it would be larger than `file_bytes`, a new one begins and this one is kept.
+    """Append a line to `file`. If the file would exceed `file_bytes`, it is kept aside and a new one begins.
 
     Raises:
         OSError: it cannot be written.
@@ -165,7 +167,7 @@ _observer: Observer | None = None
 
 
 def start(run_dir: Path, kind: str, index: int) -> None:
-    """Begin to observe this process, the `index`-th of its `kind`."""
+    """Start the observer of this process, the `index`-th of its `kind`."""
     global _observer
     try:
         (run_dir / OBSERVED_DIR).mkdir(exist_ok=True)
@@ -210,7 +212,7 @@ def span(name: str, begin: float, end: float, **about: Any) -> None:
 
 @contextmanager
 def doing(text: str, name: str = "", **about: Any) -> Iterator[None]:
-    """Say that the process does `text` inside; with a `name`, also write the span."""
+    """Set the activity to `text` within this block; with a `name`, also write the span."""
     began = time.time()
     stage(text)
     try:

@@ -1,7 +1,7 @@
 """Metrics and figures of runs in Prometheus' text format, read from the runs' files.
 
-`prometheus_text` is the answer of one endpoint for all processes of the runs. It asks no process, so watching costs a
-run nothing, and the last figures of a process that died stay visible.
+`prometheus_text` answers one endpoint for all processes of the runs. It reads files only, so watching costs a run
+nothing, and the last figures of a dead process stay visible.
 
 Names and help texts follow from the glossary. `rollout/generate_s` is `asyncrl_rollout_generate_s`, and a placeholder
 is a label: `eval/held_out/accuracy` is `asyncrl_eval_accuracy{set="held_out"}`. Figures of `observed/` are

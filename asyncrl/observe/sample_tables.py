@@ -18,16 +18,16 @@ class SampleTables:
     """Finds the steps whose samples are new.
 
     Args:
-        folder: of the samples.
-        size: how many samples of a step at most.
-        after: steps up to this one have their table already.
+        folder: folder of the samples.
+        size: limit on the samples of a step.
+        after: steps up to this one already have their table.
     """
 
     def __init__(self, folder: Path, size: int, after: int) -> None:
         self._folder, self._size, self._after = folder, size, after
 
     def new(self, before: int) -> list[tuple[int, Table]]:
-        """The tables of steps below `before`, in order, each once: what writes a step's samples may still be at it."""
+        """Return new tables of steps below `before`, in order; later steps may still be being written."""
         steps: dict[int, list[Path]] = {}
         for file in sample_files(self._folder):
             if self._after < (step := step_of(file)) < before:

@@ -1,8 +1,8 @@
 """Kept samples: Parquet files with a row per sample, `docs/samples.md` describes the columns. Needs pyarrow.
 
-A file holds what one writer kept of one train step, `samples/step-<step>.<writer>.parquet`, and appears whole. So a
-launch that forgets steps removes their files, and rotation removes the oldest ones. Answers of evaluations are kept the
-same way, a file for each version, in a folder for each set.
+A file, `samples/step-<step>.<writer>.parquet`, has the samples that one writer kept of one train step, and is written
+atomically. So a launch that forgets steps removes their files, and rotation removes the oldest ones. Answers of
+evaluations are kept in the same way, in a file for each version and a folder for each set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.api.trajectory import Sample, Trajectory
 Row: TypeAlias = dict[str, Any]
 """A sample by column."""
 Scores: TypeAlias = Mapping[str, NDArray[np.float32]]
-"""By the name of a column of tokens, values `[T]` of all samples of a trajectory, end to end."""
+"""Values `[T]` of all samples of a trajectory, end to end, by the name of a per-token column."""
 
 TOKEN_SCORES = ("prox_logprobs", "ref_logprobs", "advantages")
 """Columns that training adds to a sample's tokens; null if it did not."""
@@ -78,7 +78,7 @@ def schema() -> Any:
 
 
 def rows_of(trajectory: Trajectory, step: int, decode: Callable[[Sequence[int]], str], scores: Scores) -> list[Row]:
-    """The rows of a trajectory that the step which makes version `step` trained; 0: none did."""
+    """Convert a trajectory to rows; `step` is the version made by the step that trained it, 0 if none did."""
     rows, start = [], 0
     written: set[str] = set()
     for number, sample in enumerate(trajectory.samples):
@@ -111,7 +111,7 @@ def write_samples(folder: Path, step: int, writer: str, rows: Sequence[Row], max
 
 
 def forget_after(folder: Path, step: int, writer: str) -> None:
-    """Remove what `writer` kept of steps after `step`: a launch that goes on from there trains them anew."""
+    """Remove the samples of `writer` after `step`, from which a launch resumes and trains these steps again."""
     for path in folder.glob(f"step-*.{writer}.parquet"):
         if step_of(path) > step:
             path.unlink()
@@ -136,7 +136,7 @@ def read_samples(files: Iterable[Path], columns: Sequence[str] | None = None) ->
     """The rows of `files`, one after the other, in the data order within each file.
 
     Raises:
-        ValueError: a file is no such file; the message names it.
+        ValueError: a file is not a file of samples; the message names it.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -154,7 +154,7 @@ def trajectories(rows: Iterable[Row]) -> Iterator[tuple[int, Trajectory]]:
     rollout are adjacent.
 
     Raises:
-        ValueError: a row makes no sample.
+        ValueError: a row is not a valid sample.
     """
     group: list[Row] = []
     for row in rows:
@@ -268,8 +268,9 @@ def _segments(
     sample: Sample,
     decode: Callable[[Sequence[int]], str],
 ) -> list[dict[str, Any]]:
-    """The sample cut where the policy begins or ceases to speak, where its version changes, and around pictures, whose
-    text is their name.
+    """Cut the sample where generated text begins or ends, where the version changes, and around pictures.
+
+    The text of a picture is its name.
     """
     versions = sample.versions
     changes = np.flatnonzero((mask[1:] != mask[:-1]) | (mask[1:] & (versions[1:] != versions[:-1]))) + 1

@@ -12,7 +12,8 @@ import xxhash
 class JsonlTail:
     """Reads whole lines appended to `file` since the last `read`; the file may not exist yet, or be cut shorter.
 
-    What is left after a cut is not read again: a process that continues an earlier one cuts off what it writes anew.
+    Lines left after the file was cut are not read again: a process that continues an earlier one cuts off the lines
+    that it will write again.
     """
 
     def __init__(self, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""One prompt's group through a user's agent and environments, and what the group is worth afterwards."""
+"""Run one prompt's group with the user's agent and environments, then filter the group and shape its rewards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Shaping = Callable[[GroupView], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
 
 class CountingClient(ChatClient, Protocol):
-    """The client of an episode, which counts what it did, by name, and is closed with it."""
+    """The client of an episode. It counts its calls by name and is closed at the end of the episode."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -47,17 +47,17 @@ class CountingClient(ChatClient, Protocol):
         ...
 
     def close(self) -> None:
-        """The episode is over."""
+        """End the episode."""
         ...
 
 
 MakeClient = Callable[[GenerationClient, Prompt], CountingClient]
-"""The client of an episode: of the policy, and of the prompt as the member receives it."""
+"""Make the client of an episode from the policy and the member's prompt."""
 
 
 @dataclass(slots=True)
 class _EpisodePolicy:
-    """The policy as one episode asks it: a seed that was used is not used again, which would draw the same numbers."""
+    """The policy for one episode. No seed is used twice, because it would draw the same random numbers."""
 
     policy: GenerationClient
     uses: Counter[int] = field(default_factory=Counter)
@@ -77,9 +77,9 @@ class RetryLimits:
     """Retries of episodes that fail.
 
     Attributes:
-        number: how often an episode is played in all, before it is given up.
-        least: episodes without which a group is worth nothing, once some were given up.
-        limit_s: what plays longer than this after the group began is given up; None: no limit.
+        number: attempts per episode, after which it is lost.
+        least: least number of episodes of a group in which some were lost; with fewer the group fails.
+        limit_s: time limit of all episodes from the start of the group; None for no limit.
     """
 
     number: int = 1
@@ -91,15 +91,15 @@ _CONTEXT_LIMITS = {
     "chat/limit_context_length": "generation.context_length",
     "chat/limit_max_total_tokens": "generation.max_total_tokens",
 }
-"""Settings that bound a conversation's tokens, by the metric of an episode's client that counts their meeting."""
+"""Settings that limit a conversation's tokens, by the metric that counts how often the limit was reached."""
 
 
 @dataclass(slots=True)
 class Group:
-    """The policy as a group asks it, and as its episodes do; see `asyncrl.api.GroupClient`.
+    """The policy for a group and for its episodes; see `asyncrl.api.GroupClient`.
 
     Args:
-        agent: named where no other code of users is known to have failed.
+        agent: name of the agent, for failures in no other user code.
     """
 
     policy: GenerationClient
@@ -108,7 +108,7 @@ class Group:
     tries: RetryLimits
     clients: list[CountingClient] = field(default_factory=list)
     lost: Counter[str] = field(default_factory=Counter)
-    """Episodes that were given up, by what failed and how."""
+    """Numbers of lost episodes, by the code that failed and how."""
     last_failure: Exception | None = None
     """Error of the last episode that was lost."""
     _clients_of: dict[int, CountingClient] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Group:
         return client
 
     def try_again(self, prompt: Prompt, error: Exception) -> Prompt | None:
-        """As of `GroupClient`; when the rollout's time is over nothing is tried again."""
+        """See `GroupClient`; nothing is retried once the rollout's time is over."""
         self._failures[prompt.member] += 1
         failures, name = self._failures[prompt.member], named_failure(error, self.agent)
         if setting := self._full_context(prompt.member):  # what is raised then is the error of an agent's framework
@@ -158,11 +158,11 @@ class Group:
         return next((setting for metric, setting in _CONTEXT_LIMITS.items() if counts.get(metric)), "")
 
     def seconds_left(self) -> float | None:
-        """As of `GroupClient`."""
+        """See `GroupClient`."""
         return None if self._ends_at is None else self._ends_at - time.monotonic()
 
     def metrics(self) -> dict[str, float]:
-        """Return the sums of what the episodes' clients counted, and the number of lost episodes."""
+        """Return the sums of the episodes' counts, and the number of lost episodes."""
         total: Counter[str] = Counter()
         for client in self.clients:
             total.update(client.metrics)
@@ -177,22 +177,22 @@ async def run_group(
     make_client: MakeClient,
     tries: RetryLimits = RetryLimits(),
 ) -> tuple[Sequence[Sample], dict[str, float]]:
-    """Run `agent` on `prompt`, its episodes at the same time, each with an environment and a client of its own.
+    """Run `agent` on `prompt`, with its episodes at the same time, each with its own environment and client.
 
-    One that fails costs itself: it is tried again alone, with a random stream of its own, then given up and counted
-    (`LOST_EPISODES`), and the group is the others. Statistics over those that remain are unbiased as long as what fails
-    does not depend on the answers; where it does, a reward's `failure_reward` keeps the answer. An agent that plays its
-    group at once fails as one.
+    A failed episode is retried alone, with a new random stream. After its last attempt it is lost and counted
+    (`LOST_EPISODES`), and the group consists of the others. Statistics over the remaining episodes are unbiased if
+    failures do not depend on the answers; if they do, a reward's `failure_reward` keeps the answer. An agent that plays
+    its group at once fails as a whole.
 
     Returns:
-        The group, any number of samples, each with its episode, none where the agent rejects the prompt; and what the
-        episodes' clients counted.
+        The group, any number of samples with their episodes, none if the agent rejects the prompt; and the counts of
+        the episodes' clients.
 
     Raises:
         EpisodeTimeout: fewer than `tries.least` episodes had ended within the limit.
         EpisodeError: the agent broke its contract, or something that it awaits was cancelled.
-        Exception: whatever the agent, an environment or the policy raised; of a group the first, where it was played at
-            once, and the last where too few of its episodes are left.
+        Exception: the error of the agent, an environment or the policy: the first one if the group is played at once,
+            the last one if too few episodes are left.
     """
     environments: list[Environment] = []
 
@@ -224,7 +224,7 @@ async def run_group(
 
 
 async def _close(environments: Sequence[Environment]) -> None:
-    """Close all of them, then raise what the first failing one raised."""
+    """Close all environments, then raise the first error."""
     closed = await asyncio.gather(*(env.close() for env in environments), return_exceptions=True)
     for outcome in closed:
         if isinstance(outcome, BaseException):
@@ -237,8 +237,10 @@ def _first_cause(group: ExceptionGroup[Exception]) -> Exception:
 
 
 def metrics_of(samples: Sequence[Sample]) -> dict[str, float]:
-    """`agent/<name>` and `reward/<part>`: means over those samples that have them; and of each role the mean reward of
-    its samples, `reward/role/<role>`.
+    """Return the metrics of samples.
+
+    `agent/<name>` and `reward/<part>` are means over the samples that have them, `reward/role/<role>` the mean reward
+    of a role's samples.
     """
     roles = {role_of(sample.group) for sample in samples} - {""}
     by_role = {role: [sample.total_reward for sample in samples if role_of(sample.group) == role] for role in roles}
@@ -274,20 +276,21 @@ def view_of(samples: Sequence[Sample]) -> tuple[GroupView, list[int]]:
 
 
 def judge(samples: Sequence[Sample], filters: Sequence[Filter]) -> FilterDecision:
-    """A keeping verdict if `filters` keep one of the comparison groups; else the first one's rejecting verdict."""
+    """Return a decision to keep if `filters` keep any comparison group, else the first group's rejection."""
     verdicts = [_judge_group([samples[at] for at in positions], filters) for positions in compared(samples)]
     return next((verdict for verdict in verdicts if verdict.keep), verdicts[0])
 
 
 def _judge_group(samples: Sequence[Sample], filters: Sequence[Filter]) -> FilterDecision:
-    """The first rejecting verdict of `filters`, or a keeping one."""
+    """Return the first rejection by `filters`, or a decision to keep."""
     view, _ = view_of(samples)
     return next((verdict for accept in filters if not (verdict := accept(view)).keep), FilterDecision(True))
 
 
 def shape(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> tuple[Sample, ...]:
-    """The samples with their rewards put through `shapings`, in order, each comparison group by itself: what an episode
-    gains or loses there, each of its samples does.
+    """Apply `shapings` in order to the rewards, separately in each comparison group.
+
+    The change of an episode's reward is added to each of its samples.
     """
     shaped = list(samples)
     for positions in compared(samples):
@@ -312,7 +315,7 @@ def _shape_group(samples: Sequence[Sample], shapings: Sequence[Shaping]) -> Sequ
 
 
 def _shaped(sample: Sample, reward: float, before: float, *, alone: bool) -> float:
-    """The sample's reward where its episode's becomes `reward`; exactly that where it is all of the episode's."""
+    """Return the sample's new reward if its episode's becomes `reward`; exactly that if it is the only sample."""
     if alone and sample.token_rewards is None:
         return reward
     return sample.reward + (reward - before)

@@ -1,8 +1,8 @@
-"""The reward of a greedy answer to the group's prompt, beside the group: the baseline of ReMax.
+"""ReMax's baseline: the reward of a greedy answer to the group's prompt, generated beside the group.
 
-Li et al. 2024, "ReMax" (arXiv:2310.10505), algorithm 1. The greedy episode is one more episode of the same agent, in an
-environment and with a client of its own, whatever the agent samples with. It is not trained, and filters and shaping
-do not see it: its reward is what the reward functions give.
+Li et al. 2024, "ReMax" (arXiv:2310.10505), algorithm 1. The greedy episode is one more episode of the same agent, with
+its own environment and client, and always samples greedily. It is not trained, and filters and shaping do not see it:
+its reward is the plain result of the reward functions.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ GREEDY_REWARD = "agent/greedy_reward"
 
 Played: TypeAlias = tuple[Sequence[Sample], dict[str, float]]
 Play: TypeAlias = Callable[[Prompt, GenerationClient, RetryLimits], Awaitable[Played]]
-"""Plays a prompt's group; returns its samples and what its episodes counted."""
+"""Plays a prompt's group; returns its samples and the counts of its episodes."""
 
 
 async def with_greedy_baseline(play: Play, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
     """Play the group of `prompt` and a greedy episode at the same time.
 
     Returns:
-        The group, and what its episodes counted, with `GREEDY_REWARD`. No sample where the agent rejects the prompt.
+        The group, and the counts of its episodes with `GREEDY_REWARD`. No samples if the agent rejects the prompt.
 
     Raises:
-        Exception: as of `play`, for the group or for the greedy episode.
+        Exception: an error of `play`, for the group or for the greedy episode.
     """
     greedy = asyncio.create_task(_greedy_reward(play, prompt, policy, tries))
     try:
@@ -57,7 +57,7 @@ async def _greedy_reward(play: Play, prompt: Prompt, policy: GenerationClient, t
 
 @dataclass(frozen=True, slots=True)
 class _GreedyPolicy:
-    """The policy, greedy also for agents that choose how they sample."""
+    """The policy with greedy sampling, also for agents that set their own sampling parameters."""
 
     policy: GenerationClient
 

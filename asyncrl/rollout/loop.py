@@ -3,11 +3,12 @@
 Life of a rollout
 
 1. `allocate`: the staleness gate admits it, and the GserverManager chooses its prompt.
-2. `run_group`: the agent's episodes act in their environments at the same time; the policy answers.
+2. `run_group`: the agent's episodes act in their environments at the same time, with answers of the policy.
 3. Filters may reject the group, which leaves the count with the filter's reason. If the filter says so, its prompt is
    tried again with other random numbers, after the rest of the epoch, `rollout.filter_tries` times in all.
-4. `push`: a training rank acknowledges the trajectory. Only then follows
-5. `finish`: the manager moves the rollout from running to finished, so no counter ever misses it.
+4. `push`: a training rank acknowledges the trajectory.
+5. `finish`, only after the acknowledgement: the manager moves the rollout from running to finished, so it is always
+   counted.
 
 An episode fails if the agent, the environment, a reward or a server raises, or if it takes too long. It is retried
 alone, `MAX_ATTEMPTS` times in all, and then left out of the group (`episode.run_group`). Lost episodes are counted by
@@ -19,8 +20,8 @@ plays its group at once and raises. It is dropped as `failed`, with the name of 
 makes no prompt is dropped at once (`invalid_prompt`; `overlong_prompt`, which does not count as a failure).
 
 If everything fails, so does the loop: it raises the last error after `MAX_FAILURES_IN_A_ROW` failures without a
-success, provided that they outnumber the running rollouts. Fewer may be a few bad rows, which fail at once while good
-ones still run.
+success, if these outnumber the running rollouts. Fewer failures may be a few bad rows, which fail at once while good
+rollouts still run.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _log = logging.getLogger(__name__)
 ALLOCATE_WAIT_S = 5.0
 """Time in seconds that one call waits at the gate before the loop asks again."""
 MAX_ASKED = 64
-"""Rollouts asked for in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
+"""Most rollouts requested in one call: enough to fill a batch in a call or two, few enough to keep the calls small."""
 GATHER_S = 0.01
 """Time in seconds that a loop that was full waits after a rollout's end, so that rollouts that end in one burst are
 replaced by one call.
@@ -63,22 +64,22 @@ replaced by one call.
 MAX_ATTEMPTS = 3
 """Largest number of attempts of an episode, and of a prompt."""
 AFTERWARDS_S = 60.0
-"""Beyond `rollout.rollout_timeout_s`, which ends the episodes: to score them, and to hand them over."""
+"""Seconds beyond `rollout.rollout_timeout_s`, which ends the episodes, for scoring and pushing them."""
 MAX_FAILURES_IN_A_ROW = 16
 
 
 @dataclass(slots=True)
 class _RolloutPolicy:
-    """The policy as the agent of one rollout asks it; the first request goes to the server of its admission."""
+    """The policy for the agent of one rollout; the first request goes to the server chosen at admission."""
 
     client: RolloutClient
     rollout_id: str
     route: Route | None
     failures: list[Exception] = field(default_factory=list)
     failed_in: str | None = None
-    """The code of the user's in which the rollout failed, where that is known."""
+    """The user's code in which the rollout failed, if known."""
     met: dict[str, Counter[int]] = field(default_factory=dict)
-    """Tokens of the opponents' answers, by their policy and its version."""
+    """Tokens of the opponents' answers, by policy and version."""
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         route = None
@@ -108,17 +109,17 @@ class _RolloutPolicy:
 
 
 class RolloutLoop:
-    """Runs rollouts until there are no more. `run` goes on until it is cancelled or everything fails.
+    """Runs rollouts. `run` continues until it is cancelled or everything fails.
 
     Args:
         components: the user's agent, environment, dataset and reward.
-        gate: the GserverManager, which admits rollouts, says what they play and learns of their end.
-        client: asks the policy on behalf of a rollout.
-        push: hands a trajectory to a training rank; returns once it is acknowledged.
+        gate: client of the GserverManager, which admits rollouts, chooses their prompts and receives their ends.
+        client: generates answers for a rollout.
+        push: sends a trajectory to a training rank; returns once it is acknowledged.
         config: concurrency, filters, limits.
         registered_in: the user's modules in which filters and shapings may be registered.
-        least_episodes: a group with fewer of them fails, where others were given up.
-        right_at: reward from which an answer is right, for a curriculum; None: there is none.
+        least_episodes: a group that lost episodes and has fewer left fails.
+        right_at: reward from which on an answer counts as right, for a curriculum; None without one.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class RolloutLoop:
         self._failures_in_a_row = 0
 
     def figures(self) -> dict[str, float]:
-        """Figures for `observed/`: rollouts under way here, and how many there may be."""
+        """Figures for `observed/`: running rollouts of this worker, and their limit."""
         return {"rollouts": self._config.max_concurrent - self._free, "places": self._config.max_concurrent}
 
     async def run(self) -> NoReturn:
@@ -161,7 +162,7 @@ class RolloutLoop:
                     tasks.create_task(self._roll_out(granted))
 
     async def _admitted(self) -> list[GrantedRollout]:
-        """Ask for a prompt for each rollout that there is room for."""
+        """Request a prompt for each free place."""
         most = min(self._free, MAX_ASKED)
         self._ids += [uuid.uuid4().hex for _ in range(most - len(self._ids))]
         reply = await self._gate.allocate(self._ids[:most], timeout_s=ALLOCATE_WAIT_S)
@@ -231,13 +232,15 @@ class RolloutLoop:
             raise
 
     def _success(self, samples: Sequence[Sample]) -> float | None:
-        """The share of right answers, where a curriculum asks for it."""
+        """Return the share of right answers, if there is a curriculum."""
         if self._right_at is None:
             return None
         return sum(sample.reward >= self._right_at for sample in samples) / len(samples)
 
     def _rejection(self, granted: GrantedRollout, decision: FilterDecision, success: float | None) -> FinishedRollout:
-        """A filter rejected the group; where it returns the prompt, that is tried again as often as is allowed."""
+        """Return the end of a rollout whose group a filter rejected; if the filter says so, its prompt may be tried
+        again.
+        """
         again = decision.return_prompt and granted.attempt + 1 < self._config.filter_tries
         reason = exhausted(decision.reason) if decision.return_prompt and not again else decision.reason
         return FinishedRollout(

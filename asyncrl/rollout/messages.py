@@ -12,11 +12,11 @@ class EvaluatedAnswer(Struct, frozen=True):
 
     Attributes:
         row: the prompt's row in its set.
-        reward: the whole episode's.
-        right: what the verdicts among the rewards said; None where there was none.
-        tokens: generated ones.
-        truncated: it was cut off by a length limit.
-        metrics: what its agent, its tools, its conversation and its rewards by name counted, as of a trained rollout.
+        reward: reward of the whole episode.
+        right: result of the verdicts among the rewards; None without any.
+        tokens: number of generated tokens.
+        truncated: True if a length limit cut it off.
+        metrics: counts of its agent, tools and conversation, and its rewards by name, as for a trained rollout.
     """
 
     row: int
@@ -31,9 +31,9 @@ class EvaluationResult(Reply, frozen=True):
     """One evaluation, or a worker's share of it.
 
     Attributes:
-        answers: by row.
-        left_out: rows that make no prompt, or whose prompt the agent rejected.
-        min_version, max_version: the versions that really answered.
+        answers: answers by row.
+        left_out: number of rows without a valid prompt, or whose prompt the agent rejected.
+        min_version, max_version: oldest and newest version that answered.
     """
 
     answers: tuple[EvaluatedAnswer, ...]

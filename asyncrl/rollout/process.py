@@ -1,4 +1,4 @@
-"""RolloutWorker: the process around `RolloutLoop` and `Evaluator`: sockets, addresses, and the stop."""
+"""RolloutWorker: the process around `RolloutLoop` and `Evaluator`, with its sockets, addresses and stop handling."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _BACKOFF = Backoff(0.2, 5.0)
 
 
 class RolloutWorker(AsyncWorker):
-    """Agents, environments and rewards, on the prompts that the GserverManager hands out."""
+    """Runs agents, environments and rewards on the prompts that the GserverManager hands out."""
 
     trains: ClassVar[bool] = True
     """True if the worker has training prompts; False if it only evaluates."""
@@ -122,10 +122,10 @@ class RolloutWorker(AsyncWorker):
         return await asyncio.to_thread(read_from, folder, self.config, training=self.trains)
 
     async def _check_same_inputs(self, inputs: Inputs) -> None:
-        """Check that data and code are those of the launcher's host.
+        """Check that data and code are the same as on the launcher's host.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: they differ.
         """
         components, data = self._components, self.config.dataset
         if self.trains:
@@ -169,7 +169,7 @@ class RolloutWorker(AsyncWorker):
             await http.close()
 
     def _check_same_data(self, components: UserComponents) -> None:
-        """Rows are named by their number: all processes need to have read the same.
+        """Check that this process reads the same rows as the launcher did, because prompts name rows by number.
 
         Raises:
             ConfigError: the data changed since the launcher read it.
@@ -229,7 +229,7 @@ class RolloutWorker(AsyncWorker):
             self.log.info("stopped; %d trajectories were never acknowledged", len(unacknowledged))
 
     async def _until_stopped(self, loop: RolloutLoop, pusher: TrajectoryPusher) -> None:
-        """Run the loop until a stop is requested; a failure of it is this worker's."""
+        """Run the loop until a stop is requested; its failure fails the worker."""
         working = [asyncio.create_task(work) for work in (loop.run(), self._follow_pullers(pusher))]
         stopping = asyncio.create_task(self.stop.wait())
         try:
@@ -246,7 +246,7 @@ class RolloutWorker(AsyncWorker):
 
     @property
     def _evaluations_at_a_time(self) -> int:
-        """Episodes of an evaluation: as many answers as training asks for."""
+        """Return the number of concurrent episodes in an evaluation: as many answers as training requests."""
         return self.config.rollout.max_concurrent * self.config.group_size
 
     def _register(self, endpoint: str) -> None:
@@ -259,9 +259,9 @@ class RolloutWorker(AsyncWorker):
         self.resolver.add(names.pusher_key(self.index), self.name, lease_s=lease_s, replace=True)
 
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
-        """Send to the training ranks that this worker is grouped with, also when ranks or workers come and go.
+        """Keep sending to the training ranks that this worker is grouped with, while ranks and workers come and go.
 
-        Each groups for itself, over the workers that have told that they are there (`grouping`).
+        Each worker computes the groups itself, from the registered workers (`grouping`).
         """
         await asyncio.to_thread(self._register_pusher)
         known: set[tuple[str, str]] = set()
@@ -280,7 +280,7 @@ class RolloutWorker(AsyncWorker):
             await asyncio.sleep(MEMBERSHIP_INTERVAL_S)
 
     async def _evaluate(self, request: Evaluate) -> EvaluationResult:
-        """Runs on the server's I/O thread; the evaluation itself belongs to the main loop."""
+        """Answer a request on the server's I/O thread; the evaluation itself runs in the main loop."""
         evaluating = self._evaluator.evaluate(request.name, request.version)
         evaluation = asyncio.run_coroutine_threadsafe(evaluating, self._loop_of_main)
         return await asyncio.wrap_future(evaluation)

@@ -1,11 +1,11 @@
 """Play one group of the training set against made-up answers, before any process of the run starts.
 
 `python -m asyncrl.rollout.rehearsal FOLDER` reads `FOLDER/config.yaml`, builds the user's agent, environment, rewards,
-tools and filters as a RolloutWorker does, plays the first row that makes a prompt, and writes what it found to
-`FOLDER/outcome.json`. It is a process of its own, because user code may hang, crash or load what the launcher must not.
+tools and filters as a RolloutWorker does, plays the first row with a valid prompt, and writes the result to
+`FOLDER/outcome.json`. It is a separate process, because user code may hang, crash or load what the launcher must not.
 
-An answer is made of the prompt's own tokens, in random order, and then the end token: any model may give such an answer
-early in training. A group fails here where it would fail in the run: its agent raised, or too few of its episodes are
+An answer consists of the prompt's own tokens in random order, and the end token: any model may give such an answer
+early in training. A group fails here if it would fail in the run: its agent raised, or too few of its episodes are
 left.
 """
 
@@ -46,7 +46,7 @@ from asyncrl.rollout.user_code_pool.timing import metered
 
 OUTCOME_FILE = "outcome.json"
 ROWS_TRIED = 1000
-"""Rows of which one has to make a prompt; where none does, the check of all prompts says why."""
+"""Number of first rows of which one must give a prompt; otherwise the check of all prompts reports why."""
 _MOST_TOKENS = 8
 _PACKAGE = str(Path(__file__).parents[1])
 
@@ -56,9 +56,9 @@ class RehearsalOutcome:
     """Result of a rehearsal.
 
     Attributes:
-        error: why the run would fail; None where it would not.
-        where: the lines of the user's code in which it failed, the innermost last.
-        lost: episodes that failed though the group did not, by what failed and how.
+        error: why the run would fail; None if it would not.
+        where: lines of the user's code in which it failed, the innermost last.
+        lost: numbers of failed episodes in a group that did not fail, by the code that failed and how.
     """
 
     error: str | None = None
@@ -66,7 +66,7 @@ class RehearsalOutcome:
     lost: dict[str, int] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write it where `read` finds it."""
+        """Write the result to `folder`, for `read`."""
         (folder / OUTCOME_FILE).write_text(json.dumps(asdict(self)))
 
     @classmethod
@@ -84,7 +84,7 @@ class MadeUpPolicy:
         self._left_out = frozenset(getattr(tokenizer, "control_tokens", {}).values())
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Answer `request`, as version 0, after others had their turn."""
+        """Answer `request`, as version 0, after yielding to other tasks."""
         await asyncio.sleep(0)
         return GenerationResult(
             request.request_id, tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
@@ -106,7 +106,7 @@ def _ended(tokens: list[int], end: int | None) -> Completion:
 
 
 async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
-    """Play the first row that makes a prompt: of the training set, and of evaluation sets with code of their own."""
+    """Play the first row with a valid prompt, of the training set and of each evaluation set with its own code."""
     try:
         components = UserComponents(config)
         algorithm, rollout = config.algorithm, config.rollout
@@ -146,7 +146,7 @@ def _prompts(components: UserComponents) -> Iterator[Prompt]:
 
 
 def _that_are(made: Iterable[Callable[[], Prompt]]) -> Iterator[Prompt]:
-    """Yield the prompts of those rows that make one."""
+    """Yield the prompts of rows with a valid prompt."""
     for make in made:
         try:
             yield make()
@@ -157,7 +157,7 @@ def _that_are(made: Iterable[Callable[[], Prompt]]) -> Iterator[Prompt]:
 async def _evaluations(
     components: UserComponents, config: ExperimentConfig, policy: MadeUpPolicy
 ) -> RehearsalOutcome | None:
-    """Play the first row of each evaluation set that has code of its own; returns what failed."""
+    """Play the first row of each evaluation set with its own code. Return the failure, if any."""
     for name, (each, rows) in components.prompts.eval_sets.items():
         if not each.code:
             continue

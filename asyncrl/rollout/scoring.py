@@ -1,7 +1,7 @@
-"""The rewards of a run: each by name and weight, summed; where each runs and what becomes of one that fails.
+"""The rewards of a run: run each in its place, handle failures, and add them up by weight.
 
-A reward of answers is called by the environment, through `AnswerReward`. Rewards of whole episodes and of groups are
-added once the agent has returned its samples (`ScoredAgent`). Each is reported by its name before it is weighted.
+The environment calls rewards of answers, through `AnswerReward`. Rewards of whole episodes and of groups are added once
+the agent has returned its samples (`ScoredAgent`). Each reward is reported by name, before its weight is applied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asyncrl.rollout.user_code_pool.timing import Activity, current_meter
 
 _NO_REWARD = "returned an invalid reward"
 SOURCE = "source"
-"""The column of a row that says which source it is of; a mixture of data sets fills it in."""
+"""The column of a row that names its source; a mixture of datasets fills it in."""
 SCORE = "score"
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RewardScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One of the rewards that are summed. `name` is empty where there is one alone, which needs none."""
+    """One of the rewards that are added up. `name` is empty if there is only one."""
 
     name: str
     weight: float
@@ -59,9 +59,9 @@ class RewardPart:
     function: Callable[..., Any]
     failure_reward: float | None
     verdict: bool = False
-    """It is 1 for a right answer and 0 for a wrong one."""
+    """True if it is 1 for a right answer and 0 for a wrong one."""
     sources: frozenset[str] = frozenset()
-    """The sources whose rows it scores; none: all."""
+    """The sources whose rows it scores; empty for all."""
 
     def scores(self, source: object) -> bool:
         """True if it scores rows of `source`."""
@@ -69,10 +69,10 @@ class RewardPart:
 
 
 def load_rewards(single: RewardConfig, several: Sequence[NamedRewardConfig]) -> tuple[RewardPart, ...]:
-    """The rewards of the settings `reward` or, where there are any, `rewards`.
+    """Load the rewards of the setting `rewards` or, if that is empty, of `reward`.
 
     Raises:
-        ConfigError: a path names nothing that can be called, its module fails, or it cannot run where it is set to.
+        ConfigError: a path does not name a callable, its module fails, or it cannot run where `run_in` says.
     """
     if not several:
         return (_load("reward", "", 1.0, single),)
@@ -133,7 +133,7 @@ def _sees(function: Callable[..., Any]) -> RewardScope:
 
 
 Added: TypeAlias = "tuple[float, dict[str, float]]"
-"""Sum that rewards add to a sample, and what each of them gave by name, before its weight."""
+"""Weighted sum of rewards for a sample, and each reward's value by name, before its weight."""
 
 
 def _summed(given: Sequence[Added]) -> Added:
@@ -141,7 +141,7 @@ def _summed(given: Sequence[Added]) -> Added:
 
 
 class Rewards:
-    """The parts, called where they belong."""
+    """The rewards of a run, each called in its thread, process or event loop."""
 
     def __init__(self, parts: Sequence[RewardPart], runner: UserCodeRunner) -> None:
         self._parts, self._by_source = tuple(parts), any(part.sources for part in parts)
@@ -157,10 +157,10 @@ class Rewards:
         return bool(self._of_episodes or self._of_groups)
 
     async def answer(self, data: Mapping[str, Any], completion: str) -> float:
-        """The weighted sum of the rewards of an answer; 0 where there are none of this form.
+        """Return the weighted sum of the rewards of an answer; 0 without rewards of this form.
 
         Raises:
-            UserCodeError: one of them failed, and no `failure_reward` stands in for it.
+            UserCodeError: a reward without a `failure_reward` failed.
         """
         parts = self._for(self._of_answers, data)
         if len(parts) == 1:  # most runs, and a task for each answer would cost more than a cheap reward
@@ -168,7 +168,7 @@ class Rewards:
         return _summed(await asyncio.gather(*(self._one(part, data, completion) for part in parts)))[0]
 
     def answer_blocking(self, data: Mapping[str, Any], completion: str) -> float:
-        """As `answer`, for a thread: one after the other."""
+        """Like `answer`, for a caller in a thread: the rewards run one after the other."""
         total = 0.0
         for part in self._for(self._of_answers, data):
             try:
@@ -179,7 +179,7 @@ class Rewards:
         return total
 
     async def episode(self, episode: Episode) -> Added:
-        """Return what the rewards of episodes add to a sample.
+        """Return the sum of the rewards of episodes for a sample.
 
         Raises:
             UserCodeError: as for `answer`.
@@ -193,7 +193,7 @@ class Rewards:
         return bool(self._of_groups)
 
     async def group(self, group: Sequence[Episode]) -> list[Added]:
-        """`[S]`: what the rewards of groups add to each sample.
+        """Return the sum of the rewards of groups for each sample, `[S]`.
 
         Raises:
             UserCodeError: as for `answer`.
@@ -203,10 +203,10 @@ class Rewards:
         return [_summed([values[number] for values in by_part]) for number in range(len(group))]
 
     def _for(self, parts: tuple[RewardPart, ...], data: Mapping[str, Any]) -> tuple[RewardPart, ...]:
-        """Those of `parts` that score rows of this one's source.
+        """Return the rewards among `parts` that score rows of this row's source.
 
         Raises:
-            UserCodeError: the row has a source that no reward of the run is for.
+            UserCodeError: no reward of the run scores this source.
         """
         if not self._by_source:
             return parts
@@ -268,7 +268,7 @@ def _given(part: RewardPart, value: object) -> Added:
 
 
 def _extras(part: RewardPart, value: Mapping[str, object]) -> dict[str, float]:
-    """The numbers beside the score, by the name of their metric; texts and other things are left out."""
+    """Return the numbers besides the score, by the name of their metric; other values are left out."""
     named: dict[str, float] = {}
     for key, each in value.items():
         if key == SCORE or not isinstance(each, Real):
@@ -289,7 +289,7 @@ def _weighted(part: RewardPart, number: float, extras: Mapping[str, float] = Map
 
 
 def _stand_in(part: RewardPart, error: UserCodeError) -> Added:
-    """`failure_reward` in place of what `part` did not give; without one the failure is the rollout's."""
+    """Return the `failure_reward` of a failed `part`; without one raise the error, which fails the rollout."""
     if part.failure_reward is None:
         raise error
     _log.info("%s; the answer is given failure_reward=%g", error, part.failure_reward)
@@ -300,13 +300,13 @@ def _stand_in(part: RewardPart, error: UserCodeError) -> Added:
 
 
 class AnswerReward:
-    """Reward as an environment calls it: awaited if there is an event loop, a number in a plain function."""
+    """The reward that an environment calls: awaitable on an event loop, a number in a plain function."""
 
     def __init__(self, rewards: Rewards) -> None:
         self._rewards = rewards
 
     def __call__(self, data: Mapping[str, Any], completion: str) -> Any:
-        """The reward of answer text `completion` to dataset row `data`; see the class."""
+        """Return the reward of answer text `completion` to dataset row `data`; see the class."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -315,7 +315,7 @@ class AnswerReward:
 
 
 class _ToAwait:
-    """An awaitable that says so where it is taken for a number."""
+    """An awaitable that raises a clear error if it is used as a number."""
 
     def __init__(self, coroutine: Any) -> None:
         self._coroutine = coroutine
@@ -330,7 +330,7 @@ class _ToAwait:
 
 
 class ScoredAgent(Agent):
-    """`agent`, whose samples then get the rewards of episodes and groups."""
+    """Wraps `agent` and adds the rewards of episodes and groups to its samples."""
 
     def __init__(self, agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> None:
         self._agent, self._rewards, self._tokenizer = agent, rewards, tokenizer
@@ -338,9 +338,9 @@ class ScoredAgent(Agent):
     async def roll_out(
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
     ) -> Sequence[Sample]:
-        """The agent's samples with these rewards added; each conversation of an episode is seen by itself.
+        """Return the agent's samples with these rewards added; each conversation of an episode is scored separately.
 
-        An episode whose own rewards fail is scored again, then given up; where those of a group fail the group does.
+        If an episode's rewards fail, it is scored again, then lost. If a group's rewards fail, the group fails.
         """
         samples = await self._agent.roll_out(prompt, make_env, client)
         if not samples:
@@ -373,7 +373,7 @@ def _with(sample: Sample, added: Added) -> Sample:
 
 
 def scored_agent(agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> Agent:
-    """`agent` itself where no reward sees more than answers."""
+    """Wrap `agent` with the rewards of episodes and groups; return `agent` itself if there are none."""
     if not rewards.after_the_rollout:
         return agent
     named: type[ScoredAgent] = type(type(agent).__name__, (ScoredAgent,), {})  # as messages about it should name it
@@ -381,7 +381,7 @@ def scored_agent(agent: Agent, rewards: Rewards, tokenizer: Tokenizer) -> Agent:
 
 
 def episode_of(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> Episode:
-    """`sample` as rewards see it."""
+    """Convert `sample` to the form that rewards receive."""
     mask = sample.loss_mask.astype(bool).tolist()
     tokens = sample.tokens.tolist()
     first = mask.index(True) if any(mask) else len(mask)

@@ -51,12 +51,12 @@ class UserCodeConfig:
 
 
 class Pacing(StrEnum):
-    """When rollouts start that the staleness bound allows."""
+    """Start time of rollouts that the staleness bound admits."""
 
     eager = auto()
     """At once."""
     deadline = auto()
-    """When they are expected to be needed."""
+    """Just in time for their expected train step."""
 
 
 @dataclass

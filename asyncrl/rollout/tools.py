@@ -1,4 +1,4 @@
-"""The tools of a run, built as the config names them, and run off the event loop with a limit each."""
+"""Build the tools of a run from the config, and run them off the event loop with time limits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 
 class RunTools:
-    """The tools of a worker. An asynchronous context manager, entered in the worker's own loop: within, the MCP servers
-    are connected and `toolbox` is whole.
+    """The tools of a worker. An asynchronous context manager, entered in the worker's own loop.
+
+    Within it the MCP servers are connected and `toolbox` is complete.
 
     Raises:
-        ConfigError: a path names nothing or no tool, its module or constructor fails, or two tools have one name. The
+        ConfigError: a path does not name a tool, its module or constructor fails, or two tools have one name. The
             message begins with the setting.
     """
 
@@ -94,10 +95,10 @@ def check_format(config: ExperimentConfig, template_source: str | None) -> None:
     """Check that the chat format can offer the run's tools and parse their calls.
 
     Args:
-        template_source: the chat template; None where there is none.
+        template_source: the chat template; None without one.
 
     Raises:
-        ConfigError: not so.
+        ConfigError: the format does not support tool calls.
     """
     if not config.tools and not config.mcp:
         return
@@ -122,7 +123,7 @@ def check_format(config: ExperimentConfig, template_source: str | None) -> None:
 
 
 class ProcessTool:
-    """A function as a process of the pool runs it: made there, called with the model's arguments."""
+    """A function that is built in a process of the pool and called there with the model's arguments."""
 
     def __init__(self, *, path: str) -> None:
         self._function = load_plugin(path)
@@ -137,7 +138,7 @@ class ProcessTool:
 
 
 class _InProcess(FunctionTool):
-    """A function that runs in a process: what is sent there is its arguments."""
+    """A function that runs in a process, to which only its arguments are sent."""
 
     def execute(self, instance_id: str, arguments: Mapping[str, Any], **of_row: Any) -> Any:
         return self.arguments_of(instance_id, arguments, of_row)
@@ -166,7 +167,7 @@ class _Host:
 
 
 class _McpHost:
-    """Runs what is asked of an MCP server on the loop that owns its connection."""
+    """Runs calls of an MCP server on the loop that owns its connection."""
 
     def __init__(self, runner: UserCodeRunner) -> None:
         self._runner = runner
@@ -182,7 +183,7 @@ class _McpHost:
 
 
 def _hosted(group: str, config: ToolConfig, runner: UserCodeRunner) -> HostedTool:
-    """The tool that a setting describes, with what runs it."""
+    """Build the tool that a setting describes, with its host."""
     try:
         found: Any = load_plugin(config.path)
     except PluginError as error:
@@ -216,7 +217,7 @@ def _code(label: str, config: ToolConfig, place: RunIn) -> Code:
 
 
 def _called(tool: FunctionTool) -> Tool:
-    """`tool`, whose `execute` is as plain or asynchronous as its function, so that it runs where that belongs."""
+    """Give `tool` a plain or asynchronous `execute`, like its function, so that it runs in the right place."""
     return tool if is_async(tool.function) else _PlainFunction(tool.function, tool.name, tool.hidden)
 
 

@@ -14,5 +14,5 @@
     measured_run   the rates of a real run, from its files, as a setup
     plan           which split of a number of devices, and which η, would be fastest for that run
 
-`benchmarks/simulate.py` builds the tables of docs/scale.md with it, `doctor RUN --plan` uses the last two.
+`benchmarks/simulate.py` builds the tables of docs/scale_runs.md with it, `doctor RUN --plan` uses the last two.
 """

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.comm.request_reply.messages import Done, Reply, Request
+from asyncrl.master.graph.types import Call
 from asyncrl.weights.versions.manifest import FileEntry
 
 
@@ -199,6 +200,23 @@ class RunCall(Request[CallStats], frozen=True):
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     args: dict[str, Any]
+
+    @classmethod
+    def of(cls, call: Call) -> RunCall:
+        """The request to run `call`."""
+        return cls(call.name, call.role, call.function, call.reads, call.writes, dict(call.args))
+
+
+class ScoreAhead(Request[Done], frozen=True):
+    """Run `calls` on received rollouts before their step, and keep what they write with the rollouts.
+
+    All ranks of the actor get the same request. `rollout_ids`: by data index, what that head holds; it skips what it
+    does not hold any more. `version`: of the actor.
+    """
+
+    version: int
+    rollout_ids: tuple[tuple[str, ...], ...]
+    calls: tuple[RunCall, ...]
 
 
 class MoveColumns(Request[Done], frozen=True):

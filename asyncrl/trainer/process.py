@@ -70,6 +70,7 @@ from asyncrl.trainer.messages import (
     RankState,
     RunCall,
     SaveCheckpoint,
+    ScoreAhead,
     SendWeights,
     StepRunning,
     WrittenShare,
@@ -85,6 +86,7 @@ from asyncrl.trainer.roles import ACTOR, TrainingRank, build_rank
 from asyncrl.trainer.sample_log import SampleLog
 from asyncrl.trainer.settings import VisionMode
 from asyncrl.trainer.trajectories.receiver import TrajectoryReceiver
+from asyncrl.trainer.trajectories.scored import detach, scores_of
 from asyncrl.trainer.trajectories.trajectory_check import TrajectoryCheck
 from asyncrl.trainer.utilisation import Utilisation, peak_flops
 from asyncrl.trainer.versions import Versions
@@ -261,6 +263,7 @@ class ModelWorker(Worker):
             },
             queued={
                 AttachMaster: self._attach_master,
+                ScoreAhead: _observed("score_ahead", self._score_ahead),
                 BeginStep: _observed("begin_step", self._begin_step),
                 RunCall: self._run_call,
                 MoveColumns: _observed("move_columns", self._move_columns),
@@ -367,6 +370,30 @@ class ModelWorker(Worker):
             what = {BeginStep: "a step", Publish: "a version", SaveCheckpoint: "a checkpoint"}[type(request)]
             raise RuntimeError(f"master {request.master} asks for {what}, which master {self._master} has followed")
 
+    def _score_ahead(self, request: ScoreAhead) -> Done:
+        """Score what the head of each copy received, and keep the scores there."""
+        place, standing = self._world.place(ACTOR), self._standing
+        if place.everyone.world > 1:  # a master that dies meanwhile may have asked some ranks only, who then wait
+            self._standing = RankState(in_step=True, master_state=None)
+        held = self._receiver.inbox.get(request.rollout_ids[place.coordinates.data]) if place.copy.leads else {}
+        trajectories, _ = detach(hand_down(list(held.values()), place.copy))
+        batch = build_step_batch(
+            trajectories,
+            [0] * len(trajectories),
+            version=request.version,
+            num_minibatches=1,
+            own=self.config.rollout.columns,
+            device=self._device,
+        )
+        with self._utilisation.computing():
+            for call in request.calls:
+                run_call(self._functions[call.function], self._context(call), batch)
+            scores = scores_of(batch, [key for call in request.calls for key in call.writes])
+        if place.copy.leads:
+            self._receiver.inbox.keep_scores(scores)
+        self._standing = standing
+        return Done()
+
     def _begin_step(self, step: BeginStep) -> Done:
         """Bring the samples to every grid's ranks. Each role processes all samples, dealt in the way of its grid."""
         self._check_master(step)
@@ -384,7 +411,7 @@ class ModelWorker(Worker):
             if share is None or place is None:
                 continue
             self._shares[grid] = share
-            trajectories = hand_down(arrived, place.copy)
+            trajectories, ahead = detach(hand_down(arrived, place.copy))
             self._batches[grid] = build_step_batch(
                 trajectories,
                 share.minibatches,
@@ -394,6 +421,7 @@ class ModelWorker(Worker):
                 own=self.config.rollout.columns,
                 device=self._device,
             )
+            self._batches[grid].ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
             if self._kept is not None and grid == self._world.placement.actor:
                 self._kept.begin(trajectories, self._batches[grid])
         self._receiver.left(step.leaving)
@@ -407,7 +435,14 @@ class ModelWorker(Worker):
         grid = self._world.placement.grid(call.role)
         if grid not in self._batches:
             raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
-        context = CallContext(
+        with self._profile.call(call.name), _doing(call.name, role=call.role), self._utilisation.computing():
+            stats = run_call(self._functions[call.function], self._context(call), self._batches[grid])
+        if self._kept is not None and grid == self._world.placement.actor:
+            self._kept.called(call.writes, self._batches[grid])
+        return CallStats(stats)
+
+    def _context(self, call: RunCall) -> CallContext:
+        return CallContext(
             name=call.name,
             role=call.role,
             reads=call.reads,
@@ -415,14 +450,9 @@ class ModelWorker(Worker):
             args=call.args,
             config=self.config,
             engines=self._rank.engines,
-            ranks=self._world.places[grid].data,
+            ranks=self._world.place(call.role).data,
             state=self._rank.state,
         )
-        with self._profile.call(call.name), _doing(call.name, role=call.role), self._utilisation.computing():
-            stats = run_call(self._functions[call.function], context, self._batches[grid])
-        if self._kept is not None and grid == self._world.placement.actor:
-            self._kept.called(call.writes, self._batches[grid])
-        return CallStats(stats)
 
     def _end_step(self, request: EndStep) -> EndedStep:
         if self._kept is not None and (batch := self._batches.get(self._world.placement.actor)) is not None:

@@ -204,6 +204,11 @@ class TrainerConfig:
         "keep each role (weights, moments) in host memory while another one works on the ranks that they share; of use "
         "on GPUs only",
     )
+    score_ahead: bool = setting(
+        False,
+        "frozen reference and reward models score rollouts while the trainer waits for the rest of a batch, with the "
+        "same results up to rounding; of use where the ranks have devices of their own and wait much",
+    )
     ppo_minibatches: int = setting(
         4, "parts of a step's batch, an optimizer step each; divides train_batch_size", minimum=1
     )

@@ -2,7 +2,7 @@
 
 Decoding is bound by memory: a step reads the weights once and every sequence's keys and values, and computes two
 operations a parameter for each sequence. Prefill and training are bound by computation. With `tensor` devices to a
-server each holds a share of weights and keys, and each layer adds two all-reduces to a step. docs/scale.md has the
+server each holds a share of weights and keys, and each layer adds two all-reduces to a step. docs/scale_runs.md has the
 figures that come out.
 """
 

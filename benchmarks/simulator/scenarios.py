@@ -1,4 +1,4 @@
-"""The runs that the tables of docs/scale.md are made of.
+"""The runs that the tables of docs/scale_runs.md are made of.
 
 Long-tailed answers: log-normal, median 5,000 tokens, σ = 1, at most 32,768 (mean about 7,650; 3 in 100 reach the
 limit), 16 to a prompt, one prompt in a step for each device. The synchronous baseline generates on all devices and then

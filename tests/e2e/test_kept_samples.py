@@ -25,11 +25,15 @@ def test_two_ranks_servers_and_workers_share_the_work_a_run_keeps_all_it_trained
 ) -> None:
     settings = {"total_train_steps": STEPS, "eval__interval": 0, "algorithm__reference__mode": "frozen"}
     settings |= {"algorithm__kl_coef": 0.01, "trainer__parallel": "d2"}
-    first = start_run(samples__every=1, generation__servers=2, rollout__workers=2, **settings)
+    kept = {"samples__every": 1, "trainer__score_ahead": "true"}
+    first = start_run(**kept, generation__servers=2, rollout__workers=2, **settings)
     assert first.wait() == 0, first.output + first.logs()
     assert audit(first.run_dir).findings == ()
     assert [row["step"] for row in first.rows()] == list(range(1, STEPS + 1))
     assert max(row["staleness/max"] for row in first.rows()) <= 2
+    assert all(
+        0 <= row["rollout/scored_ahead"] <= 1 for row in first.rows()
+    )  # how much came before its step, time says
     books = first.summary()["books"]
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert first.survivors() == []

@@ -45,6 +45,7 @@ from asyncrl.trainer.messages import (
     RolloutRecord,
     RunCall,
     SaveCheckpoint,
+    ScoreAhead,
     StepRunning,
 )
 from asyncrl.trainer.parallel.worker_grid import Placement, WorkerGrid
@@ -142,10 +143,13 @@ class Workers:
             received += polled.rollouts
         return sorted(received, key=lambda record: record.order)
 
-    async def train(self, step: int) -> dict[str, Any]:
+    async def train(self, step: int, *, ahead: str | None = None) -> dict[str, Any]:
+        """`ahead`: the role that scores all rollouts but the first before the step, as the reference."""
         await self.push(step)
         records = await self.records()
         assert len(records) == GROUPS
+        if ahead is not None:
+            await self.score_ahead(records[1:], step, ahead)
         assignment = assign(records, len(self.clients), Dealing(MINIBATCHES, seed=1), version=step)
         await self.begin(assignment, step, MINIBATCHES)
         stats: dict[str, Any] = {}
@@ -156,6 +160,13 @@ class Workers:
             stats |= replies[0].stats
         assert min(ended.memory_bytes for ended in await self.all(EndStep())) > 2**20
         return stats
+
+    async def score_ahead(self, records: list[RolloutRecord], step: int, role: str) -> None:
+        held = (tuple(each.rollout_id for each in records if each.head == head) for head in range(len(self.clients)))
+        call = RunCall("ref_inf", role, "ref_inf", ("tokens", "loss_mask"), ("ref_logprobs",), {})
+        before = await self.all(IsStepRunning())
+        await self.all(ScoreAhead(step, tuple(held), (call,)))
+        assert await self.all(IsStepRunning()) == before, "it is no step"
 
     async def begin(self, assignment: list[Assignment], step: int, minibatches: int) -> None:
         """Tell each rank its part of the plan."""
@@ -209,7 +220,7 @@ def start(model_dir: Path, tmp_path: Path, start_worker: StartWorker) -> StartWo
         config.model.path = str(model_dir)
         config.trainer.parallel, config.trainer.ppo_minibatches = f"d{ranks}", MINIBATCHES
         config.trainer.tokens_per_micro_batch = 100
-        config.optimizer.lr = 1e-3
+        config.optimizer.lr, config.algorithm.kl_coef = 1e-3, 0.1
         config.system.start_timeout_s = LIMIT_S
         write_run_config(config, run_dir)
         if not (run_dir / SECRET_FILE).exists():
@@ -237,7 +248,7 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
 
     state = {"version": 2, "used": ["e0-1", "e0-2"]}
     async with start(2, "resumed") as workers:
-        losses = [(await workers.train(step))["ppo/loss_per_minibatch"] for step in range(2)]
+        losses = [(await workers.train(step, ahead="ref"))["ppo/loss_per_minibatch"] for step in range(2)]
         path = workers.run_dir / "checkpoints" / "v2"
         await workers.save(path, state)
         losses.append((await workers.train(2))["ppo/loss_per_minibatch"])
@@ -267,8 +278,10 @@ async def test_two_ranks_compute_what_one_does_publish_it_and_resume_as_one(star
     async with start(2, "resumed") as workers:
         loaded = LoadedCheckpoint(state | {"version": 3})
         assert await workers.all(LoadCheckpoint(str(path.parent))) == [loaded, loaded]
-        stats = await workers.train(3)
+        stats = await workers.train(3, ahead="ref")
+        own = await workers.train(4, ahead="actor")  # it has no distance to itself, so what was scored ahead is used
     assert stats["ppo/loss_per_minibatch"] == pytest.approx(expected[3], abs=1e-5)
+    assert own["kl/reference"] < 0.5 * stats["kl/reference"]
 
 
 async def test_metadata_is_told_until_acknowledged_and_failing_calls_are_reported(start: StartWorkers) -> None:

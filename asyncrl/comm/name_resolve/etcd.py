@@ -1,15 +1,26 @@
 """Name resolution in etcd: for clusters without a shared file system. Needs the extra `etcd`.
 
-Keys are `<root>/<name>`, values the text itself. Entries with equal leases of one resolver hang on one etcd lease, in
-whole seconds and at least MIN_TTL_S (etcd's own floor with its default election timeout). So a process renews once for
-all its entries, and asks then which keys still hang on the lease: one that does not was deleted or taken by another
-owner. A lease that has run out is made anew, and each entry on it put back unless its name is taken.
+Keys are `<root>/<name>`, values the text itself. `wait` and `watch` are etcd watches of a second, with a read between;
+`follow` is one read and a watch from its revision on.
 
-`wait` and `watch` are etcd watches of a second, with a read between; what is followed (`follow`) is one read and a
-watch from its revision on. A watch alone is not relied on. It ends with its connection, and is then opened on another
-one after a new read; it asks etcd to end it where the member has lost its leader; its revision may have been compacted
-away, which etcd says, and all is read again; and every CHECK_S seconds one key is read, the one that changed last, with
-the number of keys: where either differs from what the watch has told, all is read again.
+Each part is there for one guarantee:
+
+- One etcd lease for all entries of the same length (in whole seconds, at least MIN_TTL_S, etcd's own floor): a process
+  renews once for all its entries, so etcd's load does not grow with their number.
+- A renewal asks for the keys on the lease (`_is_alive`): an entry that was deleted, or taken by another owner, is
+  noticed.
+- A lease that has run out is replaced, and its entries are put back unless their names are taken (`_renew`): a process
+  survives an outage that is longer than its lease.
+- The fences are conditions of the transaction that adds an entry (`_unfenced`): a replaced process cannot add or
+  restore an entry, however close the race.
+- A refused put compares value and lease (`_put`, `_hangs_on`): a put whose reply was lost is not taken for another
+  owner.
+- A removal compares the lease or the value: a process removes its own entry only, never its successor's.
+- A watch asks for a leader (`_NEEDS_LEADER`): on a member that is cut off it ends, instead of staying silent.
+- A watch that ends, with its connection or by compaction, is followed by a new read: no change is lost.
+- Every CHECK_S seconds the number of keys and the newest change are compared with what the watch reported
+  (`_is_all_known`): a change that a watch missed silently is noticed within a minute.
+- A removal after an outage is held back (`Subtree.trouble`): expired leases do not look as if all processes had died.
 """
 
 from __future__ import annotations
@@ -68,12 +79,12 @@ class _Known:
 
 
 class EtcdResolver(NameResolver):
-    """Resolver over the keys below `root` in the etcd cluster that `access` says.
+    """Resolver over the keys below `root` in the etcd cluster of `access`.
 
     Raises:
-        EtcdAccessError: what `access` says cannot be.
+        EtcdAccessError: `access` is not valid.
         NameResolveError: etcd refuses the user or the certificate.
-        NameResolveUnavailable: it does not answer, for as long as it may be away.
+        NameResolveUnavailable: etcd does not answer within `patience_s`.
     """
 
     def __init__(self, root: str, access: EtcdAccess, patience_s: float = PATIENCE_S) -> None:
@@ -94,12 +105,12 @@ class EtcdResolver(NameResolver):
         self._range(self._prefix, count_only=True)
 
     def end_soon(self) -> None:
-        """As the base class; a member that is silent is not waited for either."""
+        """See the base class; silent members are not waited for either."""
         super().end_soon()
         self._link.hurry()
 
     def close(self) -> None:
-        """As the base class, and disconnect."""
+        """See the base class; also disconnect."""
         super().close()
         self._link.close()
 
@@ -121,7 +132,7 @@ class EtcdResolver(NameResolver):
     def _put(
         self, name: str, value: str, lease: _Lease | None, replace: bool, conditions: Collection[Any] = ()
     ) -> None:
-        """Store the entry, under further `conditions`; raises NameEntryExists unless it may `replace`, LeaseGone."""
+        """Store the entry if `conditions` hold. Raise NameEntryExists unless it may `replace`, and LeaseGone."""
         key, lease_id = (self._prefix + name).encode(), 0 if lease is None else lease.id
         put = etcdrpc.PutRequest(key=key, value=value.encode(), lease=lease_id)
         absent = etcdrpc.Compare(result="EQUAL", target="CREATE", key=key, create_revision=0)
@@ -172,7 +183,7 @@ class EtcdResolver(NameResolver):
             self._revoke(lease)
 
     def _revoke(self, lease: _Lease) -> None:
-        """Give the lease up, which takes along the keys that still hang on it."""
+        """Revoke the lease, which removes the keys that are still attached to it."""
         request = etcdrpc.LeaseRevokeRequest(ID=lease.id)
         with contextlib.suppress(LeaseGone):
             self._link.call(lambda to: to.lease.LeaseRevoke(request, **to.options))
@@ -215,7 +226,7 @@ class EtcdResolver(NameResolver):
         return True
 
     def _unfenced(self) -> list[Any] | None:
-        """The conditions under which the fences are as they are now, where entries may be added; else None."""
+        """Return transaction conditions that the fences stay as they are now; None if this process is fenced."""
         conditions = []
         for name, value in self.fences.items():
             key, found = (self._prefix + name).encode(), self._read(name)
@@ -237,7 +248,7 @@ class EtcdResolver(NameResolver):
         return bool(found) and found[0].lease == lease.id
 
     def _lease(self, ttl_s: int) -> _Lease:
-        """The lease of so many seconds; a new one where there is none."""
+        """Return the lease of this length; request a new one if there is none."""
         with self._lock:
             if (lease := self._leases.get(ttl_s)) is not None:
                 return lease
@@ -247,7 +258,7 @@ class EtcdResolver(NameResolver):
             return self._leases.setdefault(ttl_s, granted)  # of two at once one runs out unused
 
     def _forget(self, lease: _Lease | None) -> None:
-        """It has run out."""
+        """Forget a lease that has run out."""
         with self._lock:
             if lease is not None and self._leases.get(lease.ttl_s) is lease:
                 del self._leases[lease.ttl_s]
@@ -372,7 +383,7 @@ class EtcdResolver(NameResolver):
         return self._link.call(lambda to: to.kv.Range(request, **to.options))
 
     def _range(self, start: str, **how: Any) -> Any:
-        """etcd's reply about all keys that begin with `start`."""
+        """Return etcd's reply on all keys that begin with `start`."""
         request = etcdrpc.RangeRequest(key=start.encode(), range_end=_end_of(start.encode()), **how)
         return self._link.call(lambda to: to.kv.Range(request, **to.options))
 
@@ -385,5 +396,5 @@ class EtcdResolver(NameResolver):
 
 
 def _end_of(prefix: bytes) -> bytes:
-    """The end of the range of keys that begin with `prefix`, which is text: its last byte is below 255."""
+    """Return the end of the range of keys that begin with `prefix`. It is text, so its last byte is below 255."""
     return prefix[:-1] + bytes([prefix[-1] + 1])

@@ -1,4 +1,4 @@
-"""Trajectories to frames: what they share is found, what the wire cannot carry is refused."""
+"""Encode trajectories as frames: find the prompt that samples share, and refuse what the wire cannot carry."""
 
 from __future__ import annotations
 
@@ -56,11 +56,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(slots=True, eq=False)
-class Prepared:
-    """A trajectory ready to be joined with others: its samples' arrays in the dtypes of the wire."""
+class _Laid:
+    """Samples laid out as on the wire, and the prompt that all of them begin with, if it is known."""
 
-    entry: msgspec.Raw
-    prompt: Array
     parts: list[Array]
     """tokens, loss_mask, behave_logprobs, versions of a sample after the prompt, then those of the next."""
     lengths: list[int]
@@ -69,32 +67,12 @@ class Prepared:
     episodes: list[int]
     token_rewards: Array | None
     """Rewards of the tokens after the prompt, all samples concatenated."""
-    token_columns: list[Array]
-    """Columns of the agent's own, likewise, in the order of the entry's names."""
-    routing: list[Array]
-    """Expert choices of the prompt, then of the rest of each sample; empty if there are none."""
-    pictures: list[bytes]
-    """The content of each picture, once."""
-    groups: list[int]
-    """Position of each sample's comparison group among the names of the entry; empty if none is named."""
-    nbytes: int
-
-
-@dataclass(slots=True, eq=False)
-class _Laid:
-    """Samples laid out as on the wire, and the part that all of them begin with, if it is known."""
-
-    parts: list[Array]
-    """As in `Prepared`."""
-    lengths: list[int]
-    rewards: list[float]
-    truncated: list[bool] | list[int]
-    episodes: list[int]
-    token_rewards: Array | None
     token_columns: dict[str, Array]
+    """The agent's own columns, likewise."""
     pictures: tuple[tuple[PlacedPicture, ...], ...]
     groups: tuple[str, ...]
     routing: list[Array]
+    """Expert choices of the tokens after the prompt, by sample; empty if there are none."""
     reward_parts: Mapping[str, Array]
     metrics: Mapping[str, Array]
     prompt: Array = field(default_factory=lambda: _NO_PROMPT)
@@ -132,8 +110,24 @@ class _Laid:
         self.lengths = [length - shared for length in self.lengths]
 
 
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A trajectory ready to be joined with others."""
+
+    entry: msgspec.Raw
+    samples: _Laid
+    """The samples, with arrays in the dtypes of the wire."""
+    routing: list[Array]
+    """Bytes of the expert choices of the prompt, then of the rest of each sample; empty if there are none."""
+    pictures: list[bytes]
+    """The content of each picture, once."""
+    groups: list[int]
+    """Position of each sample's comparison group among the names of the entry; empty if none is named."""
+    nbytes: int
+
+
 def _laid_out(samples: Sequence[Sample]) -> _Laid:
-    """Lay samples out; what they share is known of a `SharedPrompt` alone."""
+    """Lay samples out. Only a `SharedPrompt` already knows the prompt that they share."""
     if isinstance(samples, SharedPrompt):
         laid = _of_columns(samples.rest)
         prompt = samples.prompt
@@ -207,19 +201,11 @@ def prepare(trajectory: Trajectory) -> Prepared:
     )
     routing = laid.routing if laid.prompt_routing is None or header is None else [laid.prompt_routing, *laid.routing]
     routing = [np.ascontiguousarray(own).reshape(-1).view(np.uint8) for own in routing]
-    columns = [*laid.token_columns.values()]
-    by_token = [*routing, *columns, *(() if laid.token_rewards is None else (laid.token_rewards,))]
+    by_token = [*routing, *laid.token_columns.values(), *(() if laid.token_rewards is None else (laid.token_rewards,))]
     nbytes = laid.prompt.nbytes + _BYTES_PER_TOKEN * sum(laid.lengths) + sum(own.nbytes for own in by_token)
     return Prepared(
         entry=entry,
-        prompt=laid.prompt,
-        parts=laid.parts,
-        lengths=laid.lengths,
-        rewards=laid.rewards,
-        truncated=laid.truncated,
-        episodes=laid.episodes,
-        token_rewards=laid.token_rewards,
-        token_columns=columns,
+        samples=laid,
         routing=routing,
         pictures=contents,
         groups=[names[name] for name in laid.groups],
@@ -294,7 +280,7 @@ def _ranges(starts: Array, length: int) -> Array:
 
 
 def _shared_prompt(parts: Sequence[Array]) -> int:
-    """The number of tokens that all samples begin with and that no policy generated; `parts` as in `Prepared`.
+    """The number of tokens that all samples begin with and that no policy generated; `parts` as in `_Laid`.
 
     Bytes are compared, which takes a third of the time of comparing arrays and tells -0.0 from 0.0.
     """
@@ -321,21 +307,22 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
     Raises:
         CodecError: they are larger than `max_bytes`.
     """
-    parts = [*chain.from_iterable([each.parts for each in prepared])]
-    lengths = [*chain.from_iterable([each.lengths for each in prepared])]
-    rewards = chain.from_iterable([each.rewards for each in prepared])
-    truncated = chain.from_iterable([each.truncated for each in prepared])
-    episodes = [*chain.from_iterable([each.episodes for each in prepared])]
-    rewarded = [each.token_rewards is not None for each in prepared]
-    token_rewards = [each.token_rewards for each in prepared if each.token_rewards is not None]
-    token_columns = [*chain.from_iterable([each.token_columns for each in prepared])]
-    column_sizes = [sum(map(len, each.token_columns)) for each in prepared]
-    prompts = [each.prompt for each in prepared]
+    samples = [each.samples for each in prepared]
+    parts = [*chain.from_iterable([each.parts for each in samples])]
+    lengths = [*chain.from_iterable([each.lengths for each in samples])]
+    rewards = chain.from_iterable([each.rewards for each in samples])
+    truncated = chain.from_iterable([each.truncated for each in samples])
+    episodes = [*chain.from_iterable([each.episodes for each in samples])]
+    rewarded = [each.token_rewards is not None for each in samples]
+    token_rewards = [each.token_rewards for each in samples if each.token_rewards is not None]
+    token_columns = [*chain.from_iterable([each.token_columns.values() for each in samples])]
+    column_sizes = [sum(map(len, each.token_columns.values())) for each in samples]
+    prompts = [each.prompt for each in samples]
     routing = [*chain.from_iterable([each.routing for each in prepared])]
     routing_sizes = [sum(map(len, each.routing)) for each in prepared]
     pictures = [*chain.from_iterable([each.pictures for each in prepared])]
     groups = [*chain.from_iterable([each.groups for each in prepared])]
-    sizes, prompt_lengths = [len(each.lengths) for each in prepared], [*map(len, prompts)]
+    sizes, prompt_lengths = [len(each.lengths) for each in samples], [*map(len, prompts)]
     columns: list[tuple[str, int, Sequence[Any]]] = [
         ("prompts", sum(prompt_lengths), prompts),
         *((name, sum(lengths), parts[i :: len(BY_TOKEN)]) for i, name in enumerate(BY_TOKEN)),

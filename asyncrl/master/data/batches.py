@@ -11,6 +11,7 @@ from asyncrl.manager.client import ManagerClient
 from asyncrl.master.data.buffer import SampleBuffer, TrainBatch
 from asyncrl.master.data.buffer_order import ConfiguredOrder
 from asyncrl.master.data.collector import Collector
+from asyncrl.master.data.score_ahead import AheadScorer
 from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.settings import OnStale
@@ -28,6 +29,7 @@ class Batches:
     Args:
         report: reports to the manager what expired, at the version given.
         turns: has the devices given to servers on them before it waits for rollouts.
+        ahead: scores what came, while the step waits for the rest.
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class Batches:
         stall: StallWatch,
         report: Callable[[int], Awaitable[None]],
         turns: DeviceTurns,
+        ahead: AheadScorer,
     ) -> None:
         self._size, self._on_stale = config.train_batch_size, config.on_stale
         self._buffer, self._collector, self._manager = buffer, collector, manager
-        self._stall, self._report, self._turns = stall, report, turns
+        self._stall, self._report, self._turns, self.ahead = stall, report, turns, ahead
         self.order = ConfiguredOrder(config.buffer.order)
 
     async def next(self, version: int) -> TrainBatch:
@@ -72,6 +75,8 @@ class Batches:
             if missing <= 0:
                 return
             self._turns.give()
+            if await self.ahead.piece(version):
+                continue
             more = self._collector.changed(missing)
             await self._stall.wait(more, version, "trajectories from the RolloutWorkers")
 

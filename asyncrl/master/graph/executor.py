@@ -96,7 +96,7 @@ class Executor:
 
     async def _run_call(self, call: Call) -> Stats:
         started = time.perf_counter()
-        request = RunCall(call.name, call.role, call.function, call.reads, call.writes, dict(call.args))
+        request = RunCall.of(call)
         # Tasks start in the order of their creation: all workers are sent this call before any is sent the next one.
         replies = [asyncio.ensure_future(self._send(worker, request)) for worker in self._placement[call.role]]
         try:

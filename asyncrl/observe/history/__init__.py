@@ -1,4 +1,4 @@
-"""A run as its files tell it: read bit by bit while it goes on, or at once when it is over.
+"""The history of a run, from its files: read step by step while it runs, or at once when it is over.
 
 `History` is what `doctor`, `dashboard`, `trace` and the Python API read. It opens files of the run's folder and asks no
 process, so it costs the run nothing and works after a crash.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class ReadAgain(Exception):
-    """The file is another one than before, or shorter: what was read of it no longer holds."""
+    """The file was replaced or got shorter: everything read from it is no longer valid."""
 
 
 class Appended:

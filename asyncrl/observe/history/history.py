@@ -1,4 +1,4 @@
-"""All of a run's files that people ask about, in one reader."""
+"""One reader for all of a run's files that describe it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from asyncrl.observe.history.processes import Process, ProcessHistory
 Row = dict[str, Any]
 KEEP_STEPS = 100
 SILENT_S = 30.0
-"""A run on another host, whose lock cannot be seen, is running if a process of it wrote within so many seconds."""
+"""A run on another host, whose lock is not visible, counts as running if a process wrote within this many seconds."""
 
 
 class State(StrEnum):
@@ -48,15 +48,15 @@ class State(StrEnum):
 
 
 class History:
-    """The run in `folder`; `refresh` takes in what is new, the first call all that there is.
+    """The run in `folder`. Each `refresh` reads new content; the first one reads everything.
 
     Args:
-        folder: of the run, or the `metrics.jsonl` or another file in it.
-        keep_steps: rollouts that ended in as many of the newest steps are kept; figures of all steps are.
-        keep_from: rollouts that ended in this step or later are kept instead.
+        folder: folder of the run, or the `metrics.jsonl` or another file in it.
+        keep_steps: number of newest steps whose rollouts are kept; figures are kept for all steps.
+        keep_from: keep rollouts that ended in this step or later instead.
 
     Raises:
-        ValueError: the folder holds no run; the message is for the user.
+        ValueError: the folder is not a run's; the message is for the user.
     """
 
     def __init__(self, folder: Path, *, keep_steps: int = KEEP_STEPS, keep_from: int | None = None) -> None:
@@ -135,7 +135,7 @@ class History:
 
     @property
     def now(self) -> float:
-        """The newest time that any of the files tells, in seconds since 1970."""
+        """The newest time in any of the files, in seconds since 1970."""
         said: list[float] = [process.last.get("at", 0.0) for process in self.processes.values()]
         return max([self.ledger.newest_at, *said])
 

@@ -1,8 +1,8 @@
 """The ledger, folded into steps and rollouts as it grows (`asyncrl.comm.ledger_lines`).
 
-What a later launch forgot is forgotten here too. Of each step its figures are kept; of rollouts those that have not
-ended, and those that ended within the newest `keep_steps` steps, so that memory does not grow with the run. With
-`keep_from`, those that ended in this step or later are kept instead.
+Steps that a later launch forgot are forgotten here too. The figures of all steps are kept. Rollouts are kept while they
+run, and if they ended within the newest `keep_steps` steps, so that memory does not grow with the run. With
+`keep_from`, rollouts that ended in this step or later are kept instead.
 """
 
 from __future__ import annotations
@@ -228,7 +228,9 @@ class LedgerHistory:
             del self.rollouts[rollout_id]
 
     def _take_begin(self, line: Begin) -> None:
-        """A launch begins: what lies after its checkpoint is forgotten, and nothing of an earlier one is under way."""
+        """Process the start of a launch: forget everything after its checkpoint, and rollouts that earlier launches
+        ran.
+        """
         self.steps = {number: step for number, step in self.steps.items() if number <= line.version}
         self.saved = [each for each in self.saved if each[0] <= line.version]
         for rollout in self.rollouts.values():

@@ -1,4 +1,4 @@
-"""The lines of processes about themselves (`asyncrl.observe.observer`), as they come."""
+"""Read the lines that processes write about themselves (`asyncrl.observe.observer`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Process:
     def rate(self, counter: str, begin: float, end: float) -> float | None:
         """Growth of `counter` a second between two times; None where it is not known.
 
-        A process that was started again begins to count anew; only growth is counted.
+        A restarted process counts from 0 again; only growth counts.
         """
         readings = [(line["at"], line[counter]) for line in self.between(begin, end) if counter in line]
         if len(readings) < 2 or readings[-1][0] <= readings[0][0]:

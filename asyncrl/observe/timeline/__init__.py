@@ -1,4 +1,4 @@
-"""A run in time: which rollout ran where, what the trainer did, when servers loaded weights.
+"""Timeline of a run: rollouts and their workers, phases of the trainer, weight updates of the servers.
 
 `spans` makes the same list for the trace (`chrome`), the picture (`svg`) and the dashboard.
 """

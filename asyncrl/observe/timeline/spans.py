@@ -34,7 +34,7 @@ class Span:
         lane: within the track, from 0; spans of a lane do not overlap.
         kind: step, phase, call, rollout, wait, update, evaluation, checkpoint, restart.
         name: what is written on it.
-        about: figures for whoever points at it.
+        about: figures for the tooltip.
     """
 
     track: str
@@ -68,8 +68,8 @@ class Timeline:
 def timeline(history: History, first: int | None = None, last: int | None = None) -> Timeline:
     """Return the timeline of the steps `first` to `last`; without both, of the newest `LAST_STEPS`.
 
-    Without `last` it goes on to the newest time in the run's files, so that it shows what a run does since its last
-    step, or did before it died.
+    Without `last` it extends to the newest time in the run's files, so it shows a run's activity since its last step,
+    or before it died.
 
     Raises:
         ValueError: the run has no such step; the message is for the user.
@@ -96,7 +96,7 @@ def timeline(history: History, first: int | None = None, last: int | None = None
 
 
 def in_lanes(spans: Iterable[tuple[float, float, Any]]) -> Iterator[tuple[int, Any]]:
-    """Deal (begin, end, what) to lanes: each takes the lowest that is free."""
+    """Assign spans (begin, end, what) to lanes: each takes the lowest free lane."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     top = 0
@@ -134,7 +134,7 @@ def _steps(history: History, chosen: Sequence[int]) -> Iterator[Span]:
 
 
 def _phases(history: History, steps: Sequence[Span], begin: float, end: float) -> Iterator[Span]:
-    """Phases that the MasterWorker wrote; inferred ones of the steps that it wrote none of."""
+    """Yield the phases that the MasterWorker wrote, and inferred phases of steps without any."""
     windows = {step.about["step"]: step for step in steps}
     written = set()
     master = history.processes.get("master_worker/0")
@@ -182,7 +182,7 @@ def _told(history: History, begin: float, end: float) -> Iterator[Span]:
 
 
 def _end_of(rollout: Rollout, trains: Mapping[Any, Span], end: float) -> float:
-    """When `rollout` left its place; `end` if it has not.
+    """Return the time at which `rollout` left its place; `end` if it has not.
 
     The GserverManager learns of a finished rollout after the trainer has it, and sometimes after its training began.
     """

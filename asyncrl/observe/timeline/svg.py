@@ -1,7 +1,7 @@
 """A timeline as an SVG picture for documents: time runs to the right, each lane is a row.
 
-What a document cannot show well is left to the trace: the calls of ranks, arrows and single waits. Of the waits the
-picture has their number over time.
+The picture omits what a document cannot show well and the trace has: the calls of ranks, arrows and single waits. It
+shows the number of waiting rollouts over time instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AREA = 36.0
 _LEGEND_ROW = 20.0
 _TICKS = 10
 _TIP_KEYS = ("prompt", "step", "reward", "version", "set", "reason", "served")
-"""What a bar tells that is pointed at."""
+"""Keys that a bar's tooltip shows."""
 
 
 def svg_picture(line: Timeline, name: str) -> str:

@@ -23,17 +23,19 @@ from asyncrl.plugins.datasets.templates.parts import Content, joined, observed
 
 
 class GameAgent(Agent):
-    """Plays one game in up to `max_turns` actions; each turn has the reward of its action. One that is cut off counts.
+    """Plays one game in up to `max_turns` actions. Each turn has the reward of its action; an answer that is cut off
+    counts.
 
-    The prompt says what the game is; the first observation follows it. An observation is text, or with a chat template
-    a picture (uint8 [height, width, 3]) or a list of parts. The row's `seed`, where there is one, begins the
-    games of all members alike.
+    The prompt explains the game, and the first observation follows it. An observation is text, or with a chat template
+    a picture (uint8 [height, width, 3]) or a list of parts. If the row has a `seed`, all members of the group start
+    the same game.
 
     Args:
         tokenizer: the run's tokenizer.
-        chat: whether it has a chat template: then observations are the user's messages, otherwise text that goes on.
-        max_turns: actions, at least 1.
-        separator: between prompt, observation and action, without a chat template.
+        chat: True if it has a chat template: observations are then the user's messages, otherwise text that is
+            appended.
+        max_turns: limit on actions, at least 1.
+        separator: text between prompt, observation and action without a chat template.
     """
 
     def __init__(self, *, tokenizer: Tokenizer, chat: bool = False, max_turns: int = 16, separator: str = "\n") -> None:
@@ -42,7 +44,7 @@ class GameAgent(Agent):
         self._tokenizer, self._chat, self._max_turns, self._separator = tokenizer, chat, max_turns, separator
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> Sequence[Sample]:
-        """The episode's conversations, mostly one."""
+        """Play one game. Return its conversations, mostly one."""
         observation, _ = await env.reset(seed=prompt.data.get("seed"), options={"data": prompt.data})
         talk: _Talk = (
             _Messages(prompt, client) if self._chat else _Tokens(prompt, client, self._tokenizer, self._separator)
@@ -68,7 +70,7 @@ class _Talk(Protocol):
     """A conversation."""
 
     async def answer(self, observation: Content) -> tuple[str, Completion]:
-        """The policy's answer to `observation`, as text and as tokens."""
+        """Return the policy's answer to `observation`, as text and as tokens."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Agents that know no asyncrl: functions that are told where the policy is, as OpenAI's API, and ask it there.
+"""Agents without any asyncrl code: functions that get the address of the policy's OpenAI API and call the policy there.
 
     from openai import AsyncOpenAI
 
@@ -7,7 +7,7 @@
             answer = await policy.chat.completions.create(model="policy", messages=[{"role": "user", "content": ...}])
         return answer.choices[0].message.content        # or a number: the episode's reward
 
-Any client or framework does that speaks chat completions, responses or Anthropic's messages; docs/endpoint.md.
+Any client or framework works that uses chat completions, responses or Anthropic's messages; docs/endpoint.md.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from asyncrl.config.import_paths import load_plugin
 class OpenAIAgent(Agent):
     """An episode is a call of your function `run(prompt, base_url, api_key)`, asynchronous or not.
 
-    What it returns is the episode's reward, a number; or its answer, a text, which the environment then scores as it
-    scores those of other agents (so that `reward` and `rewards` apply); or None, which rejects the episode. Every
-    conversation that it had with the policy becomes a sample with that reward. A plain `def` runs in a thread.
+    The function returns the episode's reward, a number; or its answer, a text, which the environment then scores like
+    other agents' answers (so that `reward` and `rewards` apply); or None, which rejects the episode. Every conversation
+    that it had with the policy becomes a sample with that reward. A plain `def` runs in a thread.
 
     Args:
-        tokenizer: the run's; not needed.
-        run: import path of the function, or of a class whose instances are called so.
+        tokenizer: the run's tokenizer; not needed.
+        run: import path of the function, or of a class whose instances are called in the same way.
         args: further keyword arguments of the function, or of the class's constructor.
     """
 

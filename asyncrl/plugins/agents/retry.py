@@ -1,6 +1,6 @@
-"""An example of several turns: who answers wrongly reads the environment's feedback and tries again.
+"""An example of several turns: after a wrong answer the policy reads the environment's feedback and tries again.
 
-Feedback carries no loss; all tries share the last one's reward.
+Feedback carries no loss, and all tries have the reward of the last one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class RetryAgent(Agent):
 
     Args:
         tokenizer: the run's tokenizer.
-        chat: whether it has a chat template: then feedback is the user's next message, otherwise text that goes on.
-        max_turns: tries, at least 1.
-        turn_discount: factor on the reward for each turn beyond the first, so that a first right try is worth most.
+        chat: True if it has a chat template: feedback is then the user's next message, otherwise text that is appended.
+        max_turns: limit on tries, at least 1.
+        turn_discount: factor on the reward for each turn beyond the first, so that an early right answer is worth most.
     """
 
     def __init__(

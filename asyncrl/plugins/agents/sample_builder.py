@@ -1,4 +1,4 @@
-"""Building a `Sample` turn by turn: what the model wrote carries loss, what it was given does not."""
+"""Build a `Sample` turn by turn: tokens that the model wrote carry loss, all others do not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_GENERATED = -1
 
 
 class SampleBuilder:
-    """One conversation as it grows; starts with the prompt's tokens and pictures."""
+    """A growing conversation. It starts with the prompt's tokens and pictures."""
 
     def __init__(self, prompt_ids: Sequence[int], pictures: Sequence[PlacedPicture] = ()) -> None:
         self._tokens: list[int] = []
@@ -48,10 +48,10 @@ class SampleBuilder:
         self._versions.extend([NOT_GENERATED] * count)
 
     def generate(self, completion: Completion) -> None:
-        """Append what the policy wrote as it went on from `tokens`, with its log-probabilities and versions.
+        """Append the policy's answer to the context `tokens`, with its log-probabilities and versions.
 
         Raises:
-            ValueError: it went on from other tokens, or is another policy's.
+            ValueError: it answers another context, or comes from another policy.
         """
         if completion.policy:
             raise ValueError(

@@ -31,7 +31,10 @@ class SingleTurnAgent(Agent):
     async def run_group(
         self, prompt: Prompt, make_env: Callable[[], Environment], client: GroupClient
     ) -> Sequence[Sample]:
-        """The group's samples, in the order of the completions. One that cannot be scored is tried again alone."""
+        """Return the group's samples, in the order of the completions.
+
+        An answer that cannot be scored is retried alone.
+        """
         request = GenerationRequest(
             prompt.prompt_id, prompt.input_ids, prompt.group_size, prompt.sampling, prompt.pictures
         )
@@ -56,7 +59,7 @@ class SingleTurnAgent(Agent):
         return [sample for task in scoring for sample in task.result()]
 
     async def run(self, prompt: Prompt, env: Environment, client: GenerationClient) -> Sample:
-        """One answer on its own: for agents that do more with it, as subclasses of this one."""
+        """Generate and score a single answer, for subclasses that do more with it."""
         return await self._scored(prompt, env, await self._answer(prompt, client))
 
     async def _answer(self, prompt: Prompt, client: GenerationClient) -> Completion:

@@ -1,6 +1,6 @@
-"""An agent that calls tools: it answers, reads what its calls give, and goes on until it answers without a call.
+"""An agent that calls tools: it answers, reads the results of its calls, and continues until an answer has no call.
 
-Calls of one turn run at the same time. The model's tokens carry loss; what the tools said does not.
+The calls of one turn run at the same time. The model's tokens carry loss; the tools' results do not.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from asyncrl.plugins.tools.toolbox import Toolbox
 
 
 class ToolAgent(Agent):
-    """One conversation with tools per member; its last answer's text goes to the environment for its reward.
+    """Plays one conversation with tools per member. The environment scores the text of its last answer.
 
-    The reward of a sample is what the environment gives, and what the tools give (`tool/<name>`), each a part of its
-    own. A conversation that meets a limit ends there, and is scored by what was said last: the limits are `max_turns`
-    and those of `rollout.chat` (context, time of tools). Metrics: `tool/<name>/calls`, `errors`, `seconds`, and of the
-    agent `turns`, `tool_calls`, `malformed_calls`.
+    A sample's reward is the sum of the environment's and the tools' (`tool/<name>`), each a separate part. A
+    conversation ends when it reaches a limit, and is scored by its last answer; the limits are `max_turns` and those of
+    `rollout.chat` (context, time of tools). Metrics: `tool/<name>/calls`, `errors`, `seconds`, and of the agent
+    `turns`, `tool_calls`, `malformed_calls`.
 
     Args:
         tokenizer: the run's tokenizer; messages become tokens in the client.
-        tools: those of the settings `tools` and `mcp`.
-        max_turns: answers in a conversation, at least 1. In the last one calls are not followed.
-        max_calls: of one turn; the model is told of any beyond that they were not run.
-        malformed_penalty: taken from the reward for each malformed call, as the part `malformed_calls`.
+        tools: the tools of the settings `tools` and `mcp`.
+        max_turns: limit on answers in a conversation, at least 1. Calls in the last answer are not run.
+        max_calls: limit on calls in one turn; for each further call the model reads that it was not run.
+        malformed_penalty: deducted from the reward for each malformed call, as the part `malformed_calls`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ToolAgent(Agent):
         self._malformed_penalty = malformed_penalty
 
     async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> list[Sample]:
-        """The samples of one conversation: one, or several where its template rewrites history."""
+        """Play one conversation. Return its sample, or several if the template rewrites history."""
         await env.reset(options={"data": prompt.data})
         messages, schemas = messages_of(prompt), self._tools.schemas
         calls = malformed = 0
@@ -81,7 +81,7 @@ class ToolAgent(Agent):
 
 
 def _content(result: ToolResult, *, pictures: bool) -> Content:
-    """What the model is given of a tool's result: without pictures it reads their names."""
+    """Return the part of a tool's result that the model reads; without `pictures`, names in their place."""
     if pictures:
         return joined(result.text, [{"type": "image", "image": picture} for picture in result.pictures])
     return "\n".join(filter(None, (result.text, *map(str, result.pictures))))

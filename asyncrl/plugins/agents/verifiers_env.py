@@ -1,9 +1,9 @@
-"""Environments of the `verifiers` package, trained as they are: its classic API (0.2) and its v1 API (0.4).
+"""Unmodified environments of the `verifiers` package: its classic API (0.2) and its v1 API (0.4).
 
-Both pin packages that clash with asyncrl's extras and with each other's, so `verifiers` lives in a virtual environment
-of its own (`asyncrl install verifiers`), where `verifiers_host.py` runs the environment: its dataset, its turns,
-tools and rubric. The policy is asked over the episode's endpoint, which records every token; of the environment's
-answer only reward and metrics are used.
+Both pin packages that clash with asyncrl's extras and with each other. So `verifiers` is installed in a separate
+virtual environment (`asyncrl install verifiers`), in which `verifiers_host.py` runs the environment: its dataset,
+turns, tools and rubric. The environment calls the policy over the episode's endpoint, which records every token. Only
+the reward and the metrics of its result are used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LINE_LIMIT: Final = 256 << 20
 
 
 class VerifiersError(RuntimeError):
-    """The environment, or the process that it runs in, failed; the message has its own words."""
+    """The environment or its process failed; the message contains its own error."""
 
 
 class VerifiersDataset:
@@ -61,7 +61,7 @@ class VerifiersDataset:
         return len(self._prompts)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """Row `index`: its prompt, and where the environment finds it."""
+        """Return row `index`: its prompt, and its position in the environment's dataset."""
         return {"prompt": self._prompts[index], "verifiers": {"env": self._env, "split": self._split, "row": index}}
 
 
@@ -73,11 +73,9 @@ class VerifiersAgent(Agent):
     episodes of a RolloutWorker run in one process, which is renewed from time to time.
 
     Args:
-        tokenizer: the run's; not needed.
-        python: as of `VerifiersDataset`, as are the next two.
-        env: the environment.
-        args: its arguments.
-        max_episodes: episodes after which the process is renewed, so that what it keeps of each does not grow.
+        tokenizer: the run's tokenizer; not needed.
+        python, env, args: as for `VerifiersDataset`.
+        max_episodes: episodes after which the process is replaced, so that its memory does not grow.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class VerifiersAgent(Agent):
         self._starting = asyncio.Lock()
 
     async def run(self, prompt: Prompt, env: Environment, client: Any) -> Sequence[Sample]:
-        """The samples of one rollout.
+        """Run one rollout of the environment and return its samples.
 
         Raises:
             VerifiersError: the environment failed.
@@ -134,7 +132,7 @@ class VerifiersAgent(Agent):
 
 
 class _Host:
-    """The process that runs the environment, from this side. Within `async with` an episode uses it."""
+    """Client of the process that runs the environment. An episode holds it with `async with`."""
 
     def __init__(self, process: asyncio.subprocess.Process, env: str) -> None:
         self.episodes = 0
@@ -147,10 +145,10 @@ class _Host:
 
     @classmethod
     async def start(cls, python: str, env: str, args: Mapping[str, Any] | None) -> _Host:
-        """A process that has loaded the environment.
+        """Start a process and wait until it has loaded the environment.
 
         Raises:
-            VerifiersError: it cannot.
+            VerifiersError: it cannot load it.
         """
         pipe = asyncio.subprocess.PIPE
         try:
@@ -184,7 +182,7 @@ class _Host:
             self._end()
 
     def retire(self) -> None:
-        """End it with the last episode that uses it."""
+        """End the process once the last episode that uses it is over."""
         self._retired = True
         if not self._users:
             self._end()
@@ -212,7 +210,7 @@ class _Host:
         return told
 
     async def close(self) -> None:
-        """End it, and wait for that."""
+        """End the process and wait until it has ended."""
         self._end()
         await self._process.wait()
         if self._reading is not None:
@@ -247,7 +245,7 @@ class _Host:
 
 @functools.lru_cache(maxsize=4)
 def _rows(python: str, what: bytes) -> Mapping[str, Mapping[str, Any]]:
-    """By split, its `rows`, or the `error` for which there are none. Asked once per process: to load takes seconds."""
+    """Return, by split, its `rows` or the `error` instead. Cached per process, because loading takes seconds."""
     asked = [_line({"id": number, "rows": split}) for number, split in enumerate(SPLITS)]
     with subprocess.Popen(_command(python), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 EMPTY_ANSWER = "EmptyModelResponseError"
-"""Name in verifiers of an answer without text and calls: the model's fault, worth nothing, and not a failure."""
+"""verifiers' error for an answer without text and calls. It is the model's fault: reward 0, not a failed episode."""
 MODEL = "policy"
 
 
@@ -34,7 +34,7 @@ class EnvironmentWorld(Protocol):
     """An environment of either API."""
 
     def serving(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """Within, rollouts may run."""
+        """Allow rollouts within this block."""
         ...
 
     def rows(self, split: str) -> list[dict[str, Any]]:

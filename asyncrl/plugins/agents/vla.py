@@ -1,8 +1,9 @@
-"""An agent for vision-language-action policies: at each turn the instruction and what is seen now, answered by actions.
+"""An agent for vision-language-action policies: each turn shows the instruction and the current view; actions answer
+it.
 
-A turn's context has no history: the prompt's messages with the newest observation before their text. The answer is a
-chunk of action tokens, `rollout.sampling.allowed_token_ids`, which are done one after the other. Each turn is a
-conversation of its own, so a sample of its episode; all of them have the episode's reward.
+A turn's context has no history: it is the prompt's messages, with the newest observation before their text. The answer
+is a chunk of action tokens (`rollout.sampling.allowed_token_ids`), and the actions are done one after the other. Each
+turn is a separate conversation and so a sample of the episode; all samples have the episode's reward.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from asyncrl.api.picture import Picture, evenly
 from asyncrl.plugins.datasets.templates.parts import Content, joined, observed
 
 SUCCESSES = ("success", "is_success")
-"""Keys of an info that tell success; where it has none of them, an episode that terminates with a reward above 0 is
-one."""
+"""Keys of an info that report success. Without them, an episode that terminates with a reward above 0 is a success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ActionTokens:
     descending: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError where a number is out of its bounds."""
+        """Raise ValueError if a number is out of its bounds."""
         if self.chunk < 1 or self.dimensions < 0 or not self.low < self.high:
             raise ValueError(
                 f"actions have chunk {self.chunk}, dimensions {self.dimensions}, low {self.low:g} and high "
@@ -57,7 +57,7 @@ class ActionTokens:
         return self.chunk * max(1, self.dimensions)
 
     def numbers(self, token_ids: Sequence[int], allowed: Sequence[int]) -> NDArray[np.float64]:
-        """`[actions, dimensions]`: what `token_ids` mean, of whole actions.
+        """Decode `token_ids` into numbers, `[actions, dimensions]`; an incomplete last action is dropped.
 
         Args:
             allowed: the action tokens, in ascending order, at least two.
@@ -76,7 +76,7 @@ class ActionTokens:
         return numbers[: whole * self.dimensions].reshape(whole, self.dimensions)
 
     def ids(self, numbers: ArrayLike, allowed: Sequence[int]) -> list[int]:
-        """The tokens of actions, for demonstrations; numbers beyond low and high count as these."""
+        """Encode actions as tokens, for demonstrations; numbers are clipped to `low` and `high`."""
         edges = np.linspace(self.low, self.high, len(allowed))
         bins = np.digitize(np.clip(np.ravel(numbers), self.low, self.high), edges) - 1
         places = len(allowed) - 1 - bins if self.descending else bins
@@ -84,13 +84,13 @@ class ActionTokens:
 
 
 OPENVLA_OFT = ActionTokens(chunk=8, dimensions=7, descending=True)
-"""LIBERO's actions in OpenVLA-OFT (arXiv:2502.19645): 8 actions of 7 numbers within -1 and 1, normalised, as the policy
-says them. Its tokens are the last 256 of Llama 2's vocabulary: `allowed_token_ids: 31744-31999`."""
+"""LIBERO's actions in OpenVLA-OFT (arXiv:2502.19645): 8 actions of 7 normalised numbers between -1 and 1. Their tokens
+are the last 256 of Llama 2's vocabulary: `allowed_token_ids: 31744-31999`."""
 PRESETS = {"openvla_oft": OPENVLA_OFT}
 
 
 class EpisodeReward(StrEnum):
-    """What an episode is worth, before rewards of groups."""
+    """Reward of an episode, before rewards of groups are added."""
 
     success = auto()
     """1 for a success, 0 otherwise."""
@@ -99,18 +99,18 @@ class EpisodeReward(StrEnum):
 
 
 class VLAAgent(Agent):
-    """Plays one episode of up to `max_turns` chunks; see the module.
+    """Plays one episode of up to `max_turns` chunks; see the module's docstring.
 
-    Samples have the metrics `success`, `steps`, `return` and, where the environment's infos have it, `progress`, as of
-    the last step. The last sample has the frames, of which each observation is one, or its first picture.
+    Samples have the metrics `success`, `steps`, `return` and, if the environment's infos have it, `progress`, as of the
+    last step. The last sample holds the frames: of each observation the frame itself, or its first picture.
 
     Args:
         tokenizer: the run's.
-        chat: whether there is a chat template; one is needed.
-        max_turns: chunks, at least 1.
+        chat: True if there is a chat template, which is required.
+        max_turns: limit on chunks, at least 1.
         actions: a preset's name, or arguments of `ActionTokens`.
         reward: `success` or `total`.
-        frames: frames that rewards see, evenly chosen from first to last; 0: none.
+        frames: number of frames for rewards, evenly chosen from first to last; 0 for none.
 
     Raises:
         ValueError: an argument is out of its bounds, or there is no chat template.
@@ -161,7 +161,7 @@ class VLAAgent(Agent):
         return [*samples[:-1], replace(samples[-1], frames=tuple(frames[: self._frames]))] if samples else []
 
     def _meant(self, token_ids: Sequence[int], allowed: Sequence[int]) -> list[Any]:
-        """The actions of an answer: lists of numbers, or texts."""
+        """Decode the actions of an answer: lists of numbers, or texts."""
         if self._actions.dimensions:
             numbers: list[Any] = self._actions.numbers(token_ids, allowed).tolist()
             return numbers
@@ -169,7 +169,7 @@ class VLAAgent(Agent):
 
 
 def _before(observation: Content, text: Content) -> Content:
-    """The observation, and on a line of its own what follows text."""
+    """Return the observation followed by `text`, on a separate line if the observation ends in text."""
     ends_in_text = isinstance(observation, str) or observation[-1]["type"] == "text"
     return joined(observation, "\n" if ends_in_text else "", text)
 
@@ -184,7 +184,7 @@ class _Episode:
         self.observation = self._seen(observation)
 
     async def do(self, actions: Sequence[Any]) -> None:
-        """Do `actions`, up to the end of the episode."""
+        """Do `actions` one by one, until the episode ends."""
         for action in actions:
             observation, reward, terminated, truncated, self._info = await self._env.step(action)
             self.observation = self._seen(observation)

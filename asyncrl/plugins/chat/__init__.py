@@ -1,1 +1,1 @@
-"""Conversations that are exact in every token: templates, parsers, recorded branches, and the client of an episode."""
+"""Conversations recorded token by token: templates, parsers, branches, and the client of an episode."""

@@ -1,4 +1,4 @@
-"""The client of one episode: messages in, the policy's answers out, and all of it recorded in token ids."""
+"""The client of one episode: takes messages, returns the policy's answers, and records everything in token ids."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TOOL_CHOICES = ("auto", "none")
 
 
 class ConversationEnded(RuntimeError):
-    """The conversation ended at a limit, the agent was told so by an answer that ended with `length`, and asks on."""
+    """The agent continues a conversation that has reached a limit, as an answer with finish `length` has reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class _Context:
     given: Rendered
     messages: tuple[Message, ...]
     before: Turn | None
-    """The recorded turn that the messages begin with, whether its ids are kept (then it is `parent`) or not."""
+    """The recorded turn that the messages begin with. If its ids are kept, it is also `parent`."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class _Context:
 
     @property
     def pictures(self) -> tuple[PlacedPicture, ...]:
-        """At spans of `ids`."""
+        """The pictures of the context, at spans of `ids`."""
         if self.parent is None:
             return self.given.pictures
         length = len(self.parent.ids)
@@ -87,7 +87,7 @@ class _Context:
 
 @dataclass(frozen=True, slots=True)
 class _Opponent:
-    """The policy `name` as an episode asks it."""
+    """Client of another policy, `name`, for an episode."""
 
     policy: GenerationClient
     name: str
@@ -100,11 +100,11 @@ class EpisodeClient:
     """`asyncrl.api.ChatClient` over any `GenerationClient`.
 
     Args:
-        policy: answers in token ids.
-        prompt: what the episode begins with; its sampling is the default.
-        member: which member of the group it is, from 0.
-        chat: how messages become token ids; None where there is no chat template: then only `generate` works.
-        rules: limits and choices.
+        policy: generates answers as token ids.
+        prompt: the episode's prompt; its sampling parameters are the default.
+        member: number of the group's member, from 0.
+        chat: converts messages to token ids; without a chat template None, and only `generate` works.
+        rules: limits and settings of conversations.
     """
 
     def __init__(
@@ -191,11 +191,11 @@ class EpisodeClient:
         return tuple(self._recorder.turns)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """The policy's answer in token ids, recorded. Where the context has no room for one it is empty.
+        """Generate and record an answer in token ids. It is empty if the context has no room for an answer.
 
         Raises:
-            TypeError: `request` is no GenerationRequest.
-            Exception: the policy cannot answer.
+            TypeError: `request` is not a GenerationRequest.
+            Exception: the policy failed.
         """
         if not isinstance(request, GenerationRequest):
             raise TypeError(f"client.generate takes a GenerationRequest, not a {type(request).__name__}")
@@ -228,9 +228,9 @@ class EpisodeClient:
 
         Raises:
             ChatError: these messages cannot be rendered, or an argument is wrong.
-            DriftError: under `rollout.chat.drift=strict`.
-            ConversationEnded: the conversation ended at a limit before, and the agent was told.
-            Exception: the policy cannot answer.
+            DriftError: the conversation drifts, and `rollout.chat.drift=strict`.
+            ConversationEnded: the conversation had reached a limit, and an earlier answer has reported that.
+            Exception: the policy failed.
         """
         if n < 1:
             raise ChatError(f"n={n}: ask for at least 1 answer")
@@ -278,7 +278,7 @@ class EpisodeClient:
         return self._context([_read(message) for message in messages], tools).ids
 
     def shown_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """The ids that the template makes of `messages`, whoever speaks last, without the beginning of an answer.
+        """Render `messages` to token ids, without a generation prompt; the last message may have any role.
 
         Raises:
             ChatError: these messages cannot be rendered.
@@ -286,11 +286,11 @@ class EpisodeClient:
         return tuple(self._chat().shown([_read(message) for message in messages], tools).ids)
 
     def forget(self, answer: Completion) -> None:
-        """Take `answer`, which nobody was given, out of the records."""
+        """Remove `answer` from the records: the agent never received it."""
         self._recorder.forget(answer)
 
     def close(self) -> None:
-        """The episode is over; called by who made the client."""
+        """End the episode. Called by the owner of the client."""
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
@@ -326,7 +326,7 @@ class EpisodeClient:
     def _extension(
         self, turn: Turn, messages: Sequence[Message], covered: int, tools: Sequence[ToolSchema]
     ) -> Rendered | None:
-        """What `messages` after the first `covered` add to the ids of `turn`; None where it is not extended."""
+        """Return the ids that `messages[covered:]` append to those of `turn`; None if the turn cannot be extended."""
         chat = self._chat()
         assert turn.reply is not None, "a turn that messages find has a message"
         bridge = chat.bridge(turn.reply.message, messages[covered:], tools)
@@ -343,7 +343,7 @@ class EpisodeClient:
         return Rendered([end_id, *bridge.ids], tuple(placed.shifted(1) for placed in bridge.pictures))
 
     def _reasoned(self, turn: Turn) -> list[int]:
-        """Positions of the answers in `turn`'s conversation whose reasoning its ids hold."""
+        """Return the positions of the answers in `turn`'s conversation whose reasoning is part of its ids."""
         positions, said = [], 0
         for each in turn.path:
             said += len(each.messages)
@@ -353,7 +353,7 @@ class EpisodeClient:
         return positions
 
     def _with_reasoning(self, turn: Turn | None, messages: Sequence[Message]) -> list[Message]:
-        """`messages` with the recorded reasoning of answers that came back without it."""
+        """Return `messages`, with recorded reasoning added to answers that the agent passes without it."""
         whole = list(messages)
         for position, said in enumerate(turn.conversation if turn else ()):
             reasoning = said.get("reasoning_content")
@@ -384,10 +384,11 @@ class EpisodeClient:
             )
 
     def _begun(self, parent: Turn | None, before: Turn | None, tokens: int) -> ChatRequest:
-        """The conversation's state as its next answer begins; ended where a limit leaves no room for it.
+        """Return the conversation's state at the start of its next answer; an ended one if a limit leaves no room for
+        it.
 
         Raises:
-            ConversationEnded: it had ended before, and the agent was told.
+            ConversationEnded: it had reached a limit, and an earlier answer has reported that.
         """
         state = before.request if before else ChatRequest(self._rules.limits)
         if before is not None and state.phase is Phase.calling_tools:
@@ -475,10 +476,10 @@ def _read(message: Message) -> Message:
 
 
 def check_prompt_pictures(prompt: Prompt, ids: Sequence[int], pictures: Sequence[PlacedPicture]) -> None:
-    """Check that a request or a sample that begins with the prompt's tokens has its pictures.
+    """Check that a request or a sample that begins with the prompt's tokens also has the prompt's pictures.
 
     Raises:
-        ValueError: it does not, so that its placeholders would be read as words.
+        ValueError: it lacks them; the model would read their placeholders as words.
     """
     if not prompt.pictures or tuple(ids[: len(prompt.input_ids)]) != prompt.input_ids:
         return
@@ -499,7 +500,7 @@ def _finish_of(reply: ChatReply) -> Finish:
 
 
 def _within(sampling: SamplingParams, state: ChatRequest) -> SamplingParams:
-    """`sampling` with no more new tokens than the context has room for."""
+    """Return `sampling` with the number of new tokens limited to the room in the context."""
     room = state.room
     return sampling if room is None else replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
@@ -509,6 +510,6 @@ def _nothing() -> Completion:
 
 
 def _empty_reply(ids: tuple[int, ...]) -> ChatReply:
-    """The answer where a limit leaves no room for one."""
+    """Return the empty answer for a context without room."""
     message = {"role": "assistant", "content": ""}
     return ChatReply(message, "", None, (), 0, ChatFinish.length, ids, _nothing())

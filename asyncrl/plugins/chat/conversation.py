@@ -1,10 +1,10 @@
 """Tree of the answers of one episode; each branch is a conversation.
 
-A `Turn` is one answer of the policy with the token ids that came before it since the previous one. A turn knows what it
-follows; several may follow the same, so turns form trees, and every leaf is the end of a branch.
+A `Turn` is one answer of the policy, with the token ids between the previous answer and this one. A turn refers to the
+turn before it. Several turns may follow the same one, so turns form trees, and every leaf ends a branch.
 
-A sampled token carries loss in one sample only: in the first branch, by the order in which answers were recorded, that
-holds it. Later branches hold it as context.
+A sampled token carries loss in one sample only: in the first branch that contains it, in the order in which answers
+were recorded. In later branches it is context.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ NOT_GENERATED = -1
 class Turn:
     """An answer.
 
-    `given_ids` are the ids between the previous answer (or the beginning) and this one, that no policy sampled;
-    `given_pictures` stand at spans of them. `messages` are those that came in with it, `reply` what it became; both are
-    absent where it was asked for in token ids.
+    `given_ids` are the ids between the previous answer (or the beginning) and this one, which no policy sampled;
+    `given_pictures` are at spans of them. `messages` are the new messages of the request, `reply` the answer as a
+    message; both are absent if the request was in token ids.
     """
 
     parent: Turn | None
@@ -44,7 +44,7 @@ class Turn:
 
     @property
     def path(self) -> list[Turn]:
-        """The turns of its branch, the first one first, itself the last."""
+        """Return the turns of this turn's branch, from the first one to this one."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -64,7 +64,7 @@ class Turn:
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages up to and with this answer; those of turns that were asked for in token ids are missing."""
+        """The messages up to this answer, included. Turns that were requested in token ids have none."""
         said: list[Message] = []
         for turn in self.path:
             said += turn.messages
@@ -92,9 +92,9 @@ def branches(turns: Sequence[Turn]) -> Iterator[list[Turn]]:
 
 
 def sample_of(path: Sequence[Turn], taken: set[Turn], reward: float, *, cut_off: bool = False) -> Sample:
-    """A branch as a sample. Turns in `taken` carry no loss here; those that do are added to it.
+    """Convert a branch to a sample. Turns in `taken` carry no loss here; the others are added to `taken`.
 
-    It is truncated where its last answer is, or where it was `cut_off` after that.
+    The sample is truncated if its last answer is, or if a limit `cut_off` the conversation after that.
     """
     tokens: list[int] = []
     mask: list[int] = []

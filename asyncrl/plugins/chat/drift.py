@@ -1,7 +1,8 @@
 """Drift check: compares an extended conversation with rendering and tokenising its messages again.
 
-Extending by ids is what is right: it is the very tokens that the policy sampled and saw. The comparison tells how far
-whoever renders anew (a server behind an OpenAI API, an evaluation of the trained model) is from that.
+Extending by ids is correct: these are the tokens that the policy sampled and saw. The comparison shows how far a
+program that renders the messages again (a server behind an OpenAI API, an evaluation of the trained model) deviates
+from them.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from dataclasses import dataclass
 
 
 class DriftError(RuntimeError):
-    """Under `rollout.chat.drift=strict`: the two differ; the message shows where."""
+    """A conversation drifts, and `rollout.chat.drift=strict`; the message shows the difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The first difference. `text` is true where the texts differ too: then the template rewrites what was said; else
-    only the tokens do, as the tokenizer cuts the same text otherwise than the policy did.
+    """The first difference. `text` is True if the texts differ, so the template rewrites history. Otherwise only the
+    tokens
+    differ: the tokenizer splits the same text in another way than the policy did.
     """
 
     position: int
@@ -31,11 +33,13 @@ class Drift:
 
 
 _SHOWN = 8
-"""So many tokens of each side are shown."""
+"""Number of tokens of each side that a message shows."""
 
 
 def compare(own: Sequence[int], anew: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Drift | None:
-    """The first difference of a conversation's ids from those of its whole rendering; None where there is none."""
+    """Return the first difference between a conversation's ids and those of its new rendering; None if they are
+    equal.
+    """
     if list(own) == list(anew):
         return None
     pairs = enumerate(zip(own, anew, strict=False))

@@ -6,12 +6,12 @@
                                   |
                                   +--begin--> running      where it met no limit: another message came
 
-A `ChatRequest` is immutable and every step gives the next one, so a conversation that forks needs no copy. A step that
-its phase does not allow raises `IllegalStep`: it is a fault of the program, not of the model.
+A `ChatRequest` is immutable, and every step returns the next one, so a conversation that forks needs no copy. A step
+that the phase does not allow raises `IllegalStep`: an error of the program, not of the model.
 
-Limits end a conversation where its next answer would begin: `begin` then gives a completed request whose finish is
-`length` and whose `over` names the limit with the setting that holds it. What was sampled until then is kept. An
-answer that is cut off at `max_new_tokens` finishes with `length` too, but another may follow it.
+A limit ends a conversation when its next answer would begin: `begin` then returns a completed request whose finish is
+`length` and whose `over` names the limit and its setting. Everything sampled before is kept. An answer that is cut off
+at `max_new_tokens` finishes with `length` too, but another answer may follow it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Finish(StrEnum):
     tool_calls = auto()
     """The policy ended its answer and calls tools."""
     abort = auto()
-    """It was given up from outside."""
+    """It was aborted from outside."""
 
 
 class IllegalStep(RuntimeError):
@@ -61,7 +61,7 @@ class ChatLimits:
     max_context: int = 0
     """Tokens of the whole conversation, prompt and answers."""
     max_tool_s: float = 0.0
-    """Seconds that its tools take, all calls of a turn together counted as long as the longest."""
+    """Seconds that its tools take; the calls of a turn run together and count as the longest of them."""
     context_setting: str = "generation.context_length"
     """Setting that `max_context` comes from."""
 
@@ -70,7 +70,8 @@ class ChatLimits:
 class ChatRequest:
     """A conversation's state; see the module's docstring.
 
-    `turns` counts answers, `tokens` the conversation's after the last of them, `tool_s` the seconds of its tools.
+    `turns` is the number of answers, `tokens` the conversation's tokens after the last one, `tool_s` its tools'
+    seconds.
     """
 
     limits: ChatLimits = ChatLimits()
@@ -82,12 +83,12 @@ class ChatRequest:
     over: str = ""
 
     def forked(self) -> ChatRequest:
-        """A conversation that goes on from this one in another branch: what was used up stays used up."""
+        """Return the state of another branch from here: turns, tokens and tool time already used still count."""
         return ChatRequest(self.limits, turns=self.turns, tool_s=self.tool_s)
 
     @property
     def ended(self) -> bool:
-        """True where no further answer can follow: it failed, was given up, or met a limit."""
+        """True if no further answer can follow: it failed, was aborted, or reached a limit."""
         return bool(self.over)
 
     @property
@@ -96,7 +97,8 @@ class ChatRequest:
         return self.limits.max_context - self.tokens if self.limits.max_context else None
 
     def begin(self, context_tokens: int) -> ChatRequest:
-        """The policy is to answer a conversation of `context_tokens`: running, or completed where a limit is met.
+        """Start an answer to a conversation of `context_tokens`. Return the running state, or a completed one at a
+        limit.
 
         Raises:
             IllegalStep: it is running or has ended.
@@ -109,7 +111,7 @@ class ChatRequest:
         return replace(self, phase=Phase.running, tokens=context_tokens, finish=None)
 
     def answered(self, finish: Finish, tokens: int) -> ChatRequest:
-        """The policy's answer ended as `finish` says, after `tokens` tokens.
+        """Record that the policy's answer ended with `finish`, and the conversation then has `tokens` tokens.
 
         Raises:
             IllegalStep: it was not running.
@@ -122,7 +124,7 @@ class ChatRequest:
         return replace(self, phase=phase, turns=self.turns + 1, tokens=self.tokens + tokens, finish=finish, over=over)
 
     def tools_returned(self, seconds: float) -> ChatRequest:
-        """The turn's tools took so long; the phase stays, as the policy has not begun to answer them.
+        """Record the seconds of the turn's tools. The phase stays, because the policy has not begun its next answer.
 
         Raises:
             IllegalStep: no tools were called.
@@ -132,13 +134,13 @@ class ChatRequest:
         return replace(self, tool_s=self.tool_s + seconds)
 
     def aborted(self, why: str) -> ChatRequest:
-        """It is given up from outside; one that has ended stays as it is."""
+        """Abort the conversation from outside; one that has ended stays unchanged."""
         if self.ended:
             return self
         return replace(self, phase=Phase.completed, finish=Finish.abort, over=why)
 
     def failed(self, why: str) -> ChatRequest:
-        """It cannot go on.
+        """Mark the conversation as failed.
 
         Raises:
             IllegalStep: it has ended.
@@ -148,7 +150,7 @@ class ChatRequest:
         return replace(self, phase=Phase.failed, over=why)
 
     def _met(self, context_tokens: int) -> str:
-        """The limit that leaves no room for another answer; empty where there is none."""
+        """Return the limit that leaves no room for another answer; empty if there is room."""
         limits = self.limits
         if limits.max_turns and self.turns >= limits.max_turns:
             return f"rollout.chat.max_turns={limits.max_turns}"

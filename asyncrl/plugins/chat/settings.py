@@ -16,14 +16,14 @@ class Reasoning(StrEnum):
     keep = auto()
     """The conversation is extended with it: one sample, and the policy sees its earlier reasoning."""
     branch = auto()
-    """The policy sees what the template shows: the conversation goes on in another sample, rendered anew."""
+    """The policy sees the template's history: the conversation is rendered again and continues as another sample."""
 
 
 class DriftCheck(StrEnum):
     """Comparison of extended conversations with the result of rendering and tokenising them again."""
 
     off = auto()
-    """They are not."""
+    """No comparison."""
     tolerant = auto()
     """Differences are counted, as chat/drift_text and chat/drift_tokens."""
     strict = auto()

@@ -1,11 +1,11 @@
 """Stop strings, judged on token ids: the one rule for all engines.
 
-An answer keeps its tokens up to and with the first one after which its text holds a stop string. The text is that of
-all its tokens so far, special ones included, so a string may lie across tokens, rounds and interruptions, and a
-character across tokens. `kept_tokens` says so of a whole answer; `completed_by_last` is for an engine, which looks
-after each token and need not look far back. SGLang looks back as many tokens as its tokenizer cuts the string into, and
-one: a string that the policy spells in more escapes it. So engines' ends are hints: where one ends earlier, the answer
-goes on, and where it ends later, what is too much is cut off.
+An answer is cut after the first token with which its text contains a stop string. The text is that of all tokens so
+far, special ones included. So a stop string may span tokens, rounds and interruptions, and a character may span tokens.
+`kept_tokens` checks a whole answer. `completed_by_last` is for an engine, which checks after each token and need not
+look far back. SGLang looks back one token more than its tokenizer splits the string into, so it misses a string that
+the policy spells in more tokens. Therefore an engine's stop is only a hint: if it stops early, the answer continues in
+another round; if it stops late, the excess is cut off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 
 _CUT = 4
-"""A character of UTF-8 has at most so many bytes."""
+"""Most bytes of a character in UTF-8."""
 
 
 def check_stop_strings(strings: Sequence[str]) -> None:
@@ -49,10 +49,10 @@ def kept_tokens(token_ids: Sequence[int], strings: Sequence[str], decode: Decode
 
 
 def completed_by_last(token_ids: Sequence[int], strings: Sequence[str], decode: Decode) -> str | None:
-    """The stop string that the last of `token_ids` completes; None where it completes none.
+    """Return the stop string that the last of `token_ids` completes; None if it completes none.
 
-    A token is a byte or more, so what ends with the last one begins no more tokens before than the string has bytes;
-    a few more are decoded for a character that is cut at the window's beginning.
+    A token is at least one byte, so a string that ends with the last token begins at most as many tokens before as it
+    has bytes. A few more tokens are decoded in case a character is cut at the window's start.
     """
     if not strings:
         return None
@@ -61,12 +61,12 @@ def completed_by_last(token_ids: Sequence[int], strings: Sequence[str], decode: 
 
 
 def first_stop(text: str, strings: Sequence[str]) -> str | None:
-    """The stop string that is complete first in `text`; None where it holds none."""
+    """Return the stop string that is complete first in `text`; None if there is none."""
     ends = [(at + len(string), string) for string in strings if (at := text.find(string)) >= 0]
     return min(ends)[1] if ends else None
 
 
 def before_stop(text: str, strings: Sequence[str]) -> str:
-    """`text` up to the stop string that comes first in it; all of it where there is none."""
+    """Return `text` up to the first stop string in it; all of it if there is none."""
     found = [at for string in strings if (at := text.find(string)) >= 0]
     return text[: min(found)] if found else text

@@ -1,19 +1,20 @@
-"""Rendering of messages to token ids, and extension of a conversation by appending ids.
+"""Render messages to token ids, and extend a conversation by appending ids.
 
-A first call renders the whole conversation. A later one keeps the ids of what was there and appends
+The first call renders the whole conversation. A later call keeps all earlier ids and appends
 
-    [the end-of-turn token, where the answer was cut off]  +  ids of the bridge
+    [the end-of-turn token, if the answer was cut off]  +  ids of the bridge
 
-The *bridge* is what the template puts between an answer's end-of-turn token and the beginning of the next answer: the
-new messages and the generation prompt. It is found by a sentinel: the template renders `[user, assistant(SENTINEL),
-new messages...]` once, and what follows the end-of-turn token after the sentinel is the bridge. As it follows a control
-token, its tokens are the same alone as in the whole. The difference of two renderings would not do: templates show an
-assistant's last message otherwise than one in the history (Qwen3).
+The *bridge* is the template's text between an answer's end-of-turn token and the start of the next answer: the new
+messages and the generation prompt. A sentinel finds it: the template renders `[user, assistant(SENTINEL), new
+messages...]` once, and the bridge is the text after the sentinel's end-of-turn token. Since it follows a control token,
+its tokens are the same alone as within the whole. The difference of two renderings would not work: templates render an
+assistant's last message differently from one in the history (Qwen3).
 
-Whether that holds is a property of the template, so it is tried at the start for each kind of continuation, on a
-conversation that is not the one the bridge is found by: the whole rendering needs to end with the bridge, text and
-ids. A kind for which it does not is never extended: its conversations are rendered anew, each call a branch of its own,
-and the reason is said at the start.
+This works for some templates only. So it is tested at the start for each kind of continuation, on another conversation
+than the one that gave the bridge: the whole rendering must end with the bridge, as text and as ids. If a kind fails,
+    its
+conversations are never extended: each call renders them again, as a new branch, and a remark at the start gives the
+reason.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ _PROBES: Mapping[str, tuple[Message, ...]] = {
 }
 """The kinds of continuation, each with an example."""
 PICTURES = "picture"
-"""The kind of continuation with a picture in it, of models that take any."""
+"""The kind of continuation that contains a picture, for models that take pictures."""
 _SHOWN: Message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}]}
 
 
 def kind_of(new: Sequence[Message]) -> str | None:
-    """The kind of continuation that `new` messages are; None where they are of another, which is never extended."""
+    """Return the kind of continuation of the messages `new`; None for any other, which is never extended."""
     roles = [message["role"] for message in new]
     if any(isinstance(message.get("content"), list) for message in new):
         return PICTURES if set(roles) <= {"user", "tool"} else None
@@ -72,9 +73,9 @@ def kind_of(new: Sequence[Message]) -> str | None:
 class Findings:
     """Properties of a template. `end_id` is the token that ends an assistant's turn; None if no single one does.
 
-    `refused` says for each kind of continuation that is not extended by ids why not. `shows_reasoning` is whether
-    reasoning stays in view after another user's message, `rewrites` whether an answer without any looks otherwise in
-    the history than as it was sampled.
+    `refused` has the reason for each kind of continuation that is not extended by ids. `shows_reasoning`: earlier
+    reasoning stays visible after another user's message. `rewrites`: even an answer without reasoning looks different
+    in the history than when it was sampled.
     """
 
     end_id: int | None
@@ -132,7 +133,7 @@ class ChatFormat:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer: the tokenizer's end token, and the templates' where they are others."""
+        """The tokens that end an answer: the tokenizer's end token, and the templates' end tokens if they differ."""
         ends = (self.tokenizer.eos_token_id, self.end_id(), self.end_id((_TOOL,)))
         return tuple(dict.fromkeys(end for end in ends if end is not None))
 
@@ -140,7 +141,7 @@ class ChatFormat:
         """Token ids and pictures of a whole conversation, up to where the assistant's answer begins.
 
         Raises:
-            ChatError: it is no conversation, or the template refuses it.
+            ChatError: the messages are not a conversation, or the template refuses them.
         """
         if (wrong := wrong_messages(messages)) is not None:
             raise ChatError(f"these messages are not a valid conversation: {wrong}")
@@ -152,10 +153,10 @@ class ChatFormat:
             raise ChatError(str(error)) from None
 
     def shown(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Rendered:
-        """Token ids and pictures of messages, whoever speaks last, without the beginning of another answer.
+        """Render messages without a generation prompt to token ids and pictures; the last message may have any role.
 
         Raises:
-            ChatError: these are no messages, or the template refuses them.
+            ChatError: the messages are malformed, or the template refuses them.
         """
         if (wrong := wrong_messages([*messages, _MORE] if messages else messages)) is not None:
             raise ChatError(f"these messages are not a valid conversation: {wrong}")
@@ -167,10 +168,9 @@ class ChatFormat:
             raise ChatError(str(error)) from None
 
     def bridge(self, reply: Message, new: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Rendered | None:
-        """Token ids and pictures of what follows the end-of-turn token of the answer `reply`, up to where the next
-        answer begins.
+        """Return token ids and pictures between the end-of-turn token of the answer `reply` and the next answer.
 
-        None where this template's conversations are not extended by messages of this kind.
+        None if this template's conversations are not extended by messages of this kind.
         """
         kind = kind_of(new)
         if kind is None or kind in self.findings.refused or wrong_messages(new) is not None:
@@ -212,7 +212,7 @@ class ChatFormat:
         return self._opened_reasoning(prompt_ids) + self.tokenizer.decode_all(kept)
 
     def parsed(self, text: str, tools: Sequence[ToolSchema]) -> Parsed:
-        """An answer in its parts; where no tools are offered, what looks like a call is text."""
+        """Parse an answer. Without offered tools, text that looks like a call stays text."""
         return (self.parser if tools else self._without_calls).parse(text, tools)
 
     def _opened_reasoning(self, prompt_ids: Sequence[int]) -> str:
@@ -235,7 +235,7 @@ class ChatFormat:
         return None
 
     def _end_of_turn(self, tools: Sequence[ToolSchema]) -> str:
-        """The text of the control token that directly follows an assistant's text; empty where none does."""
+        """Return the text of the control token that directly follows an assistant's text; empty if there is none."""
         sentinel = _absent()
         turns = ({"role": "user", "content": "x"}, {"role": "assistant", "content": sentinel}, _MORE)
         try:
@@ -246,7 +246,7 @@ class ChatFormat:
         return max(names, key=len, default="")
 
     def _wrong(self, new: Sequence[Message]) -> str | None:
-        """Why conversations are not extended by messages like `new`; None where they may be."""
+        """Return why conversations are not extended by messages like `new`; None if they are."""
         answers_calls = any(message["role"] == "tool" for message in new)
         offers = [(_TOOL,)] if answers_calls else self._offers
         return next((why for tools in offers if (why := self._wrong_with(new, tools)) is not None), None)
@@ -325,7 +325,7 @@ def _call(call_id: str, arguments: Mapping[str, Any], name: str = "add") -> dict
 
 
 def _dummies(reply: Message, new: Sequence[Message], sentinel: str) -> Iterator[Message]:
-    """Stand-ins of `reply` with the sentinel as all that it says."""
+    """Yield copies of `reply` whose only text is the sentinel."""
     dummy: dict[str, Any] = {"role": "assistant", "content": sentinel}
     answered = [message.get("tool_call_id", "") for message in new if message["role"] == "tool"]
     if answered:

@@ -1,9 +1,9 @@
-"""An episode's answers, and which of them a later call goes on from.
+"""Record an episode's answers, and find the recorded conversation that a later call continues.
 
-A call goes on from the longest recorded conversation that its messages begin with: equal in the tools offered, and
-message by message in role, content (absent is empty), name (not the assistant's, which frameworks add), the call that a
-tool's message answers, and the calls' ids, names and arguments as canonical JSON. Other keys are ignored. Calls in
-token ids go on from the longest recorded conversation whose ids theirs begin with. Pictures count by their content.
+A call continues the longest recorded conversation that its messages begin with. The offered tools must be equal, and
+for each message its role, content (absent is empty), name (not the assistant's, which frameworks add), the call that a
+tool's message answers, and the calls' ids, names and arguments as canonical JSON. Other keys are ignored. A call in
+token ids continues the longest recorded conversation whose ids its own begin with. Pictures are compared by content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class TurnRecorder:
         self._by_ids: dict[int, dict[bytes, Turn]] = {}
 
     def add(self, turn: Turn, tools: Sequence[ToolSchema] = ()) -> None:
-        """Record an answer to a conversation that was offered `tools`; of two equal ones the later is gone on from."""
+        """Record an answer to a conversation with these `tools`.
+
+        Of two equal conversations later calls continue the newer.
+        """
         self.turns.append(turn)
         if turn.reply is not None:
             (*_, (_, key)) = _prefixes(turn.conversation, tools)
@@ -38,7 +41,7 @@ class TurnRecorder:
         self._by_ids.setdefault(len(ids), {})[_ids_key(ids, turn.pictures)] = turn
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[Turn | None, int]:
-        """The turn that `messages` go on from, and how many of them it covers; None and 0 where there is none."""
+        """Return the turn that `messages` continue, and how many of them it covers; None and 0 without one."""
         found: tuple[Turn | None, int] = (None, 0)
         if self._by_messages:
             for count, key in _prefixes(messages, tools):
@@ -47,7 +50,7 @@ class TurnRecorder:
         return found
 
     def find_ids(self, token_ids: Sequence[int], pictures: Sequence[PlacedPicture] = ()) -> Turn | None:
-        """The turn that `token_ids`, with `pictures` at spans of them, go on from; None where there is none."""
+        """Return the turn that `token_ids`, with `pictures` at spans of them, continue; None without one."""
         for length in sorted(self._by_ids, reverse=True):
             if length <= len(token_ids):
                 shown = [placed for placed in pictures if placed.position < length]
@@ -57,7 +60,7 @@ class TurnRecorder:
         return None
 
     def forget(self, completion: Completion) -> None:
-        """Take an answer that nobody was given out of the records; one that was gone on from stays."""
+        """Remove an answer that the agent never received, unless a later turn continues it."""
         turn = next((turn for turn in reversed(self.turns) if turn.completion is completion), None)
         if turn is None or any(other.parent is turn for other in self.turns):
             return
@@ -67,11 +70,13 @@ class TurnRecorder:
                 del found[key]
 
     def cut_off(self, turn: Turn) -> None:
-        """After `turn` a limit left no room for another answer: a branch that ends with it is truncated."""
+        """Record that a limit left no room for an answer after `turn`, so that a branch that ends with it is
+        truncated.
+        """
         self._cut_off.add(turn)
 
     def samples(self, reward: float) -> list[Sample]:
-        """Every branch that ends in sampled tokens."""
+        """Return a sample for every branch that ends in sampled tokens."""
         taken: set[Turn] = set()
         sampled = [path for path in branches(self.turns) if path[-1].completion.token_ids]
         return [sample_of(path, taken, reward, cut_off=path[-1] in self._cut_off) for path in sampled]

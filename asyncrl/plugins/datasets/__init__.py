@@ -33,15 +33,16 @@ class DemonstrationDataset(Dataset, Protocol):
     """A dataset for supervised training."""
 
     def demonstration(self, row: Mapping[str, Any]) -> str | Sequence[Message]:
-        """The answer to `row` that the model is to imitate: text, or messages that end with it. Not asked for where
-        the row's prompt is messages that end with an answer.
+        """Return the answer to `row` that the model imitates: text, or messages that end with it.
+
+        Not called if the row's prompt is messages that already end with an answer.
         """
         ...
 
 
 @runtime_checkable
 class Placed(Protocol):
-    """A dataset whose rows stand in files, so that one that has changed can be named."""
+    """A dataset whose rows are in files, so that a changed row can be located."""
 
     def __len__(self) -> int: ...
 
@@ -84,8 +85,9 @@ def load_dataset(path: str, args: Mapping[str, Any], split: str, seed: int) -> D
 
     Args:
         path: a file ending in `.jsonl` or `.parquet`, a folder, or the import path `package.module:Class` or
-            `file.py:Class` of a `Dataset`, or of a map-style one of torch's.
-        args: further keyword arguments of the constructor; `split` and `seed` in them win over the two below.
+            `file.py:Class` of a `Dataset` or of torch's map-style datasets.
+        args: further keyword arguments of the constructor; `split` and `seed` in them take precedence over the two
+            below.
         split: `train` or `held_out`.
         seed: seed of the dataset's own randomness.
 

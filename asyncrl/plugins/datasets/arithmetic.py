@@ -9,8 +9,8 @@ ascending order, assigns one problem in `HELD_OUT_SHARE` to the held-out split, 
 in its own. Two orders of one sum are therefore always on the same side, under every seed, and no held-out problem can
 occur in training, neither in the base model's nor in RL.
 
-Demonstrations with `forget_carry` above 0 are careless: they make a base model that knows the right way and the wrong
-one, so that RL has something to select.
+Demonstrations with `forget_carry` above 0 are careless: a base model trained on them knows the right and the wrong way,
+so that RL has something to select.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HELD_OUT_SHARE = 8
 
 
 def split_of(numbers: Sequence[int]) -> Split:
-    """The side that a problem belongs to, whatever the order of its numbers and the seed of the run."""
+    """Return the split of a problem, independent of the order of its numbers and of the run's seed."""
     canonical = "+".join(map(str, sorted(numbers)))
     return "held_out" if crc32(canonical.encode()) % HELD_OUT_SHARE == 0 else "train"
 

@@ -1,8 +1,8 @@
-"""Record of a trial's training data when it began, so that a launch that continues it notices other data.
+"""Record of a trial's training data at its start, by which a launch that continues the trial detects other data.
 
-A prompt id names a row by its number. If rows go, come or change places, the ids of used prompts name others: some rows
-would be trained twice and some never, without a word. So the first launch writes down how many rows there are, and of a
-file a checksum of each row, which tells the line that is not what it was.
+A prompt id contains a row's number. If rows are removed, added or moved, the ids of used prompts name other rows: some
+would silently be trained twice and some never. So the first launch records the number of rows and, for files, a
+checksum of each row, which locates the line that has changed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from asyncrl.plugins.datasets import Dataset, Placed
 from asyncrl.plugins.datasets.templates.parts import PictureSource
 
 _SAMPLED_ROWS = 256
-"""Rows of a set that are compared: making the rows of a class may take time."""
+"""Number of rows that are compared, because computing the rows of a dataset class may take time."""
 
 
 def content_sum(dataset: Dataset, folder: Path) -> str:
-    """XXH3 of the number of rows, of rows spread evenly over the set, and, of files, of every row's checksum.
+    """Return the XXH3 of the number of rows, of rows spread evenly over the set and, for files, of every row's
+    checksum.
 
-    `folder` is where this host has the data and the code: rows that name it are the same as those that name another's.
+    Rows may contain `folder`, the place of data and code on this host; it is left out of the checksum, because other
+    hosts have another folder.
     """
     names = sorted({json.dumps(str(path))[1:-1] for path in (folder, folder.resolve())}, key=len, reverse=True)
     rows = np.unique(np.linspace(0, len(dataset) - 1, _SAMPLED_ROWS).astype(int)).tolist()
@@ -46,7 +48,7 @@ def _kind(value: object) -> str:
 
 
 class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rows of a dataset: their number, and CRC-32 of each one's content where it has a file (base64 of uint32)."""
+    """A dataset's number of rows and, for files, the CRC-32 of each row's content (base64 of uint32)."""
 
     rows: int
     line_sums: str | None = None
@@ -64,7 +66,7 @@ class DataRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.decode(file.read_bytes(), type=cls)
 
     def write(self, file: Path) -> None:
-        """Write it to `file`, at once or not at all."""
+        """Write the record to `file` atomically."""
         aside = file.with_suffix(".tmp")
         aside.write_bytes(msgspec.json.encode(self))
         aside.replace(file)

@@ -1,20 +1,19 @@
-"""Demonstrations for supervised training: rows become tokens, each with whether it carries loss.
+"""Demonstrations for supervised training: convert rows to tokens with a loss mask.
 
-Without a chat template a row is its prompt, the answer and the end token, and the answer and the end token carry loss.
+Without a chat template a row is its prompt, the answer and the end token; the answer and the end token carry loss.
 
-With one, a row is a conversation, and what carries loss is what the model would have to write: of an assistant's turn
-everything between the generation prompt before it and the control token that ends it, that token included. These places
+With a chat template a row is a conversation. The tokens that the model would have to write carry loss: in an
+assistant's turn everything after the generation prompt, up to and including the control token that ends the turn. They
 are found by rendering, never by searching for words: for turn i the template renders the messages before it with a
-generation prompt (P), and the messages up to it without one (W). W begins with P; what it has beyond P is the turn.
+generation prompt (P), and the messages up to it without one (W). W begins with P, and the rest of W is the turn.
 
     P  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
     W  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
        no loss                                          here ─┴──────────────┘ none
 
-Each stretch is tokenised by itself: P's tokens are then those of a prompt, at whose end the model begins to write.
-Where the next turn's P continues W, the turns are one sequence; where the template shows earlier turns otherwise (Qwen3
-leaves out their reasoning), the conversation goes on as another sequence, so that each turn is learnt as it is asked
-for.
+Each part is tokenised separately, so P's tokens are those of a prompt after which the model writes. If the next turn's
+P continues W, the turns are one sequence. If the template renders earlier turns differently (Qwen3 leaves out their
+reasoning), the conversation continues as another sequence, so that each turn is learnt in the context it will have.
 
 Pictures are in the turns of users, tools and the system. Their placeholders carry no loss.
 """
@@ -50,15 +49,12 @@ from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 
 
 class BadDemonstration(ValueError):
-    """A row that there is nothing to imitate in; the message says why."""
+    """A row that has nothing to imitate; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A sequence with, for each token, whether it carries loss; the first never does.
-
-    `pictures` are those in it.
-    """
+    """A sequence with its loss mask, in which the first token is never set, and its pictures."""
 
     token_ids: list[int]
     loss_mask: list[bool]
@@ -83,7 +79,7 @@ class DemonstrationFormat:
         return 1
 
     def encode(self, dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Demonstration]:
-        """The demonstrations of `row`: one, or several where the template shows earlier turns otherwise.
+        """Return the demonstrations of `row`: one, or several if the template renders earlier turns differently.
 
         Raises:
             BadDemonstration: it has no answer, the template refuses it, there are messages and no template, or it has
@@ -108,7 +104,7 @@ class DemonstrationFormat:
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[Message], first: int = 0
     ) -> list[Demonstration]:
-        """The demonstrations of a conversation, of which the messages before the one numbered `first` carry no loss.
+        """Return the demonstrations of a conversation; messages before number `first` carry no loss.
 
         Raises:
             BadDemonstration: it has no answer, or the template refuses it.
@@ -140,7 +136,7 @@ class DemonstrationFormat:
         """`messages` with their pictures read.
 
         Raises:
-            BadDemonstration: the model takes none, one cannot be used, or the assistant shows one.
+            BadDemonstration: the model takes no pictures, one cannot be used, or a turn of the assistant has one.
         """
         try:
             shown: list[Message] = [with_content(turn) for turn in messages]
@@ -155,10 +151,10 @@ class DemonstrationFormat:
         return shown
 
     def _around(self, turns: Sequence[Message], tools: Sequence[Message]) -> tuple[str, str]:
-        """The text before the last of `turns`, an assistant's, and the text with it: P and W.
+        """Render P, the text before the last of `turns` (the assistant's), and W, the text with it.
 
         Raises:
-            ChatError: the template refuses them, or the turn does not go on from the generation prompt.
+            ChatError: the template refuses them, or W does not begin with P.
         """
         assert self.prompts.chat is not None
         before = self.prompts.chat.render_turns(turns[:-1], tools)
@@ -173,7 +169,7 @@ class DemonstrationFormat:
 
 
 class _Sequence:
-    """A sequence in the making: text and tokens so far. `pictures` are those of the conversation, in order."""
+    """A sequence under construction: text and tokens so far. `pictures` are the conversation's, in order."""
 
     def __init__(
         self,
@@ -195,7 +191,7 @@ class _Sequence:
         return Demonstration(self.token_ids, self.loss_mask, own)
 
     def add(self, before: str, after: str) -> None:
-        """Go on with an assistant's turn: `before` it, and `after` it, both from the beginning."""
+        """Add an assistant's turn, given the whole text `before` and `after` it."""
         turn = after[len(before) :]
         end = max((turn.rfind(name) + len(name) for name in self._control if name in turn), default=len(turn))
         for part, learnt in ((before[len(self.text) :], False), (turn[:end], True), (turn[end:], False)):
@@ -205,15 +201,16 @@ class _Sequence:
         self.text = after
 
     def _expanded(self, part: str) -> str:
-        """`part` of the text with the placeholders of its pictures, the next of the conversation."""
+        """Return `part` of the text with placeholders for its pictures, which are the conversation's next ones."""
         own = self._pictures[self._shown :][: 0 if self._rules is None else part.count(self._rules.marker)]
         self._shown += len(own)
         return expanded(part, own, self._rules)
 
 
 def conversation_of(dataset: DemonstrationDataset, row: Mapping[str, Any]) -> list[Message]:
-    """The conversation that `row` is: its messages if they end with an answer, else these, or the text of its prompt as
-    the user's turn, with the dataset's demonstration: text, or messages.
+    """Return the conversation of `row`: its messages if they end with an answer.
+
+    Otherwise the messages, or the text of its prompt as the user's turn, followed by the dataset's demonstration.
     """
     prompt = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -224,10 +221,10 @@ def conversation_of(dataset: DemonstrationDataset, row: Mapping[str, Any]) -> li
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Message]:
-    """The tools that the row's messages may call, a list or one as JSON in a string.
+    """Return the tools that the row's messages may call, given as a list or as JSON in a string.
 
     Raises:
-        BadDemonstration: it is something else.
+        BadDemonstration: the row's tools are neither.
     """
     tools = row.get("tools") or []
     try:
@@ -240,7 +237,7 @@ def tools_of(row: Mapping[str, Any]) -> list[Message]:
 
 
 def wrong_conversation(messages: Sequence[Any]) -> str | None:
-    """Why there is nothing to imitate in `messages`; None where there is."""
+    """Return why `messages` have nothing to imitate; None if they have."""
     for number, turn in enumerate(messages):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
             return f"message {number} is not an object with a role"
@@ -281,10 +278,10 @@ Rows = Sequence[Sequence[Demonstration]]
 
 
 class LazyRows(Sequence[list[Demonstration]]):
-    """Rows of a dataset, encoded when they are asked for: there may be no end of them, or their pictures be large.
+    """Rows of a dataset, encoded on demand: there may be very many, or their pictures may be large.
 
     Args:
-        numbers: the rows; None: all of them.
+        numbers: numbers of the rows; None for all of them.
     """
 
     def __init__(self, dataset: DemonstrationDataset, form: RowFormat, numbers: Sequence[int] | None = None) -> None:
@@ -302,7 +299,7 @@ class LazyRows(Sequence[list[Demonstration]]):
 
 @dataclass(frozen=True, slots=True)
 class EncodedRows:
-    """The rows of a file, encoded, without those that are too long; and what a person should know of them."""
+    """The encoded rows of a file, without those that are too long, and notes on them for the user."""
 
     rows: Rows
     notes: tuple[str, ...]
@@ -368,7 +365,7 @@ def load_demonstrations(
 
 
 def shown_with_loss(demonstration: Demonstration, tokenizer: ChatTokenizer) -> str:
-    """The text of `demonstration`, between ⟦ and ⟧ where it carries loss."""
+    """Return the text of `demonstration`, with ⟦ and ⟧ around the parts that carry loss."""
     parts = []
     for learnt, group in itertools.groupby(
         zip(demonstration.token_ids, demonstration.loss_mask, strict=True), key=lambda pair: pair[1]
@@ -381,8 +378,9 @@ def shown_with_loss(demonstration: Demonstration, tokenizer: ChatTokenizer) -> s
 def demonstration_batches(
     rows: Rows, *, batch_size: int, steps: int, seed: int, begin: int = 0
 ) -> Iterator[list[Demonstration]]:
-    """Batches `begin` to `steps` - 1 of `batch_size` rows' demonstrations, epoch after epoch, each in its own order of
-    `seed`.
+    """Yield batches `begin` to `steps` - 1 of `batch_size` rows' demonstrations, epoch after epoch.
+
+    Each epoch has its own order, which follows from `seed`.
     """
     order = itertools.islice(_endless_rows(len(rows), seed), begin * batch_size, None)
     for _ in range(begin, steps):

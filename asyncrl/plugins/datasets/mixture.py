@@ -1,12 +1,12 @@
-"""Several datasets as one, mixed by weight, without chance: a row of the mixture is always the same row.
+"""Several datasets as one, mixed by weight. Deterministic: a row number always means the same row.
 
-Mechanism. Of the mixture's N rows source i has n_i, in proportion to its weight. N is the least for which every row of
-every source comes at least once: the source that is largest for its weight decides, the others begin again from their
-top until their share is full. The k-th row of a source stands at (k + 1/2) / n_i of the way, so that every stretch of
-the mixture is mixed as the whole is, and an evaluation that takes its beginning too. The run's data order
-(`order.py`) permutes these rows as those of any dataset; so an epoch has each source in its share exactly.
+Of the mixture's N rows source i has n_i, in proportion to its weight. N is the smallest number for which every row of
+every source comes at least once: the source that is largest relative to its weight decides, and the others repeat from
+their top until their share is full. The k-th row of a source is at (k + 1/2) / n_i of the way. So every stretch of the
+mixture has the same proportions as the whole, also the beginning that an evaluation may take. The run's data order
+(`order.py`) permutes these rows like those of any dataset, so each epoch has the exact shares.
 
-Example: sources of 4 and 1 rows, each of weight 1: N = 8, the second's row comes 4 times.
+Example: sources of 4 and 1 rows, each of weight 1: N = 8, and the second source's row comes 4 times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from asyncrl.plugins.datasets import Dataset, Placed
 
 MAX_ROWS = 1 << 27
-"""The data order holds a permutation of all rows: 1 GB for so many."""
+"""Most rows of a mixture: the data order holds a permutation of them, 1 GB for this number."""
 
 
 class Mixture:

@@ -5,9 +5,9 @@
     {"chosen": [..., ...], "rejected": [..., ...]}                  the prompt is what both begin with
     {"prompt": "1+2=", "completion": "#3", "label": true}           a labelled answer
 
-These are TRL's forms; verl's are the first. A pair may have a `margin`. A sequence is the prompt and one answer, and
-carries loss where a demonstration would (`asyncrl.plugins.datasets.demonstrations`): on the answer's turns alone. It
-ends with its last such token, as an answer that the model wrote does: a reward model scores it there.
+These are TRL's forms; verl's is the first. A pair may have a `margin`. A sequence is the prompt and one answer. Its
+answer's turns carry loss, as in a demonstration (`asyncrl.plugins.datasets.demonstrations`). It ends with its last loss
+token, like an answer that the model wrote, and a reward model scores it there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class JudgedAnswer(Demonstration):
     """A prompt and an answer to it; `loss_mask` is the answer's.
 
     Attributes:
-        preferred: it is a pair's chosen answer, or one labelled true.
-        margin: of its pair.
+        preferred: True for a pair's chosen answer, or an answer labelled true.
+        margin: margin of its pair.
     """
 
     preferred: bool = True
@@ -63,7 +63,8 @@ class PreferenceFormat:
     """Conversion of rows to judged answers.
 
     Attributes:
-        labelled: the loss takes answers one by one: a row may have a label, and a pair is two answers.
+        labelled: True if the loss takes answers one by one: a row may then have a label, and a pair counts as two
+            answers.
     """
 
     prompts: PromptFormat

@@ -1,4 +1,4 @@
-"""A look at a dataset's prompts before a run starts: how long they are, which make none, what the first looks like."""
+"""Statistics of a dataset's prompts before a run starts: lengths, rows without a valid prompt, and the first prompt."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from asyncrl.plugins.datasets.prompts import SHORTENED, InvalidPrompt, OverlongP
 from asyncrl.plugins.datasets.settings import Overlong
 
 SHOWN_CHARACTERS = 2000
-"""So much of the first prompt is shown; its beginning and end matter, which a template makes."""
+"""Characters of the first prompt that are shown: its beginning and end, which come from the template."""
 
 
 @dataclass(frozen=True)
 class PromptStats:
-    """Findings in the `looked_at` rows of a dataset's `rows`.
+    """Findings in the first `looked_at` rows of a dataset's `rows`.
 
-    `longest` is in tokens, of the prompts as they are before any is shortened and that make one; `longest_used` is the
-    longest that is played, shortened if need be. `bad` counts rows that
-    make no prompt for another reason than their length, and those up to the first prompt that is used which even
-    shortened are too long; `first_bad` says why the first of them does not. `first` is the
-    first prompt as it is used: its text and its number of tokens. `tools` of each prompt's tokens are what the template
-    says of the tools; `mcp`: those of MCP servers come on top, whom nobody has asked yet.
+    Attributes:
+        longest: tokens of the longest valid prompt, before any is shortened.
+        longest_used: tokens of the longest prompt that is used, after shortening.
+        bad: rows without a valid prompt for another reason than length, and rows before the first used prompt that are
+            too long even when shortened.
+        first_bad: why the first of these has no valid prompt.
+        first: the first used prompt, its text and its number of tokens.
+        tools: tokens of each prompt that describe the tools.
+        mcp: True if tools of MCP servers, which are not known yet, will add to that.
     """
 
     rows: int

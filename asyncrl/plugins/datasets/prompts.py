@@ -1,4 +1,4 @@
-"""From a row of the dataset to the `Prompt` that an agent receives: one place, so that all processes make the same."""
+"""Convert a row of the dataset to the `Prompt` that an agent receives, in the same way in every process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from asyncrl.plugins.datasets.tokenizers import ChatTokenizer, special_tokens
 
 
 class InvalidPrompt(ValueError):
-    """A row that makes no prompt, however often it is tried; the message names the row and what to do."""
+    """A row that can never give a prompt; the message names the row and the fix."""
 
 
 class PicturesRefused(InvalidPrompt):
@@ -50,10 +50,13 @@ SHORTENED = (Overlong.left, Overlong.right, Overlong.middle)
 class PromptFormat:
     """Rendering of rows to token ids.
 
-    `chat` is None where prompts are plain text. `tools` are those that the agent offers in its first call, which the
-    template shows the model beside the messages. A prompt longer than `max_tokens`, all of it counted as rendered, is
-    shortened where `overlong` says so: characters of the user's last message (of a plain prompt: of its text) are cut
-    until it fits, so that the template around them stays whole. `pictures` is None where the model takes none.
+    Attributes:
+        chat: the chat template; None if prompts are plain text.
+        tools: tools that the agent offers in its first call, which the template shows the model.
+        max_tokens: limit on the tokens of the whole rendered prompt.
+        overlong: treatment of a longer prompt. To shorten it, characters of the user's last message (or of the plain
+            text) are cut until it fits, so that the template around them stays whole.
+        pictures: rules for pictures; None if the model takes none.
     """
 
     tokenizer: ChatTokenizer
@@ -64,11 +67,10 @@ class PromptFormat:
     pictures: PictureRules | None = None
 
     def rendered(self, prompt: str | Sequence[Message]) -> str:
-        """The text whose tokens the model gets.
+        """Render the prompt to the text whose tokens the model gets.
 
         Raises:
-            InvalidPrompt: these are messages and there is no chat template, they are malformed, or the template refuses
-                them.
+            InvalidPrompt: it is messages and there is no chat template, it is malformed, or the template refuses it.
         """
         self._check(prompt)
         if self.chat is None:
@@ -94,12 +96,12 @@ class PromptFormat:
         return self.fitted(row)[1].ids
 
     def fitted(self, row: Mapping[str, Any]) -> tuple[str | Sequence[Message], Rendered]:
-        """The prompt of `row`, its pictures read and shortened where that is due, and its token ids.
+        """Return the prompt of `row`, with its pictures read and shortened if needed, and its token ids.
 
         Raises:
             KeyError: the row has no `prompt`.
-            InvalidPrompt: it makes none, or an empty one.
-            OverlongPrompt: it is too long and is not to be shortened, or not even without its text short enough.
+            InvalidPrompt: the prompt is not valid, or empty.
+            OverlongPrompt: it is too long and must not be shortened, or is too long even without its text.
         """
         prompt = self._read(row)
         whole = self._encoded(prompt)
@@ -132,7 +134,7 @@ class PromptFormat:
         return best
 
     def tool_tokens(self) -> int:
-        """Tokens that the template shows `tools` in, of a prompt of one word."""
+        """Return the number of tokens by which the description of `tools` lengthens a prompt."""
         if self.chat is None or not self.tools:
             return 0
         turns = self.chat.messages("x")
@@ -181,7 +183,7 @@ class PromptFormat:
         Args:
             turns: the messages, pictures read.
             tools: what the template shows of tools.
-            to_answer: with the beginning of an answer.
+            to_answer: True adds the generation prompt.
 
         Raises:
             ChatError: the template refuses them.
@@ -213,11 +215,11 @@ class ChatSettings(Protocol):
 
 
 def load_chat_template(folder: Path, data: ChatSettings) -> ChatTemplate | None:
-    """The template that `data` names, for the tokenizer in `folder`; None where prompts are plain text.
+    """Load the template that `data` names, for the tokenizer in `folder`; None if prompts are plain text.
 
     Raises:
-        ConfigError: it cannot be read, it is no template or one that takes more than the limits of a rendering, or a
-            setting of it is given where there is none.
+        ConfigError: it cannot be read, is not a template, or exceeds the limits of rendering; or one of its settings is
+            given without a template.
     """
     source = None
     if data.chat_template == AUTO:

@@ -23,12 +23,12 @@ _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
-"""JSON can escape what no encoding can hold, and so no tokenizer can take and no message carry."""
+"""Half of a surrogate pair: JSON can escape it, but no encoding, tokenizer or message can represent it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a file: what it says, where it stands (file and number, from 1), and a checksum of its content."""
+    """A row of a file: its content, its place (file and number, from 1), and a checksum of its content."""
 
     fields: dict[str, Any]
     place: str
@@ -56,7 +56,7 @@ def read(path: Path, files: str = "") -> list[Record]:
     """The records of a file, or of a folder: those that `files`, a glob pattern, names; by default all data files.
 
     Raises:
-        ValueError: it cannot be read, or holds something else. The message says where and what to do.
+        ValueError: it cannot be read, or has another format. The message names the place and the fix.
     """
     if path.suffix not in (JSONL, PARQUET) and path.is_dir():
         return [record for file in _files_of(path, files) for record in _read_file(file)]

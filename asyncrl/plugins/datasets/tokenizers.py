@@ -48,7 +48,7 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of `text`, none of a control token: where its text stands in `text`, it is text."""
+        """Encode `text` without control tokens: a control token's name in `text` stays text."""
         ...
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
@@ -295,8 +295,8 @@ def load_tokenizer(path: str | Path) -> ChatTokenizer:
 
 
 def _is_whole(file: Path, described: Mapping[str, Any]) -> bool:
-    """True if the `tokenizer.json` at `file` has every added token that `tokenizer_config.json` describes, and no code
-    of its own precedes it.
+    """True if the `tokenizer.json` at `file` has every added token of `tokenizer_config.json`, and the folder brings no
+    tokenizer code of its own.
     """
     if not file.is_file() or "auto_map" in described:
         return False

@@ -5,9 +5,9 @@
     tool        10121
     assistant   It is 10121.
 
-`CalculatorQuestions` are the questions, for RL. `CalculatorDemonstrations` teach a base model, which mostly answers in
-its head (wrongly), sometimes calls the calculator, and then often miswrites the call: so RL has what to select. As in
-`arithmetic`, rows are computed, and which split a problem belongs to depends on the problem alone.
+`CalculatorQuestions` are the questions for RL. `CalculatorDemonstrations` train a base model that mostly answers in its
+head (wrongly), sometimes calls the calculator, and then often miswrites the call, so that RL has something to select.
+As in `arithmetic`, rows are computed, and the split of a problem depends on the problem alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def problem(rng: random.Random) -> str:
 
 
 def split_of(expression: str) -> Split:
-    """The side that a problem belongs to, under every seed."""
+    """Return the split of a problem, the same for every seed."""
     return "held_out" if crc32(expression.encode()) % HELD_OUT_SHARE == 0 else "train"
 
 
@@ -155,7 +155,7 @@ def answered(prompt: str, call: str, result: str) -> str:
 
 
 def _miswritten(expression: str, rng: random.Random) -> str:
-    """A call that does not do: half of them are another expression, half no JSON."""
+    """Return a wrong call: half of them have another expression, half are not JSON."""
     if rng.random() < 0.5:
         return call_text(expression).replace('"}}', '"}')
     at = rng.randrange(len(expression))

@@ -1,9 +1,9 @@
-"""A gymnasium game in text: what the policy reads of an observation, and which action its answer is.
+"""A gymnasium game in text: convert observations to text for the policy, and its answers to actions.
 
-Defaults by space; for others, or for words of your own, name functions: `observe(observation, env)` and
-`act(text, env) -> action`, which raises ValueError for a text that is no action. `observe` returns text, or for a model
-that takes pictures a frame, uint8 [height, width, 3], or a list of parts. With `render_mode="rgb_array"` an observation
-is the frame that the game draws, with `ansi` its picture in text. An agent may also say numbers in place of a text
+There are defaults for common spaces. For other spaces, or for your own wording, name functions: `observe(observation,
+env)` and `act(text, env) -> action`, which raises ValueError if the text is not an action. `observe` returns text or,
+for a model that takes pictures, a frame (uint8 [height, width, 3]) or a list of parts. With `render_mode="rgb_array"`
+an observation is the frame that the game draws, with `ansi` its drawing in text. An agent may also answer with numbers
 (`asyncrl.plugins.agents.vla`); `act` then receives the list.
 """
 
@@ -27,7 +27,7 @@ _SHOWN = (spaces.Discrete, spaces.Box, spaces.MultiBinary, spaces.MultiDiscrete,
 
 
 class Game(Protocol):
-    """A game as far as its text needs it."""
+    """The parts of a game that its text depends on."""
 
     @property
     def observation_space(self) -> Space[Any]:
@@ -41,16 +41,16 @@ class Game(Protocol):
 
     @property
     def render_mode(self) -> str | None:
-        """`ansi` where the game draws itself in text, `rgb_array` where it draws frames."""
+        """`ansi` if the game draws itself in text, `rgb_array` if it draws frames."""
         ...
 
 
 class GameText:
-    """The words of one game.
+    """Conversion of one game to text and back.
 
     Args:
-        observe, act: import paths of functions of the user's own.
-        actions: names of the actions 0, 1, ... of a `Discrete` space; without them an action is its number.
+        observe, act: import paths of the user's functions.
+        actions: names of the actions 0, 1, ... of a `Discrete` space; without names an action is its number.
     """
 
     def __init__(self, observe: str | None, act: str | None, actions: Sequence[str]) -> None:
@@ -59,10 +59,10 @@ class GameText:
         self._actions = tuple(actions)
 
     def check(self, env: Game) -> None:
-        """Return if there are words for the spaces of `env`.
+        """Check that the spaces of `env` can be converted.
 
         Raises:
-            ValueError: there are none; the message names the setting.
+            ValueError: one cannot; the message names the setting to use.
         """
         seen, done = env.observation_space, env.action_space
         if self._observe is None and env.render_mode not in DRAWN and not _has_text(seen):
@@ -85,10 +85,10 @@ class GameText:
         return text_of(env.observation_space, observation)
 
     def action(self, said: Any, env: Game) -> Any:
-        """The action that `said` is, a text or numbers.
+        """Convert `said`, a text or numbers, to an action.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not an action.
         """
         if self._act is not None:
             return self._act(said, env)
@@ -125,10 +125,10 @@ def text_of(space: Space[Any], observation: Any) -> str:
 
 
 def action_of(space: Space[Any], text: str) -> Any:
-    """The action that stands first in `text`: a number, as many numbers as the space has, or the text itself.
+    """Read the first action in `text`: a number, as many numbers as the space has, or the text itself.
 
     Raises:
-        ValueError: there is none that the space contains.
+        ValueError: there is no action of the space in it.
     """
     if isinstance(space, spaces.Text):
         action: Any = text.strip()

@@ -15,15 +15,15 @@ from asyncrl.plugins.envs.game_text import DRAWN, GameText
 class GymnasiumEnv(Environment):
     """One game: observations are text, actions the policy's text. Its methods are plain, so they run in threads.
 
-    An answer that is no action ends the episode with `invalid_reward`, and `info["invalid_action"]` says why.
+    An answer that is not an action ends the episode with `invalid_reward`, and `info["invalid_action"]` has the reason.
 
     Args:
         id: the registered name.
-        reward: not called: the game has its own. Rewards of episodes and groups add to that.
-        kwargs: arguments of `gymnasium.make`; with `render_mode: ansi` or `rgb_array` an observation is what the game
-            draws, text or a frame.
+        reward: not called, because the game has its own reward. Rewards of episodes and groups are added to it.
+        kwargs: arguments of `gymnasium.make`; with `render_mode: ansi` or `rgb_array` an observation is the game's
+            drawing, text or a frame.
         observe, act, actions: see `asyncrl.plugins.envs.game_text`.
-        invalid_reward: of an answer that is no action.
+        invalid_reward: reward of an answer that is not an action.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class GymnasiumEnv(Environment):
     def reset(  # type: ignore[override]
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Content, Mapping[str, Any]]:
-        """Begin a game; of `options` those beside `data` reach it."""
+        """Begin a game; it gets all `options` but `data`."""
         own = {name: value for name, value in (options or {}).items() if name != "data"}
         observation, info = self._env.reset(seed=seed, options=own or None)
         self._seen = self._words(observation)
         return self._seen, info
 
     def step(self, action: Any) -> StepResult:  # type: ignore[override]
-        """Do what `action` says, a text or numbers."""
+        """Do the `action`, a text or numbers."""
         try:
             meant = self._text.action(action, self._env)
         except ValueError as error:

@@ -1,12 +1,12 @@
-"""A group's games in one `gymnasium.vector` environment, for those that are faster stepped together.
+"""A group's games in one `gymnasium.vector` environment, for games that are faster when stepped together.
 
-Its members step in time: each waits until all that still play have said what they do. A member leaves when its game
-ends or is closed. All games of a group begin with the seeds that their members give, once.
+Members step in lockstep: each waits until all members that still play have chosen an action. A member leaves when its
+game ends or is closed. The games begin once, with the seeds of their members.
 
-`SyncVectorEnv` and `AsyncVectorEnv` (`vectorization_mode: async`) do. Of the latter the processes are those of a fork
-server, as a RolloutWorker has threads, and share no memory, in which texts would come out as something else; they are
-killed where one of them has died or hangs. A vector environment of the game's own (`vector_entry_point`) takes one seed
-for all, so its games cannot begin alike.
+`SyncVectorEnv` and `AsyncVectorEnv` (`vectorization_mode: async`) are supported. The latter's processes come from a
+fork server, because a RolloutWorker has threads, and do not use shared memory, which would corrupt texts. They are
+killed if one of them died or hangs. A game's own vector environment (`vector_entry_point`) is not supported: it takes
+one seed for all games, so they could not begin alike.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class VectorGames:
     """The games of one group. For one event loop.
 
     Args:
-        call: how the environment's own functions are called.
-        size: games.
-        others: as of `asyncrl.plugins.envs.gymnasium_env.GymnasiumEnv`; `kwargs` are those of `gymnasium.make_vec`.
+        call: calls the environment's functions off the event loop.
+        size: number of games.
+        others: as for `asyncrl.plugins.envs.gymnasium_env.GymnasiumEnv`; `kwargs` are those of `gymnasium.make_vec`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class VectorGames:
         return _Member(self, self._members - 1)
 
     async def reset(self, member: int, seed: int | None) -> tuple[Content, Mapping[str, Any]]:
-        """The beginning of the member's game, once all have come so far."""
+        """Begin the member's game once all members have called this."""
         if self._vector is not None:
             raise RuntimeError("a game in a vector is played once: reset is called again")
         return await self._together(member, seed)  # type: ignore[no-any-return]
@@ -93,7 +93,7 @@ class VectorGames:
         return result
 
     async def leave(self, member: int) -> None:
-        """The member plays no more; the vector is closed after the last one."""
+        """Remove the member; the vector is closed after the last one."""
         if member not in self._playing:
             return
         self._playing.discard(member)
@@ -109,7 +109,7 @@ class VectorGames:
         return await future
 
     async def _advance(self) -> None:
-        """Go on where all that play have said what they do."""
+        """Step the games if all members that still play have chosen an action."""
         if not self._said or self._said.keys() != self._playing:
             return
         said, self._said = self._said, {}
@@ -194,7 +194,7 @@ def _has_text(space: Any) -> bool:
 
 
 def _own(infos: Mapping[str, Any], member: int) -> dict[str, Any]:
-    """The part of a vector's infos that is this member's: arrays, and for each which members have an entry."""
+    """Return a member's part of a vector's infos, which are arrays with a mask of the members that have an entry."""
     return {
         name: values[member]
         for name, values in infos.items()
@@ -203,7 +203,7 @@ def _own(infos: Mapping[str, Any], member: int) -> dict[str, Any]:
 
 
 class _Single:
-    """One game of a vector, as far as words for it go."""
+    """One game of a vector, for its conversion to text."""
 
     def __init__(self, vector: Any) -> None:
         self.observation_space, self.action_space = vector.single_observation_space, vector.single_action_space

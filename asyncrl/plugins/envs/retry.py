@@ -9,9 +9,9 @@ from asyncrl.plugins.envs.single_turn import SingleTurnEnv
 
 
 class RetryEnv(SingleTurnEnv):
-    """As `SingleTurnEnv`, but an answer below `solved_at` goes on with `feedback` as the observation.
+    """Like `SingleTurnEnv`, but after an answer below `solved_at` the episode continues with `feedback` as observation.
 
-    It keeps no state per try, so that a whole group can play on one instance; the agent limits the number of turns.
+    It has no state per try, so a whole group can share one instance; the agent limits the number of turns.
 
     Args:
         reward: the function of the setting `reward.path`.

@@ -7,10 +7,10 @@ from typing import Any
 
 
 def right_answers(data: Mapping[str, Any]) -> list[str]:
-    """`data["answer"]` as texts: one, or of a list each.
+    """Return `data["answer"]` as a list of texts; it may be one answer or a list.
 
     Raises:
-        ValueError: the row has none, which would make every answer wrong without a word.
+        ValueError: the row has no answer; otherwise every completion would silently be wrong.
     """
     answer = data.get("answer")
     answers = list(answer) if isinstance(answer, list | tuple) else [answer]

@@ -11,6 +11,8 @@ from asyncrl.api import run_in, verdict
 @verdict
 @run_in("loop")
 def arithmetic_reward(data: Mapping[str, Any], completion: str) -> float:
-    """1 if what follows the answer's `#` is exactly `data["answer"]`, else 0; the steps before it earn nothing."""
+    """Return 1 if the text after the answer's `#` is exactly `data["answer"]`, else 0; the steps before it do not
+    count.
+    """
     _, marker, result = completion.partition("#")
     return 1.0 if marker and result == data["answer"] else 0.0

@@ -12,7 +12,7 @@ from asyncrl.config.import_paths import PluginError
 from asyncrl.plugins.rewards.settings import ROW_METRICS, RewardConfig
 
 _FORMS_ELSEWHERE = {"TRL's": {"completions"}, "verl's": {"solution_str", "data_source"}}
-"""Parameters by which a reward that was written for another system is known."""
+"""Parameters that show that a reward was written for another system."""
 
 
 def check(config: ExperimentConfig) -> Iterator[str]:

@@ -16,33 +16,32 @@ from asyncrl.plugins.sandbox import Ended, Limits, Sandbox
 _log = logging.getLogger(__name__)
 _BLOCK = re.compile(r"```(?:[Pp]ython3?|py)?[ \t]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 WALL_BY_CPU = 3.0
-"""A busy machine must not make a right program wrong."""
+"""Wall-clock limit as a multiple of the CPU limit, so that a busy machine does not make a right program fail."""
 _NOT_FOUND = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 _CASES, _ASSERTS = "tests", "test_code"
 _CASE_FORM = '{"input": ..., "output": ...}'
 
 
 class CodeTestsReward:
-    """The share of the row's tests that the answer's Python program passes, each in a sandbox of its own.
+    """Share of the row's tests that the answer's Python program passes; each test runs in a separate sandbox.
 
-    The program is the last block between ``` in the answer, or the whole answer where there is none. A row has one of:
+    The program is the last block between ``` in the answer, or the whole answer without one. A row has one of:
 
-    - `tests`: a list of `{"input": ..., "output": ...}`; the program reads the input and its output has to be the same
-      but for blanks at the ends of lines and empty lines at the end. The program never sees what is expected.
-    - `test_code`: Python that is run after the program in the same process, `assert` statements mostly; 1 if it comes
-      to its end. A program that sets out to cheat can do so here: prefer `tests`.
+    - `tests`: a list of `{"input": ..., "output": ...}`. The program reads the input, and its output must be equal
+      except for blanks at the ends of lines and empty lines at the end. The program never sees the expected output.
+    - `test_code`: Python that runs after the program in the same process, mostly `assert` statements; 1 if it
+      completes. A program can cheat here, so prefer `tests`.
 
     Args:
-        all_or_nothing: 1 where every test passes, else 0.
-        timeout_s: CPU time of one test, and a third of what it may take by the clock, as other programs run at the same
-            time. `reward.timeout_s` has to allow for all tests of a row and for a wait: as many programs as there are
-            cores run at a time.
+        all_or_nothing: 1 if every test passes, else 0.
+        timeout_s: limit on the CPU time of one test; its wall-clock limit is three times as long. `reward.timeout_s`
+            must allow for all tests of a row and for waiting: only as many programs as cores run at a time.
         memory_mb, processes: limits of one test, see `asyncrl.plugins.sandbox.Limits`.
         packages: packages of this Python that programs may import, such as `[numpy]`; else the standard library alone.
 
     Raises:
         SandboxUnavailable: this machine cannot make a sandbox.
-        ValueError: a limit that no program could keep, or a package that is not installed or needs more memory.
+        ValueError: no program could keep a limit, or a package is not installed or needs more memory.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class CodeTestsReward:
         return 1.0 if _passed(ended) and ended.stdout.rstrip().endswith(came_to_its_end) else 0.0
 
     def _run(self, program: str, stdin: str = "") -> Ended:
-        """Run `program`; say once of each package that programs want and do not have that they fail for it."""
+        """Run `program`. Log once for each missing package that programs fail because of it."""
         ended = self._sandbox.run({"program.py": program}, ["program.py"], stdin)
         for package in set(_NOT_FOUND.findall(ended.stderr)) - self._missing:
             self._missing.add(package)
@@ -113,7 +112,7 @@ class CodeTestsReward:
 
 
 def program_in(text: str) -> str:
-    """The last block between ``` in `text`, closed or not; all of `text` where there is none."""
+    """Return the last block between ``` in `text`, closed or not; all of `text` without one."""
     blocks = _BLOCK.findall(text)
     return str(blocks[-1]) if blocks else text
 

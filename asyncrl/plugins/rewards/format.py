@@ -14,11 +14,11 @@ class FormatReward:
     """1 if the whole answer matches a regular expression, else 0; runs in a process, as an expression may never end.
 
     Args:
-        pattern: Python's `re`; `.` is any character, a line's end too.
-        anywhere: a match of any part of the answer will do.
+        pattern: Python's `re`; `.` also matches a newline.
+        anywhere: a match of any part of the answer is enough.
 
     Raises:
-        ValueError: the pattern is none.
+        ValueError: the pattern is not a valid regular expression.
     """
 
     def __init__(self, *, pattern: str, anywhere: bool = False) -> None:
@@ -29,5 +29,5 @@ class FormatReward:
         self._matches = compiled.search if anywhere else compiled.fullmatch
 
     def __call__(self, data: Mapping[str, Any], completion: str) -> float:
-        """The reward of `completion`, whatever the row."""
+        """Return the reward of `completion`; the row does not matter."""
         return 1.0 if self._matches(completion) else 0.0

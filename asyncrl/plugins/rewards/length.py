@@ -1,4 +1,4 @@
-"""Rewards for length, in tokens that the policy wrote. `weight` scales them.
+"""Rewards for length, in tokens that the policy generated. `weight` scales them.
 
 DAPO's soft over-long punishment is reward shaping: `rollout.shaping=[{name: overlong, ...}]`.
 """
@@ -31,7 +31,7 @@ def shorter_in_group(group: Sequence[Episode], *, right_from: float = 1.0) -> li
 
     Args:
         group: a prompt's samples.
-        right_from: an answer is right if its environment gave so much.
+        right_from: reward of the environment from which on an answer counts as right.
     """
     lengths = [episode.generated_tokens for episode in group]
     shortest, longest = min(lengths), max(lengths)

@@ -1,15 +1,15 @@
-r"""Reward for maths with a final answer: is it the right one, whatever the way it was written?
+r"""Reward for maths with a final answer, which may be written in any form.
 
 The final answer of a text is the content of its last `\boxed{...}`, else what follows its last `####` (the GSM8K form).
 
-1. What does not change the answer goes: `$`, `\$` and other currencies, `\(...\)`, `\left`, Markdown's `**`, a final
-   full stop, units, `x =` where only one of the two has it. Words that change a number (`18 and a half`, `18 minus
-   two`) are no unit, and where two known units differ (`3 am`, `3 pm`), so do the answers.
+1. Text that does not change the answer is removed: `$`, `\$` and other currencies, `\(...\)`, `\left`, Markdown's `**`,
+   a final full stop, units, `x =` if only one of the two has it. Words that change a number (`18 and a half`, `18 minus
+   two`) are not a unit, and if two known units differ (`3 am`, `3 pm`), so do the answers.
 2. Two plain numbers (`1,200`, `1{,}200`, `1200.0`, `\frac{2400}{2}`, `7\frac12`, `12 thousand`) are compared exactly;
    commas count only between groups of three digits. A percentage may be given with its sign, without, or as a fraction.
 3. The same text without spaces is the same answer.
-4. Anything else is for the `math-verify` package: expressions, intervals, sets, equations. It compares floating point
-   to six decimals and works in a process's main thread alone, so the reward runs in a process of the pool.
+4. The `math-verify` package compares everything else: expressions, intervals, sets, equations. It compares floating
+   point to six decimals and works only in a process's main thread, so the reward runs in a process of the pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from asyncrl.plugins.rewards.answers import right_answers
 from asyncrl.plugins.rewards.units import says_more, units_differ, without_unit
 
 MAX_ANSWER_CHARS = 200
-"""A longer "answer" is rambling; parsing it would only cost time (and an endless digit string much of it)."""
+"""Longest final answer that is parsed. A longer one is not an answer, and parsing it, or endless digits, would cost
+time.
+"""
 VERIFY_LIMIT_S = 2.0
 """CPU time for math-verify to parse two answers and to compare them. Beyond it the answer is wrong."""
 
@@ -59,11 +61,11 @@ def math_answer_reward(data: Mapping[str, Any], completion: str, *, last_number:
     """1 if the final answer of `completion` agrees with that of `data["answer"]`, else 0.
 
     Args:
-        data: its `answer` is the answer itself, or a worked solution that ends in one of the two forms; or a list of
-            these, of which any is right.
+        data: its `answer` is the answer itself, a worked solution that ends in one of the two forms, or a list of
+            these, any of which is right.
         completion: the answer's text.
-        last_number: where the completion has neither form, take its last number. Off by default: with it a model is
-            never taught to mark its answer.
+        last_number: take the last number of a completion that has neither form. Off by default, because the model would
+            then not learn to mark its answer.
 
     Raises:
         ValueError: the row has no answer, or an empty one.
@@ -169,7 +171,9 @@ def _verified(given: str, expected: str) -> bool:
 
 @cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Its `parse` and `verify`, loaded and used once: that takes a second, which no answer is to pay for."""
+    """Load math-verify's `parse` and `verify`, and use them once: that takes a second, which no answer should pay
+    for.
+    """
     import math_verify  # with sympy; only the processes of the pool pay for it
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # each answer it cannot read would be a traceback
@@ -179,12 +183,12 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class _OutOfTimeError(BaseException):
-    """No `Exception`, which sympy and math-verify catch on their way."""
+    """A time limit. Not an `Exception`, because sympy and math-verify catch those."""
 
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raises in what takes more CPU time; by the clock, a busy machine would make right answers wrong."""
+    """Raise `_OutOfTimeError` in a block that takes more CPU time. A wall-clock limit would fail on a busy machine."""
 
     def stop(number: int, frame: object) -> None:
         raise _OutOfTimeError

@@ -1,4 +1,4 @@
-"""SRPO's progress reward (arXiv:2511.15605): a failure is worth more, the nearer it came to its task's successes.
+"""SRPO's progress reward (arXiv:2511.15605): the closer a failure came to its task's successes, the higher its reward.
 
 With h an episode's embedding (by a frozen video encoder), S the successes of its task and C the centres made of them:
 
@@ -6,17 +6,17 @@ With h an episode's embedding (by a frozen video encoder), S the successes of it
     z = (d - low) / (high - low), within 0 and 1                low, high: of the distances of the task's failures
     reward = most * sigmoid(steepness * (0.5 - z))              0.6 and 10: at most 0.6, a success is worth 1
 
-`SIIRL` are the settings of siiRL's code (`utils/reward_score/embodied.py`): the centres are the means of clusters that
-DBSCAN(eps 0.5, min_samples 2) finds among the standardised successes, or the mean of all where it finds none; low and
-high are the least and the greatest distance. Standardised, two successes of D dimensions are about sqrt(2 D) apart, so
-that DBSCAN finds no cluster beyond a few dimensions, and its one centre is the mean of all successes. `NEAREST`, the
-default, does what is meant without a scale: each success is a centre. Its low and high are quantiles, as `References`
-is no batch, and one failure far away should not decide what the others are worth.
+`SIIRL` has the settings of siiRL's code (`utils/reward_score/embodied.py`). The centres are the means of the clusters
+that DBSCAN(eps 0.5, min_samples 2) finds among the standardised successes, or the mean of all if it finds none; low and
+high are the smallest and the largest distance. Two standardised successes of D dimensions are about sqrt(2 D) apart. So
+beyond a few dimensions DBSCAN finds no cluster, and the only centre is the mean of all successes. `NEAREST`, the
+default, follows the idea without a scale: each success is a centre. Its low and high are quantiles, so that one distant
+failure does not decide the reward of the others.
 
-siiRL looks at the successes and failures of a batch. In an asynchronous run there is no batch where rewards are made,
-so `References` keeps the newest episodes of each task. It is a pure state machine: its content is the newest `keep`
-successes and failures of a task, by version, within `max_staleness` versions of the newest episode, whatever order they
-came in; a reward is a function of the content and the episode. An episode is never compared with one of a newer
+siiRL uses the successes and failures of a batch. In an asynchronous run no batch exists yet when rewards are computed.
+So `References` keeps the newest episodes of each task. It is a pure state machine: it holds the newest `keep` successes
+and failures of a task, by version, within `max_staleness` versions of the newest episode, independent of their order of
+arrival. A reward is a function of this content and the episode. An episode is never compared with one of a newer
 version. Without a success of its task there is no reward.
 
 Shapes: N episodes, E successes, C centres, D numbers of an embedding.
@@ -43,17 +43,17 @@ class Centres(StrEnum):
     nearest = auto()
     """Every success."""
     clusters = auto()
-    """Means of DBSCAN's clusters, or of all successes where there are none."""
+    """Means of DBSCAN's clusters, or of all successes if there are no clusters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressSettings:
-    """How distances become rewards; see the module.
+    """Parameters that turn distances into rewards; see the module's docstring.
 
     Attributes:
         eps, min_samples: DBSCAN's, on standardised successes; only for `Centres.clusters`.
-        most: reward of the nearest failures; below 1, which a success is worth.
-        steepness: of the sigmoid.
+        most: largest reward of a failure; below 1, the reward of a success.
+        steepness: steepness of the sigmoid.
         low, high: quantiles of the failures' distances at which z is 0 and 1.
     """
 
@@ -66,7 +66,7 @@ class ProgressSettings:
     high: float = 0.95
 
     def __post_init__(self) -> None:
-        """Raise ValueError where a number is out of its bounds."""
+        """Raise ValueError if a number is out of its bounds."""
         checks = (
             (self.eps > 0, f"eps is {self.eps}: give a distance above 0"),
             (self.min_samples >= 1, f"min_samples is {self.min_samples}: give at least 1"),
@@ -124,7 +124,9 @@ def distances(embeddings_ND: Floats, centres_CD: Floats) -> Floats:
 
 
 def shaped(distances_N: Floats, failures_F: Floats, settings: ProgressSettings) -> Floats:
-    """`[N]`: rewards of failures at these distances, among failures at the distances `failures_F`, at least one."""
+    """Return the rewards `[N]` of failures at these distances, relative to the distances `failures_F` (at least
+    one).
+    """
     low, high = np.quantile(failures_F, (settings.low, settings.high))
     spread = high - low
     z_N = np.full(len(distances_N), 0.5) if spread < _LEAST_SPREAD else ((distances_N - low) / spread).clip(0.0, 1.0)
@@ -134,9 +136,10 @@ def shaped(distances_N: Floats, failures_F: Floats, settings: ProgressSettings) 
 def srpo_rewards(
     embeddings_ND: ArrayLike, succeeded_N: ArrayLike, tasks_N: Sequence[Hashable], settings: ProgressSettings = SIIRL
 ) -> Floats:
-    """`[N]`: the rewards of a batch, as siiRL makes them: 1 for a success, `settings.most` at most for a failure.
+    """Return the rewards `[N]` of a batch as siiRL computes them: 1 for a success, at most `settings.most` for a
+    failure.
 
-    Failures of a task without any success in the batch are worth 0.
+    Failures of a task without any success in the batch get 0.
     """
     embeddings, succeeded = np.asarray(embeddings_ND, np.float64), np.asarray(succeeded_N, np.bool_)
     rewards_N = succeeded.astype(np.float64)
@@ -151,13 +154,13 @@ def srpo_rewards(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Reference:
-    """A finished episode; the order is that in which episodes are kept, the newest longest.
+    """A finished episode. Episodes are ordered from the first to be forgotten to the last.
 
     Attributes:
         version: newest policy version of its tokens.
-        key: of its content, so that the order of two of one version does not depend on which came first.
+        key: hash of its content, so that the order of two episodes of one version does not depend on their arrival.
         embedding: `[D]`.
-        progress: the part of the task that was really done, where somebody knows it; NaN elsewhere.
+        progress: true share of the task that was done; NaN if unknown.
     """
 
     version: int
@@ -168,13 +171,13 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What the references say of a failure.
+    """Result of comparing a failure with the references.
 
     Attributes:
         reward: 0 without references.
-        references, centres, failures: how many there are.
-        correlation: Spearman's rank correlation of these failures' rewards with their true progress; None where that
-            is not known of three of them, or nothing varies.
+        references, centres, failures: numbers of episodes and centres compared with.
+        correlation: Spearman's rank correlation of these failures' rewards with their true progress; None if the
+            progress of fewer than three is known, or if nothing varies.
     """
 
     reward: float = 0.0
@@ -185,12 +188,12 @@ class Progress:
 
 
 class References:
-    """The newest episodes of each task; see the module.
+    """The newest episodes of each task; see the module's docstring.
 
     Args:
-        settings: how distances become rewards.
-        keep: successes, and as many failures, of a task.
-        max_staleness: episodes that are more versions older than an episode are not compared with it.
+        settings: parameters that turn distances into rewards.
+        keep: number of successes, and of failures, kept per task.
+        max_staleness: an episode is not compared with episodes that are more versions older.
     """
 
     def __init__(self, settings: ProgressSettings = NEAREST, *, keep: int = 256, max_staleness: int = 8) -> None:
@@ -201,7 +204,7 @@ class References:
         self._newest = 0
 
     def add(self, task: Hashable, episode: Reference, *, succeeded: bool) -> None:
-        """Take an episode in, if it is among those that are kept."""
+        """Add an episode, if it is new enough to be kept."""
         if episode.version < self._newest - self._max_staleness:
             return
         kept = self._of_task.setdefault((task, succeeded), [])
@@ -212,7 +215,7 @@ class References:
             self._forget(self._newest - self._max_staleness)
 
     def progress(self, task: Hashable, episodes: Sequence[Reference]) -> list[Progress]:
-        """What each of these failures of a task is worth; all have been added."""
+        """Return the progress of each of these failures of a task, which must have been added."""
         of_version = {
             version: self._progress(task, [each for each in episodes if each.version == version])
             for version in dict.fromkeys(each.version for each in episodes)
@@ -220,7 +223,7 @@ class References:
         return [next(of_version[each.version]) for each in episodes]
 
     def _progress(self, task: Hashable, episodes: Sequence[Reference]) -> Iterator[Progress]:
-        """Of failures of one version, which are compared with the same episodes."""
+        """Yield the progress of failures of one version, which are compared with the same episodes."""
         won, lost = (self._comparable(task, episodes[0].version, succeeded=succeeded) for succeeded in (True, False))
         if not won or not lost:
             yield from [Progress()] * len(episodes)
@@ -246,7 +249,7 @@ class References:
 
 
 def spearman(left_N: Floats, right_N: Floats) -> float | None:
-    """Rank correlation, ties at their mean rank; None for fewer than three pairs, or where a side is constant."""
+    """Return the rank correlation, with ties at their mean rank; None for fewer than three pairs or a constant side."""
     if len(left_N) < 3 or np.ptp(left_N) == 0 or np.ptp(right_N) == 0:
         return None
     return float(np.corrcoef(_ranks(left_N), _ranks(right_N))[0, 1])

@@ -1,6 +1,7 @@
-"""Rewards that a server gives: one of your own over HTTP, or a judge over any OpenAI-compatible API.
+"""Rewards from a server: your own over HTTP, or a judge model over any OpenAI-compatible API.
 
-What may pass (no connection, a time limit, 408, 429, 5xx) is tried again with growing waits, three times in all.
+Failures that may pass (no connection, a time limit, 408, 429, 5xx) are retried with growing waits, three attempts in
+all.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _ChatReply(msgspec.Struct):
 
 
 class _Server:
-    """A server with an optional key, asked with repeats."""
+    """A server with an optional key; failed requests are repeated."""
 
     def __init__(self, url: str, api_key_env: str | None, timeout_s: float) -> None:
         if not re.match(r"https?://\S+$", url):
@@ -72,9 +73,9 @@ class HttpReward:
     """Reward from your server: `POST url` with `{"data": row, "completion": text}` answers `{"reward": number}`.
 
     Args:
-        url: of the server.
-        api_key_env: the environment variable with the bearer token, where the server wants one.
-        request_timeout_s: limit of one attempt. `reward.timeout_s` is that of all.
+        url: URL of the server.
+        api_key_env: environment variable with the bearer token, if the server needs one.
+        request_timeout_s: limit of one attempt. `reward.timeout_s` limits all attempts together.
 
     Raises:
         ValueError: no URL, or no such environment variable.
@@ -84,10 +85,10 @@ class HttpReward:
         self._server = _Server(url, api_key_env, request_timeout_s)
 
     async def __call__(self, data: Mapping[str, Any], completion: str) -> float:
-        """The server's reward.
+        """Return the server's reward.
 
         Raises:
-            HttpError: it gave none.
+            HttpError: the server did not return one.
         """
         scored: _Scored = await self._server.ask({"data": dict(data), "completion": completion}, _Scored)
         return scored.reward
@@ -98,17 +99,18 @@ class JudgeReward:
     """Reward from a language model that judges the answer, over `<base_url>/chat/completions`.
 
     Args:
-        base_url: of the server, with its `/v1`.
-        model: its name there.
+        base_url: URL of the server, with its `/v1`.
+        model: name of the model there.
         template: the question to the judge; `{completion}` and the row's fields in braces are filled in.
         pattern: a regular expression whose first group is the score in the judge's answer; the last match counts.
-        max_score: what the score is divided by; it is held between 0 and `max_score` before.
-        api_key_env: the environment variable with the key, where the server wants one.
-        max_tokens, temperature: of the judge's answer.
-        request_timeout_s: limit of one attempt. `reward.timeout_s` is that of all.
+        max_score: best score; the score is clipped to 0 and `max_score`, then divided by `max_score`.
+        api_key_env: environment variable with the key, if the server needs one.
+        max_tokens, temperature: sampling of the judge's answer.
+        request_timeout_s: limit of one attempt. `reward.timeout_s` limits all attempts together.
 
     Raises:
-        ValueError: no URL, no such environment variable, no regular expression with a group, or a score of 0 at best.
+        ValueError: there is no URL or no such environment variable, `pattern` has no group, or `max_score` is not above
+            0.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class JudgeReward:
 
         Raises:
             HttpError: the judge gave no answer.
-            ValueError: its answer holds no score.
+            ValueError: the answer contains no score.
         """
         question = _filled(self._template, {**data, "completion": completion})
         body = self._asked | {"messages": [{"role": "user", "content": question}]}

@@ -18,7 +18,7 @@ ROW_METRICS = ("mean", "std", "min", "max", "frac_zero_std")
 
 @dataclass
 class RewardConfig(PluginConfig):
-    """The reward, where there is one alone."""
+    """The reward, if there is only one."""
 
     path: str = setting(
         "asyncrl.plugins.rewards.arithmetic:arithmetic_reward",

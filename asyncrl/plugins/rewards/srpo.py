@@ -1,8 +1,8 @@
-"""SRPO's reward for embodied episodes: a failure's worth by its nearness to successes, as a video encoder sees it.
+"""SRPO's reward for embodied episodes: rewards a failure by its similarity to successes, measured by a video encoder.
 
-It adds to the environment's reward, which is 1 for a success: nothing for successes, and up to 0.6 for failures
-(`progress`). One process embeds what it is given and keeps the references: those are newest episodes, which any process
-has again after a few groups, so no checkpoint has them, and a new process begins without.
+It is added to the environment's reward, which is 1 for a success: nothing for successes, and up to 0.6 for failures
+(`progress`). One process embeds the episodes and keeps the references. These are the newest episodes, which a new
+process collects again after a few groups, so they are not part of checkpoints.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Clip = Sequence[Picture]
 Encoder = Callable[[Sequence[Clip]], Floats]
 """Embeds clips of T frames each: `[N, D]`."""
 SUCCESS, PROGRESS = "success", "progress"
-"""Numbers of an agent, `Sample.metrics`: 1 for a success and 0 for a failure; how far the episode came, 0 to 1."""
+"""Names in `Sample.metrics`: success (1 or 0), and progress of the episode (0 to 1)."""
 CACHED = 4096
-"""Embeddings that are kept, by the content of the frames; V-JEPA 2's largest take 11 KB each."""
+"""Number of cached embeddings, by the content of the frames; V-JEPA 2's largest take 11 KB each."""
 PIXELS = 32
 """Side to which `pixels` resizes frames."""
 
@@ -43,7 +43,7 @@ def _small(frame: Picture) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """One episode of a group: its samples' positions, and what is known of it."""
+    """One episode of a group, with its samples' positions."""
 
     samples: list[int]
     succeeded: bool
@@ -55,21 +55,21 @@ class _Played:
 
 @run_in("process")
 class SRPOReward:
-    """Rewards of a group's failures; see the module and `asyncrl.plugins.rewards.progress`.
+    """Rewards a group's failures; see the module's docstring and `asyncrl.plugins.rewards.progress`.
 
-    A group of one episode, as in an evaluation, has no such rewards and is not kept.
+    A group of one episode, as in an evaluation, gets no reward and is not kept.
 
     Args:
         encoder: import path of a function or class whose calls embed clips, `[N, D]` of N lists of pictures.
         encoder_args: arguments of the class, such as `folder` of a V-JEPA 2 model.
-        frames: frames that are chosen evenly from an episode and embedded together, 64 in siiRL.
-        end: embed the last frame alone, held still for all `frames`: where the episode has come to.
+        frames: number of frames, evenly chosen from an episode, that are embedded together; 64 in siiRL.
+        end: embed only the last frame, repeated `frames` times: the state that the episode has reached.
         preset: `nearest` or `siirl`.
         settings: fields of `ProgressSettings` that differ from the preset.
-        task: field of the row that names its task: failures are compared with successes of the same task. None: with
-            those of their own group alone.
-        keep: successes, and as many failures, that are kept of a task.
-        max_staleness: versions by which a success may be older than the failure that is compared with it.
+        task: field of the row that names its task; failures are compared with successes of the same task. None compares
+            within the group only.
+        keep: number of successes, and of failures, kept per task.
+        max_staleness: versions by which a success may be older than a failure that is compared with it.
 
     Raises:
         ValueError: an argument is out of its bounds.
@@ -101,7 +101,7 @@ class SRPOReward:
         self._cached: OrderedDict[str, NDArray[np.float64]] = OrderedDict()
 
     def __call__(self, group: Sequence[Episode]) -> list[dict[str, float]]:
-        """The reward of each of the group's samples, all those of an episode alike, and what it was made of.
+        """Return the reward of each of the group's samples, the same for all samples of an episode, with its parts.
 
         Raises:
             ValueError: an episode has no frames, no success, or no task.
@@ -159,7 +159,7 @@ class SRPOReward:
         )
 
     def _embedded(self, clips: Sequence[list[Picture]]) -> list[tuple[str, NDArray[np.float64]]]:
-        """The key and the embedding of each clip; those of the same frames are made once."""
+        """Return the key and the embedding of each clip; equal clips are embedded once."""
         keys = [hashlib.sha256("".join(frame.sha256 for frame in clip).encode()).hexdigest() for clip in clips]
         lacking = {key: clip for key, clip in zip(keys, clips, strict=True) if key not in self._cached}
         if lacking:

@@ -19,7 +19,7 @@ _NO_UNITS = re.compile(
     r"|plus|minus|divided|multiplied|pi|sqrt|not|and an?)\b|^[^a-z]*(?:squared|cubed)\b",
     re.IGNORECASE,
 )
-"""In words after a number: they make it another one."""
+"""Words after a number that change its value."""
 _LAST_WORD = re.compile(r"\d[\s~]*(?:\\[ ,;!])?(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?([A-Za-z.]+)\s*\}?$")
 _UNITS = re.compile(
     r"(?<=[\d.}%])\s*(?:"

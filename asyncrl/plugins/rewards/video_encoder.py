@@ -1,6 +1,6 @@
 """V-JEPA 2 (arXiv:2506.09985) as a frozen encoder of clips, for `asyncrl.plugins.rewards.srpo`.
 
-Loads torch, so it is named by import path and loaded in the process of the reward alone.
+Loads torch, so it is given by import path and loaded only in the reward's process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from transformers import AutoConfig, VJEPA2Model
 from asyncrl.api.picture import Picture
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, as in the model's preprocessor_config.json."""
+"""Mean and standard deviation of ImageNet, as in the model's preprocessor_config.json."""
 
 
 class VJEPA2Encoder:
-    """The mean of the encoder's last hidden states over all places and times, as siiRL's `video_emb.py` takes it.
+    """Mean of the encoder's last hidden states over all places and times, as in siiRL's `video_emb.py`.
 
-    Frames are resized to the model's side without keeping their shape, as simulators' frames are squares.
-    transformers' own processor needs torchvision.
+    Frames are resized to the model's side without keeping their aspect ratio, because simulators' frames are squares.
+    transformers' own processor is not used, because it needs torchvision.
 
     Args:
         folder: a model that transformers loads as `VJEPA2Model`.
@@ -35,7 +35,7 @@ class VJEPA2Encoder:
         batch: clips that are computed together.
 
     Raises:
-        ValueError: `folder` has another model, or `dtype` is no type.
+        ValueError: `folder` has another model, or `dtype` is not a type.
     """
 
     def __init__(self, *, folder: str, device: str = "cpu", dtype: str = "float32", batch: int = 8) -> None:
@@ -61,7 +61,7 @@ class VJEPA2Encoder:
         return torch.cat(found).double().numpy()
 
     def video(self, clip: Sequence[Picture]) -> Tensor:
-        """`[T, 3, side, side]`: frames as the model wants them."""
+        """Return the frames in the model's format, `[T, 3, side, side]`."""
         resized = {frame.sha256: _resized(frame, self._side) for frame in clip}
         video_THW3 = torch.from_numpy(np.stack([resized[frame.sha256] for frame in clip])).float() / 255
         return ((video_THW3 - torch.tensor(MEAN)) / torch.tensor(STD)).permute(0, 3, 1, 2)

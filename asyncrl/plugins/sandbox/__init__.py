@@ -1,4 +1,4 @@
-"""Strangers' programs, run where they can harm nothing: see `sandbox`."""
+"""Run untrusted programs without access to anything else; see `sandbox`."""
 
 from asyncrl.plugins.sandbox.sandbox import Ended, Limits, Sandbox
 from asyncrl.plugins.sandbox.unavailable import SandboxUnavailable

@@ -1,9 +1,9 @@
-"""Runs inside a new sandbox, before the program: builds its file system, gives up every right, starts the program.
+"""Run inside a new sandbox before the program: build its file system, drop all privileges, start the program.
 
     python -I -S inside.py FD                # FD: a JSON specification, see `Sandbox.run`
 
-It is started by `unshare` in namespaces of its own (processes, mounts, network, IPC, host name; of users too where
-asyncrl does not run as root), as their root. Only the standard library is here, and nothing of asyncrl.
+`unshare` starts it in new namespaces (processes, mounts, network, IPC, host name, and users if asyncrl does not run as
+root), as their root. It uses the standard library only, and nothing of asyncrl.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def main() -> None:
 
 
 def _be_first_process() -> None:
-    """Go on in a child; here wait for its end, and end as it did, which ends every process of the namespace.
+    """Continue in a child. Here wait for its end and end in the same way, which ends every process of the namespace.
 
-    The first process of a namespace ignores signals and inherits orphans, which a program does not expect.
+    The first process of a namespace ignores signals and inherits orphans, which a program does not expect to do.
     """
     child = os.fork()
     if child == 0:
@@ -90,7 +90,7 @@ def _build(spec: dict[str, object]) -> None:
 
 
 def _show(source: str, target: str, *, folder: bool) -> None:
-    """Make `source` readable at `target`; a device stays one, a folder cannot be written to."""
+    """Make `source` readable at `target`; a device keeps working, a folder is read-only."""
     if folder:
         os.makedirs(target, exist_ok=True)
     else:
@@ -102,7 +102,7 @@ def _show(source: str, target: str, *, folder: bool) -> None:
 
 
 def _give_up_rights(uid: int | None) -> None:
-    """Have no capability and never get one; be the user `uid`, where that is given."""
+    """Drop all capabilities for good, and become the user `uid` if given."""
     for capability in range(_LAST_CAPABILITY + 1):
         _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # numbers beyond the kernel's last are refused
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
@@ -120,7 +120,7 @@ class _FilterProgram(ctypes.Structure):
 
 
 def _filter_system_calls(instructions: bytes) -> None:
-    """Put the filter over this process and all that it starts; it cannot be taken off."""
+    """Install the filter for this process and all its descendants; it cannot be removed."""
     program = _FilterProgram(len(instructions) // 8, instructions)
     if _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "the kernel takes no seccomp filter (CONFIG_SECCOMP_FILTER)")

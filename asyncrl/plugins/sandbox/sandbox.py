@@ -1,21 +1,22 @@
-"""A stranger's program in a sandbox: no network, of the host's files only the interpreter, limits on all it uses.
+"""Run an untrusted program in a sandbox: no network, no files of the host but the interpreter, limits on all resources.
 
-Mechanism: Linux namespaces, through `unshare` of util-linux (which every distribution has), and a seccomp filter
-(`system_calls.py`). For an ordinary user the kernel has to allow user namespaces; where asyncrl runs as root each
-program runs as a user of its own (`users.py`). Inside, `inside.py` builds a file system of the interpreter (read-only)
-and one folder in memory, gives up every right and starts the program. 40 to 80 ms a program.
+How it works: Linux namespaces, through `unshare` of util-linux (part of every distribution), and a seccomp filter
+(`system_calls.py`). For an ordinary user the kernel must allow user namespaces. If asyncrl runs as root, each program
+runs as a separate user (`users.py`). Inside, `inside.py` builds a file system of the interpreter (read-only) and one
+folder in memory, drops all privileges and starts the program. It takes 40 to 80 ms per program.
 
-What holds:
+Guarantees:
 
-- its network has no interface that is up, and sockets of other networks are refused; its processes are alone in their
-  namespace;
-- it writes to its folder alone, which is in memory, limited in size and number of files, and gone with it;
-- the host's files, environment and processes are not there;
-- CPU time, address space, file size and number of processes are limited, its output is cut off while it is read;
-- what makes memory outside these limits is refused: files in memory, shared memory, message queues, io_uring and more;
-- at its time limit, and whenever it ends, every process that it started is killed, whatever it did to escape.
+- Its network has no interface that is up, and sockets of other networks are refused. Its processes are alone in their
+  namespace.
+- It writes only to its folder, which is in memory, limited in size and number of files, and removed with it.
+- It cannot see the host's files, environment and processes.
+- CPU time, address space, file size and number of processes are limited, and its output is cut off while it is read.
+- System calls that make memory outside these limits are refused: memory files, shared memory, message queues, io_uring
+  and more.
+- At its time limit, and whenever it ends, every process that it started is killed, whatever it did to escape.
 
-It is no protection against faults of the kernel: who fears those runs a virtual machine.
+It does not protect against vulnerabilities of the kernel; for that use a virtual machine.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ class Limits:
     """Limits of one program and everything it starts.
 
     Attributes:
-        wall_s: from start to end.
-        cpu_s: of each process, in whole seconds.
+        wall_s: time from start to end.
+        cpu_s: CPU time of each process, in whole seconds.
         memory_mb: address space of each process.
-        processes: at the same time, threads included; two are the sandbox's own and the program.
-        work_mb: its folder, which lies in memory.
-        output_bytes: of its output and error stream each; what goes beyond ends it.
+        processes: processes and threads at the same time, including the program and one of the sandbox.
+        work_mb: size of its folder, which is in memory.
+        output_bytes: bytes of its output and of its error stream; more ends the program.
     """
 
     wall_s: float = 10.0
@@ -79,9 +80,9 @@ class Ended:
     """End of a program.
 
     Attributes:
-        exit_code: 128 and a signal's number where that killed it; negative where it was `stopped`.
-        stdout, stderr: what it wrote, up to `output_bytes`.
-        stopped: why it was killed from outside: `time`, `output`; empty where it ended by itself.
+        exit_code: exit code; 128 plus the number of a signal that killed it; negative if it was `stopped`.
+        stdout, stderr: its output, up to `output_bytes`.
+        stopped: why it was killed from outside, `time` or `output`; empty if it ended by itself.
     """
 
     exit_code: int
@@ -94,14 +95,14 @@ class Sandbox:
     """Runs Python programs; may be used from several threads at the same time.
 
     Args:
-        limits: of each program.
-        parallel: programs that run at the same time, further ones wait; 0: as many as there are cores. More would take
-            each other's time, which is limited.
-        packages: of this Python, which programs may import beside the standard library; the folders they are installed
-            in are readable.
+        limits: limits of each program.
+        parallel: programs that run at the same time, while others wait; 0 for the number of cores. With more they would
+            take time from each other, which is limited.
+        packages: packages of this Python that programs may import besides the standard library; the folders in which
+            they are installed are readable.
 
     Raises:
-        SandboxUnavailable: tried once, a sandbox cannot be made here.
+        SandboxUnavailable: a trial shows that a sandbox cannot be made here.
         ValueError: a package is not installed, or cannot be imported within the limits.
     """
 
@@ -239,7 +240,7 @@ def _followed(process: subprocess.Popen[bytes], stdin: bytes, limits: Limits) ->
 
 @contextlib.contextmanager
 def _specification(spec: Mapping[str, object]) -> Iterator[int]:
-    """A file descriptor from which `spec` can be read once; it is in memory and has no name."""
+    """Yield a file descriptor from which `spec` can be read once: an anonymous file in memory."""
     fd = os.memfd_create("sandbox", 0)
     try:
         with os.fdopen(os.dup(fd), "wb") as file:

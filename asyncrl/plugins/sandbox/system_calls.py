@@ -1,13 +1,13 @@
 """The seccomp filter of sandboxed programs: refuses system calls that make memory outside the sandbox's limits.
 
-Limits of processes, address space and the folder's size cover what a usual program takes. They do not cover files in
-memory, SysV and POSIX message queues, shared memory and semaphores, pages that are handed to pipes, rings and tables
-that the kernel keeps for asynchronous I/O, watches, keys, BPF or Landlock, and socket buffers beyond the default size.
-All of these are refused, and with them what makes new namespaces or mounts, looks into other processes, or opens
-sockets of families that a network namespace does not confine (vsock reaches the host of a virtual machine).
+Limits on processes, address space and the folder's size cover the memory of a usual program. They do not cover memory
+files, SysV and POSIX message queues, shared memory and semaphores, pages given to pipes, the kernel's rings and tables
+for asynchronous I/O, watches, keys, BPF or Landlock, and socket buffers beyond the default size. All of these are
+refused. So are calls that make namespaces or mounts, inspect other processes, or open sockets of families that a
+network namespace does not confine (vsock reaches the host of a virtual machine).
 
-Numbers below 424 differ by architecture and are fixed for good; of these the ones named here are refused. From 424 on
-they are the same everywhere and new ones still come, so there only the ones named here are allowed.
+System call numbers below 424 differ by architecture and are fixed; those named here are refused. From 424 on they are
+the same everywhere and new ones are still added, so only those named here are allowed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _ALLOWED_COMMON: Final = (
     (449, 449),  # futex_waitv
     (452, 456),  # fchmodat2 map_shadow_stack futex_wake futex_wait futex_requeue
 )
-"""Not clone3: its flags are out of a filter's reach; the C library takes clone where it is not there."""
+"""clone3 is missing, because a filter cannot see its flags; the C library then uses clone."""
 _NAMESPACES: Final = 0x7E020000
 """Flags of clone for each kind of namespace."""
 _FAMILIES: Final = (1, 2, 10)
@@ -128,7 +128,7 @@ def refusing_filter(machine: str | None = None) -> bytes:
 
 
 def _instructions(machine: _Machine) -> Iterator[_Instruction]:
-    """The filter. A jump skips as many instructions as its second number says where it holds, else as its third."""
+    """Yield the filter. A jump skips its second number of instructions if it holds, else its third."""
     yield _LOAD, 0, 0, _ARCHITECTURE
     yield _EQUAL, 1, 0, machine.audit
     yield _RETURN, 0, 0, _KILL  # 32-bit calls have other numbers

@@ -1,11 +1,11 @@
-"""A user for each sandboxed program, where asyncrl runs as root.
+"""A separate user for each sandboxed program if asyncrl runs as root.
 
-The kernel counts processes, pipes and much else by user, so two programs of one user take from each other: a right one
-fails. Each program is lent a user id that no other program on this machine has. A lock on the byte of a file says that
-the id is taken; the sandbox's outermost process holds it too, so it lasts as long as the program, even where the
-process that asked for the program is killed. The kernel gives it back.
+The kernel counts processes, pipes and much else per user. So two programs of one user would take from each other's
+limits, and a correct one could fail. Each program gets a user id that no other program on this machine has. A lock on
+one byte of a file marks the id as taken. The sandbox's outermost process holds the lock too, so it lasts as long as the
+program, even if the process that started the program is killed; then the kernel releases it.
 
-Containers of one machine have files apart. There the ids differ by chance: they are drawn from 268 million.
+Containers of one machine have separate lock files. There ids are drawn from 268 million, so they differ by chance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOCKS: Final = Path("/run/asyncrl-sandbox-users")
 _UNASSIGNED: Final = range(1_879_048_192, 2_147_483_647)
 """Ids that no distribution and no container gives to anyone (systemd's table of users and groups)."""
 _IN_A_CONTAINER: Final = range(20_000, 60_000)
-"""Ids of a container that has 65,536 of its own."""
+"""Ids to use in a container that has 65,536 ids."""
 _TRIES: Final = 1000
 
 
@@ -45,10 +45,10 @@ class User(NamedTuple):
 
 @contextlib.contextmanager
 def lent_user() -> Iterator[User]:
-    """For root a user that no other program on this machine has, else this process's own.
+    """Yield a user that no other program on this machine has if this process is root, else this process's own user.
 
     Raises:
-        SandboxUnavailable: root has no users to lend, or their locks cannot be had.
+        SandboxUnavailable: root has no free user ids, or their locks are not available.
     """
     if os.getuid() != 0:
         yield User(None)
@@ -80,7 +80,7 @@ def _lendable(uid_map: str) -> range:
 
 
 def _locked(descriptor: int, ids: range) -> int:
-    """One of `ids` that nobody had; its lock lasts until all copies of `descriptor` are closed."""
+    """Lock a free one of `ids` and return it; the lock lasts until all copies of `descriptor` are closed."""
     for _ in range(_TRIES):
         number = secrets.randbelow(len(ids))
         whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)

@@ -1,1 +1,1 @@
-"""Tools that a model may call, and what carries a sample's calls to them: see `toolbox`."""
+"""Tools that a model may call, and the toolbox that runs a sample's calls."""

@@ -44,7 +44,7 @@ def calculator(expression: str) -> str:
             log2, log10, sin, cos, tan, asin, acos, atan, floor, ceil, gcd, abs, round, min, max, pi and e.
 
     Raises:
-        ValueError: it is no such expression, its value is not real, or it is too large.
+        ValueError: the expression is malformed, or its value is not real or too large.
     """
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression has {len(expression)} characters; {MAX_CHARS} are the most")

@@ -1,13 +1,13 @@
 """Tools of an MCP server (Model Context Protocol), over stdio or streamable HTTP, by the official `mcp` package (extra
 `mcp`).
 
-One task owns a connection from its beginning to its end, as the package demands; whoever calls a tool only hands it
-the call. All samples of a worker share the connection. Life of a connection:
+One task owns a connection from start to end, as the package demands; callers of a tool only pass it their call. All
+samples of a worker share the connection. Life of a connection:
 
     starting -> open -> broken (a call found it closed) -> starting -> ... -> closed
 
-A server that died is started anew, at once and then after growing pauses; the call that found it dead is not repeated,
-because it may have done its work. Calls meanwhile wait for the new one, within their own limit.
+A server that died is restarted, at once and then after growing pauses. The call that found it dead is not repeated,
+because the server may already have done it. Other calls wait for the new server, within their own time limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl.comm.running_time import RunningTimeout
 from asyncrl.plugins.tools.settings import PYTHON, McpServerConfig
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Before a start that follows one which failed; doubled each time."""
+"""Pauses in s before a restart that follows a failed start: the first one, doubled each time up to the longest."""
 
 _STDERR_BYTES, _STDERR_LINES = 4096, 3
 
@@ -41,8 +41,8 @@ class McpServer:
     """The connection to one server; see the module's docstring. Use it in one event loop.
 
     Args:
-        config: see there; checked.
-        connect: makes the client, an asynchronous context manager; by default that of `mcp`.
+        config: the server's settings, already checked.
+        connect: makes the client, an asynchronous context manager; by default `mcp`'s client.
     """
 
     def __init__(self, config: McpServerConfig, connect: Callable[[AsyncExitStack], Any] | None = None) -> None:
@@ -57,10 +57,10 @@ class McpServer:
         self._owner = asyncio.create_task(self._own())
 
     async def tools(self) -> list[McpTool]:
-        """Those that are offered.
+        """Return the tools to offer.
 
         Raises:
-            McpError: the server does not start, or has no tool of a name that is wanted.
+            McpError: the server does not start, or lacks a tool that the settings name.
         """
         client = await self._open(self.config.start_timeout_s)
         try:
@@ -193,14 +193,14 @@ class McpServer:
 
 
 class _Stderr:
-    """The end of what a server's program prints beside the protocol; all of it would fill the worker's log."""
+    """The last lines of the server program's error output. All of it would fill the worker's log."""
 
     def __init__(self) -> None:
         self._end = b""
 
     @contextmanager
     def opened(self) -> Iterator[TextIO]:
-        """A file that the program may write to; what is read of it is kept for `said`."""
+        """Yield a file for the program's output, whose last lines `said` returns."""
         loop, (reading, writing) = asyncio.get_running_loop(), os.pipe()
         os.set_blocking(reading, False)
         self._end = b""
@@ -237,16 +237,16 @@ class McpTool(Tool):
         self._schema: ToolSchema = {"type": "function", "function": function}
 
     def schema(self) -> ToolSchema:
-        """As the server describes it."""
+        """Return the server's schema."""
         return self._schema
 
     async def execute(self, instance_id: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Have the server answer."""
+        """Call the server's tool."""
         return await self._server.call(self._remote_name, arguments)
 
 
 def installed() -> str | None:
-    """Why there is no MCP here; None where there is."""
+    """Return why MCP is not available; None if it is."""
     try:
         import mcp
     except ImportError:

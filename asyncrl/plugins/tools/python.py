@@ -10,21 +10,21 @@ from asyncrl.api import Tool, ToolResult, ToolSchema
 from asyncrl.plugins.sandbox import Ended, Limits, Sandbox
 
 WALL_BY_CPU = 3.0
-"""A busy machine must not fail a program that computes for less than its limit."""
+"""Wall-clock limit as a multiple of the CPU limit, so that a busy machine does not fail a program within its limit."""
 
 
 class PythonTool(Tool):
-    """Runs a program and gives back what it printed. Programs know nothing of each other.
+    """Runs a program and returns its output. Programs are independent of each other.
 
-    They see no network and of the host's files the interpreter alone, and write to a folder in memory; see
-    `asyncrl.plugins.sandbox`. The tool's `timeout_s` in the settings has to allow for a wait: as many programs run at
-    a time as there are cores.
+    They have no network, see no files of the host but the interpreter, and write to a folder in memory; see
+    `asyncrl.plugins.sandbox`. The tool's `timeout_s` in the settings must allow for waiting: only as many programs as
+    cores run at a time.
 
     Args:
-        name: what the model calls it.
-        cpu_s: CPU time of a program; three times as much by the clock.
-        memory_mb: its address space.
-        output_chars: what it may print; more ends it.
+        name: name of the tool for the model.
+        cpu_s: limit on a program's CPU time; its wall-clock limit is three times as long.
+        memory_mb: limit on its address space.
+        output_chars: limit on its output; more ends it.
 
     Raises:
         SandboxUnavailable: this machine cannot make a sandbox.
@@ -38,7 +38,7 @@ class PythonTool(Tool):
         self._sandbox = Sandbox(limits)
 
     def schema(self) -> ToolSchema:
-        """A program, under `code`."""
+        """Return the schema: a program, under `code`."""
         code = {"type": "string", "description": "a whole Python program; print what you want to see"}
         parameters: dict[str, Any] = {"type": "object", "properties": {"code": code}, "required": ["code"]}
         parameters["additionalProperties"] = False

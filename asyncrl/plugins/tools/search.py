@@ -17,12 +17,12 @@ class SearchTool(Tool):
     """Finds passages by their words. The index is made when the worker starts: about 20,000 passages a second.
 
     Args:
-        corpus: a JSONL file; each line an object with the passage's text and, where there is one, its title.
-        name: what the model calls it.
-        description: what the model is told that it searches.
-        text_field, title_field: the names of these fields.
-        top_k: passages that a search gives.
-        passage_chars: the longest passage shown; longer ones are cut.
+        corpus: a JSONL file; each line is an object with a passage's text and, optionally, its title.
+        name: name of the tool for the model.
+        description: description of the corpus for the model.
+        text_field, title_field: names of these fields.
+        top_k: number of passages that a search returns.
+        passage_chars: longest passage shown, in characters; longer ones are cut.
 
     Raises:
         ValueError: the corpus cannot be read, is empty, or `bm25s` is not installed.
@@ -54,7 +54,7 @@ class SearchTool(Tool):
         self._index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
 
     def schema(self) -> ToolSchema:
-        """A query."""
+        """Return the schema: a query."""
         query = {"type": "string", "description": "keywords"}
         parameters: dict[str, Any] = {"type": "object", "properties": {"query": query}, "required": ["query"]}
         parameters["additionalProperties"] = False

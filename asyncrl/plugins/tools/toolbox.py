@@ -1,11 +1,12 @@
-"""Execution of a sample's tool calls: names, arguments, limits, counts, and the text that the model reads of a failure.
+"""Execute a sample's tool calls: check names and arguments, apply limits, count, and turn failures into text.
 
     async with toolbox.session(prompt.data) as session:
         results = await asyncio.gather(*map(session.call, reply.tool_calls))
         rewards = await session.rewards()
 
-`call` never raises: an unknown name, wrong arguments, a tool that raises, hangs or crashes each give the model a text
-that begins with "Error:", and are counted. A session belongs to one sample; the toolbox to all samples of a worker.
+`call` never raises. For an unknown name, wrong arguments, or a tool that raises, hangs or crashes, the model reads a
+text that begins with "Error:", and the failure is counted. A session belongs to one sample, the toolbox to all samples
+of a worker.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from asyncrl.api.tool_schema import wrong_arguments
 MAX_ARGUMENT_CHARS = 200_000
 """Longest arguments of a call as JSON, in characters; no sensible call has more."""
 SAID_EVERY_S = 10.0
-"""Between two lines of the log about failures of one tool."""
+"""Least seconds between two log lines about failures of one tool."""
 UNKNOWN = "unknown"
-"""Calls of tools that there are not are counted under this name: a model may make up any number of them."""
+"""Name under which calls of unknown tools are counted, because a model may invent any number of names."""
 
 _log = logging.getLogger(__name__)
 
 
 class ToolFailure(RuntimeError):
-    """A tool's method failed; the message is what the model reads."""
+    """A tool's method failed; the model reads the message."""
 
 
 class ToolHost(Protocol):
-    """Runs a tool's method where it belongs, with a limit."""
+    """Runs a tool's methods in their thread, process or loop, with a time limit."""
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `method` and return its result.
@@ -55,13 +56,13 @@ class ToolHost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostedTool:
-    """A tool with what runs it.
+    """A tool and the host that executes it.
 
     Attributes:
-        tool: it.
-        label: how the log names it: `tool my.py:f`.
-        host: runs its methods.
-        max_result_chars: the longest text that the model reads of a result; the middle of longer ones is left out.
+        tool: the tool instance.
+        label: name in logs, for example `tool my.py:f`.
+        host: executes the tool's methods with a time limit.
+        max_result_chars: longest result text shown to the model, in characters; longer results lose their middle.
     """
 
     tool: Tool
@@ -90,7 +91,7 @@ def row_arguments(data: Mapping[str, Any], tools: Collection[str]) -> dict[str, 
     `{name: {"create_kwargs": {...}, "execute_kwargs": {...}, "calc_reward_kwargs": {...}, "release_kwargs": {...}}}`.
 
     Raises:
-        ValueError: a name is of no tool, or given twice; a method is unknown; or something is no mapping.
+        ValueError: a name is unknown or given twice, a method is unknown, or a value is not a mapping.
     """
     extra = data.get("extra_info")
     found: dict[str, RowArguments] = {}
@@ -136,8 +137,8 @@ class Toolbox:
     """The tools of a run.
 
     Args:
-        tools: each with a name of its own.
-        report: gets the metrics of each sample when its session ends.
+        tools: the tools, with distinct names.
+        report: called with the metrics of each sample when its session ends.
 
     Raises:
         ValueError: two tools have one name.
@@ -157,7 +158,7 @@ class Toolbox:
             self.add(hosted)
 
     def add(self, hosted: HostedTool) -> None:
-        """One more tool.
+        """Add a tool.
 
         Raises:
             ValueError: its name is taken.
@@ -175,7 +176,7 @@ class Toolbox:
         """Return the schemas of all tools that the model is offered.
 
         Raises:
-            RuntimeError: the toolbox is not whole yet.
+            RuntimeError: the toolbox is not complete yet.
         """
         self._check_whole()
         return tuple(self._schemas.values())
@@ -188,7 +189,7 @@ class Toolbox:
         """The tools for one sample of the row `data`, which may have arguments for them (`row_arguments`).
 
         Raises:
-            RuntimeError: the toolbox is not whole yet.
+            RuntimeError: the toolbox is not complete yet.
             ValueError: the row's arguments are wrong.
         """
         self._check_whole()
@@ -199,7 +200,7 @@ class Toolbox:
             raise RuntimeError(f"the tools cannot be used before {self.waits_for}")
 
     def note_failure(self, label: str, why: str) -> None:
-        """A line in the log, not more than one a tool in `SAID_EVERY_S`."""
+        """Log a failure, at most one line per tool in `SAID_EVERY_S`."""
         now = time.monotonic()
         if now - self._said_at.get(label, -SAID_EVERY_S) >= SAID_EVERY_S:
             self._said_at[label] = now
@@ -224,7 +225,7 @@ class ToolSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release what was used, and report."""
+        """Release the tools that were used, and report the metrics."""
         for name, creating in self._created.items():
             hosted = self._toolbox.tools[name]
             creating.cancel()
@@ -264,7 +265,7 @@ class ToolSession:
         """Return the sample's rewards from its tools by name: `tool/<name>`, only those that are not 0.
 
         Raises:
-            ToolFailure: a `calc_reward` failed, or gave no finite number: then nobody knows what the sample is worth.
+            ToolFailure: a `calc_reward` failed or returned no finite number, so the sample's reward is unknown.
         """
         for name in self._created:
             hosted = self._toolbox.tools[name]
@@ -301,7 +302,7 @@ class ToolSession:
         return self._arguments.get(name, _NOTHING)
 
     async def _create(self, hosted: HostedTool) -> None:
-        """Begin with the tool, once a sample; who comes meanwhile waits."""
+        """Create the tool's instance, once per sample; concurrent calls wait for it."""
         name = hosted.tool.name
         if name not in self._created:
             given = self._of_row(name).create
@@ -332,7 +333,7 @@ def _printable(text: str) -> str:
 
 
 def _fitting(text: str, limit: int) -> str:
-    """`text` in UTF-8, its middle left out where it is longer than `limit` characters."""
+    """Return `text` in valid UTF-8, without its middle if it is longer than `limit` characters."""
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[len(text) - half :]}"

@@ -28,12 +28,12 @@ ATTEMPTS = 3
 
 
 _OF_THE_RUN = "rollout/"
-"""Times: they tell of the machine while it also trains, nothing of the policy."""
+"""Prefix of metrics that are left out: times depend on the machine, which also trains, and not on the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class _EvaluatedPolicy:
-    """The policy at `version` or newer, as agents ask it."""
+    """The policy at `version` or newer, for agents."""
 
     client: RolloutClient
     version: int
@@ -68,10 +68,11 @@ class Evaluator:
     async def evaluate(self, name: str, version: int) -> EvaluationResult:
         """Evaluate this worker's share of the set `name` under policy `version` or newer.
 
-        An evaluation that is still under way is given up: nobody waits for it any more.
+        A running evaluation is cancelled, because nothing waits for it any more.
 
         Raises:
-            Exception: whatever the agent, the environment, a reward or the servers raised, each time it was tried.
+            Exception: an episode failed in its last attempt, with the error of the agent, environment, reward or
+                server.
         """
         if self._running is not None:
             self._running.cancel()
@@ -104,7 +105,9 @@ class Evaluator:
         )
 
     def _prompts(self, name: str, row: int, n_samples: int) -> list[Prompt]:
-        """The prompt of `row`, once for each answer; none where the row makes none, which was counted at the start."""
+        """Return the prompt of `row`, once for each answer; empty if the row has no valid prompt, which the start
+        reported.
+        """
         try:
             return [self._components.prompts.evaluation(name, row, member) for member in range(n_samples)]
         except InvalidPrompt as error:
@@ -130,12 +133,12 @@ def _of_policy(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _answer(row: int, ended: Answer) -> EvaluatedAnswer:
-    """One episode's outcome; of several samples, its conversation's branches, the last one holds its end and reward."""
+    """Return one episode's outcome. Of several samples, which are branches, the last one has its end and reward."""
     last = ended.samples[-1]
     tokens = sum(sample.generated_length for sample in ended.samples)
     return EvaluatedAnswer(row, float(last.total_reward), ended.right, tokens, last.truncated, dict(ended.metrics))
 
 
 def _versions(samples: Sequence[Sample]) -> set[int]:
-    """The versions that wrote the generated tokens of `samples`."""
+    """Return the versions that generated the tokens of `samples`."""
     return {int(version) for one in samples for version in one.versions[one.loss_mask.astype(bool)]}

@@ -18,7 +18,7 @@ _WRITER = "worker-"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The samples of one episode, none where the agent rejects the prompt, the verdict on it, and its metrics."""
+    """The samples of one episode (none if the agent rejects the prompt), its verdict, and its metrics."""
 
     samples: Sequence[Sample]
     right: bool | None
@@ -29,11 +29,11 @@ class KeptAnswers:
     """Writes the answers of one worker.
 
     Args:
-        folder: has a folder for each set.
-        every: rows of a set whose number it divides are kept.
-        max_bytes: what this worker's files of one set may take together.
+        folder: folder with a subfolder for each set.
+        every: keep every N-th row of a set.
+        max_bytes: limit on the size of this worker's files of one set.
         index, workers: this worker's number, and the number of workers that share a set.
-        decode: makes text of token ids.
+        decode: turns token ids into text.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class KeptAnswers:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answers")
 
     async def keep(self, name: str, version: int, answers: Mapping[int, Sequence[Answer]]) -> None:
-        """Keep `answers` to the set `name`, by row, each row's by member; what cannot be written is a warning."""
+        """Write `answers` to the set `name`, given by row and then by member; a failed write is only a warning."""
         kept = {row: group for row, group in answers.items() if row % self._every == 0}
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._write, name, version, kept)
@@ -67,7 +67,7 @@ class KeptAnswers:
         write_samples(folder, version, writer, rows, self._max_bytes)
 
     def _forget_workers(self, folder: Path, version: int) -> None:
-        """Remove what a launch with more workers kept of `version` and later ones."""
+        """Remove the answers to `version` and later ones that a launch with more workers kept."""
         for file in sample_files(folder):
             writer = int(file.name.removesuffix(".parquet").rpartition(_WRITER)[2])
             if writer >= self._workers and step_of(file) >= version:

@@ -8,7 +8,7 @@ from asyncrl.rollout.process import RolloutWorker
 
 
 class EvaluationWorker(RolloutWorker):
-    """Answers its share of the evaluation sets; it has no training prompts and nobody to hand trajectories to."""
+    """Answers its share of the evaluation sets. It has no training prompts and sends no trajectories."""
 
     trains = False
 

@@ -1,10 +1,10 @@
-"""Generation as a rollout sees it: a group's whole answers, whatever happens to the servers meanwhile.
+"""Generate complete answers for a group, across weight updates, slow servers and server failures.
 
-Mechanism
----------
+How it works
+------------
 `RolloutClient.generate` keeps one `PartialAnswer` per sample and repeats *rounds* until every one is complete. A round
 asks the manager for a server and sends all incomplete answers there in one HTTP call, each as the prompt plus the
-exact token ids it has so far. What comes back is appended, with the version and log-probability of every token:
+exact token ids it has so far. The result is appended, with the version and log-probability of every token:
 
 - `stop`: the sample is complete.
 - `length`: complete if its budget is used up; else a chunk (`new_tokens_per_chunk`) is over, and the next round
@@ -12,34 +12,33 @@ exact token ids it has so far. What comes back is appended, with the version and
 - `abort`: a weight update interrupted it, and the next round continues under the new weights, so its versions are
   mixed. Or this client aborted a round that took long.
 
-An answer may take as long as it wants, but a server may not be silent. A round that has run for half of
-`request_timeout_s` is aborted: a live server answers with what it has, nothing is lost, and the next round continues at
-the same server. So short answers are one call, and a long one costs a prefill (of what the server has not cached) from
-time to time. A server that does not answer in the other half either is silent, which is a failure. It may only ignore
-aborts (a proxy in front of it does not know them), so the next round asks for half as many tokens, and later rounds for
-more again.
+An answer may take any time, but a server must not be silent. After half of `request_timeout_s` a round is aborted: a
+live server returns what it has generated, nothing is lost, and the next round continues at the same server. So a short
+answer is one call, and a long one costs a prefill of uncached tokens now and then. A server that does not answer in the
+other half either has failed. In case only the abort was lost (a proxy may not know it), the next round asks for half as
+many tokens, and later rounds ask for more again.
 
 Stop strings are searched here, in an answer's token ids after each round (`asyncrl.plugins.chat.stop_strings`). So they
-may lie across rounds, and both engines end at the same token. A server with a tokenizer receives them too, so that it
-generates no more than needed. One without generates in rounds of `STOP_CHUNK` tokens, and the excess is cut off.
+may span rounds, and both engines end at the same token. A server with a tokenizer receives them too, so that it
+generates no more than needed. A server without one generates in rounds of `STOP_CHUNK` tokens, and the excess is cut
+off.
 
 SGLang serves common prefixes from its cache, but computes them once for every sample of a batch that finds the cache
 empty: for a new prompt, and for all after a weight update. So if the common prefix is long, a round first sends it as a
 request for one token, and then the samples (`FORK_SAVES`).
 
-An answer's random stream is `derive_seed(seed, i)` from the first token to the last: a later round names how many
-numbers of it are used (`seed_offset`), so that under equal weights an interrupted answer is the answer that would
-have been.
+An answer's random stream is `derive_seed(seed, i)` from the first token to the last. A later round skips the numbers
+already used (`seed_offset`). So with unchanged weights an interrupted answer equals the uninterrupted one.
 
 Failures
 --------
-- The server dies or hangs: the call fails, at its time limit or as soon as the manager tells that the server left
-  service. The round is repeated elsewhere; only its own tokens are lost. Repeats back off; after `max_failures`
+- The server dies or hangs: the call fails at its time limit, or as soon as the manager reports that the server left
+  service. The round is repeated on another server; only its tokens are lost. Retries back off. After `max_failures`
   rounds in a row without a token the request fails.
 - The server refuses the request (400): it would refuse it again, so the request fails at once.
-- The caller gives up (cancellation): the server is told to abort, and the manager that the request is over.
+- The caller is cancelled: the server is asked to abort, and the manager is informed that the request is over.
 
-At most `max_concurrent` requests are under way at a time; further ones wait (back-pressure).
+At most `max_concurrent` requests are in flight; further ones wait (back-pressure).
 """
 
 from __future__ import annotations
@@ -81,10 +80,10 @@ SCHEDULE_HOLD_S = 5.0
 """Longest time, in s, that one call waits at the manager for a server before it is repeated."""
 LOSS_HOLD_S = 5.0
 STOP_CHUNK = 64
-"""Tokens of a round where only the client looks for stop strings: so much is generated in vain at most."""
+"""Tokens of a round in which only the client searches for stop strings: the most that is generated in vain."""
 FORK_SAVES = 1024
-"""Tokens that samples would compute again, from which on what they have in common is sent before them. Another call
-takes another turn of the server's scheduler: 8 samples of 60 tokens take as long either way, of 200 or 1000 a third and
+"""Repeated prefill tokens from which on the common prefix is sent as a separate request first. That request costs
+another turn of the server's scheduler: 8 samples of 60 tokens take as long either way, of 200 or 1000 tokens a third or
 two thirds of the time (SGLang on a CPU, a model of 4 layers of width 256)."""
 _BACKOFF = Backoff(0.1, 5.0)
 _ABORT_LIMIT_S = 2.0
@@ -99,7 +98,7 @@ class GenerationFailed(RuntimeError):
 
 
 class ServerLost(HttpError):
-    """The manager says that the server is not to be waited for."""
+    """The manager reported that the server left service."""
 
 
 class RolloutClient:
@@ -107,18 +106,18 @@ class RolloutClient:
 
     Args:
         manager: chooses the servers.
-        security: token and certificate of the servers; None where the run has no secret.
-        max_concurrent: requests under way at a time.
+        security: token and certificate of the servers; None if the run has no secret.
+        max_concurrent: limit on requests in flight.
         request_timeout_s: longest silence of a server, and limit of one HTTP call to it; an answer may take longer.
-        new_tokens_per_chunk: ask for so many tokens per round; 0: for all.
+        new_tokens_per_chunk: tokens to request per round; 0 for all.
         max_failures: failed rounds in a row, without a token in between, after which a request fails.
-        vocab_size: of the model; a token beyond it would end an SGLang server. None: not checked.
-        decode: token ids to text with special tokens, to find stop strings in.
-        servers_stop: whether the servers have tokenizers, and so look for stop strings themselves.
-        servers_cache: whether they keep the prefixes that requests have had for later ones, but compute what those of
-            one batch share for each.
-        routing: what the model's routers choose, where rollouts are to tell it; evaluations never do.
-        pictures: the servers take pictures.
+        vocab_size: vocabulary of the model; a token beyond it would crash an SGLang server. None skips the check.
+        decode: converts token ids to text with special tokens, for stop strings.
+        servers_stop: True if the servers have tokenizers, and so search for stop strings themselves.
+        servers_cache: True if servers cache prefixes for later requests, but compute a common prefix within one batch
+            once per request.
+        routing: shape of the routers' choices if rollouts must record them; evaluations never do.
+        pictures: True if the servers take pictures.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class RolloutClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish telling servers and manager what is over, then close the connections."""
+        """Finish the pending aborts and reports, then close the connections."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -176,22 +175,22 @@ class RolloutClient:
         min_version: int | None = None,
         route: Route | None = None,
     ) -> GenerationResult:
-        """`request.n` whole continuations, in the order of their seeds.
+        """Return `request.n` complete continuations, in the order of their seeds.
 
         Args:
-            request: what to generate.
-            rollout_id: the rollout it belongs to; None for evaluation, which no staleness count sees.
-            min_version: every token is of this policy version or newer; a rollout's admission version counts anyway.
-                Answers of other policies (`request.policy`) are of any version.
-            route: the server that the manager gave the rollout for its first request, which this is; once it has
-                expired the manager is asked for another.
+            request: the request.
+            rollout_id: the rollout it belongs to; None for evaluation, which the staleness count does not include.
+            min_version: oldest policy version of a token; a rollout's admission version is a bound in any case. Answers
+                of other policies (`request.policy`) may have any version.
+            route: server that the manager chose at admission for the rollout's first request, which this is; if it has
+                expired, the manager is asked for another.
 
         Raises:
-            GenerationFailed: refused, or failed too often.
+            GenerationFailed: the request was refused, or failed too often.
             ManagerGone: the manager does not answer.
-            UnknownToken: the prompt holds a token outside the vocabulary.
+            UnknownToken: the prompt contains a token outside the vocabulary.
             PictureError: it has pictures, and the servers take none.
-            ValueError: a stop string is none, or there is no tokenizer to find it with.
+            ValueError: a stop string is not valid, or there is no tokenizer to find it with.
         """
         if self._vocab_size is not None:
             check_tokens(request.input_ids, self._vocab_size)
@@ -221,7 +220,7 @@ class RolloutClient:
         return GenerationResult(request.request_id, tuple(answers))
 
     async def _complete(self, work: Work, route: Route | None) -> None:
-        """Rounds until every answer is complete; the first goes to `route` where it is given."""
+        """Run rounds until every answer is complete; the first goes to `route` if given."""
         failures = idle = 0
         name, now = work.request.request_id, asyncio.get_running_loop().time
         for attempt in itertools.count():
@@ -257,7 +256,7 @@ class RolloutClient:
                 await asyncio.sleep(_BACKOFF.delay(idle - 1))
 
     async def _route(self, work: Work) -> Route:
-        """A server for the next round; waits while there is none."""
+        """Get a server for the next round; wait while there is none."""
         request = work.request
         partials = work.open_partials.values()
         wanted = RouteRequest(
@@ -275,7 +274,7 @@ class RolloutClient:
         return route
 
     async def _round(self, work: Work, attempt: int, route: Route) -> None:
-        """Send the open answers to one server and append what it generates."""
+        """Send the incomplete answers to one server and append the result."""
         request, open_partials = work.request, work.open_partials
         items = [
             GenerateItem(
@@ -364,7 +363,10 @@ class RolloutClient:
                 self._calls_to.pop(server.url, None)
 
     async def _watch_losses(self) -> None:
-        """Follow which servers the manager gives up, and end the calls to them; also this worker's sign of life."""
+        """Follow the manager's reports of lost servers, and end the calls to them.
+
+        Also serves as this worker's heartbeat.
+        """
         after, failures = -1, 0
         while True:
             try:
@@ -382,8 +384,10 @@ class RolloutClient:
     async def _abort(
         self, server: GenerationServerClient, rids: Sequence[str], limit_s: float = _ABORT_LIMIT_S
     ) -> None:
-        """Best effort: where the server is gone there is nothing to abort. Each by its whole id: SGLang takes prefixes
-        only where the prefix is a live id too."""
+        """Abort requests on a server, best effort.
+
+        Each is named by its whole id: SGLang accepts a prefix only if the prefix is itself a live id.
+        """
         try:
             async with asyncio.timeout(limit_s):
                 await asyncio.gather(*(server.abort(rid) for rid in rids))

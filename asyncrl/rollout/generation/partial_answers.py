@@ -1,4 +1,4 @@
-"""A request's answers as far as they are: what rounds of generation brought, and what the next one asks for. Pure."""
+"""The partial answers to a request: results of past rounds, and the size of the next round. Pure."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class PartialAnswer:
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     routing: list[NDArray[Any]] = field(default_factory=list)
-    """The experts told so far, of the request's tokens and of these, in parts that follow one another."""
+    """Reported experts of the request's tokens and of these, in consecutive parts."""
 
     @property
     def routed(self) -> int:
-        """Tokens whose experts were told."""
+        """Number of tokens whose experts are recorded."""
         return sum(map(len, self.routing))
 
     def extend(self, part: Completion, budget: int, stop: Sequence[str], decode: Decode | None) -> None:
-        """Append what a round brought; `budget` is the sample's `max_new_tokens`, `stop` what ends it."""
+        """Append the result of a round; `budget` is the sample's `max_new_tokens`, `stop` its stop strings."""
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
@@ -46,10 +46,11 @@ class PartialAnswer:
             self.finish = FinishReason.length
 
     def extend_routing(self, told: NDArray[Any] | None, start: int) -> None:
-        """Append of the experts told from position `start` on those that were not told before.
+        """Record the expert choices of tokens that have none yet; `told` are those of the tokens from position `start`
+        on.
 
-        So a token's experts are those of the round in which the token after it was drawn, whatever a later round, under
-        other weights, computes it with again.
+        A recorded choice is never overwritten. So each token keeps the experts of the round that sampled the next
+        token, even if a later round recomputes it under newer weights.
         """
         if told is not None:
             self.routing.append(told[self.routed - start :])
@@ -65,8 +66,8 @@ class PartialAnswer:
 
 @dataclass(slots=True)
 class Work:
-    """A request under way: the id by which the manager knows it, what it asks for, a partial per sample, and the most
-    tokens that a round asks for, now and where all goes well.
+    """A request in progress: its id at the manager, its content, a partial answer per sample, and the largest number of
+    tokens per round, now and without failures.
     """
 
     own_id: str
@@ -92,9 +93,9 @@ class Work:
         return min(self.request.sampling.max_new_tokens - len(partial.token_ids), self.most)
 
     def ask_for_less(self) -> None:
-        """Half of what the last round asked for, as it was not answered."""
+        """Halve the tokens per round, because the last round was not answered."""
         self.most = max(1, max(map(self.wanted, self.open_partials.values())) // 2)
 
     def ask_for_more(self) -> None:
-        """Twice as much as before, as the last round was answered quickly."""
+        """Double the tokens per round, because the last round was answered quickly."""
         self.most = min(2 * self.most, self.chunk)

@@ -58,11 +58,11 @@ class ServedEpisodeClient(EpisodeClient):
         self._opening, self._session = asyncio.Lock(), None
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
-        """As of `EpisodeClient`.
+        """See `EpisodeClient`.
 
         Raises:
-            Exception: the policy failed, which the agent saw as an HTTP error. It may have handled that as an error of
-                its own, so its episode must not be trained.
+            Exception: the policy failed. The agent received an HTTP error and may have treated it as its own failure,
+                so the episode must not be trained.
         """
         if self._session is not None and self._session.failure is not None:
             raise self._session.failure

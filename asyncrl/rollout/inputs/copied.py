@@ -1,7 +1,7 @@
 """Input files of RolloutWorkers, if some run on hosts that share no folder with the launcher's.
 
-The launcher copies it into one folder, as it is when the run begins. Staging servers bring that to every host, checked
-byte by byte as the model is, and all RolloutWorkers of the run read it there, those on the launcher's host too:
+The launcher copies them into one folder when the run begins. Staging servers copy the folder to every host, checked
+byte by byte like the model, and all RolloutWorkers of the run read it, those on the launcher's host too:
 
     <run_dir>/inputs/
         inputs.json          `Inputs`: where the settings' files are, and what is to be compared
@@ -10,10 +10,10 @@ byte by byte as the model is, and all RolloutWorkers of the run read it there, t
         0/my_rewards.py      files that settings name: code, data, a chat template
         1/train-0.parquet, 1/train-1.parquet
 
-What is not brought is compared when a worker starts, and a difference ends it with the setting:
+Everything else is compared when a worker starts; a difference ends the worker and names the setting:
 
 - The rows of every dataset: their number, and the content of some (`content_sum`).
-- Files that are values of `args`, other than code that is named in it: they are to be the same under the same path.
+- Files that are values of `args`, except code: they must be the same under the same path on each host.
 - Code that is named as a module, and all that it imports when it is loaded (`asyncrl.config.same_code`).
 """
 
@@ -47,7 +47,7 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", "
 
 
 class SameFile(msgspec.Struct, frozen=True):
-    """A file that is to be the same under the same path on every host."""
+    """A file that must be the same under the same path on every host."""
 
     path: str
     content: FileEntry
@@ -57,10 +57,10 @@ class Inputs(msgspec.Struct, frozen=True):
     """Content of the folder, and values to compare.
 
     Attributes:
-        brought: by setting, where in the folder is what it names.
+        brought: by setting, the place in the folder of the file or folder that it names.
         rows: by group of settings, the `content_sum` of its dataset.
-        same: by setting, what is to be on each host already.
-        folder: where it is on this host.
+        same: by setting, the files that must be on each host already.
+        folder: path of the folder on this host.
     """
 
     brought: dict[str, str]
@@ -76,11 +76,11 @@ class Inputs(msgspec.Struct, frozen=True):
 
 
 def bring_inputs(config: ExperimentConfig, run_dir: Path, *, training: bool = True) -> None:
-    """Copy what RolloutWorkers read into `run_dir`, from where it is brought to the hosts.
+    """Copy the files that RolloutWorkers read into `run_dir`, from which staging servers fetch them.
 
     Args:
-        config: its `model.path` is a folder.
-        training: whether they train; else evaluation sets alone are read.
+        config: settings whose `model.path` is a folder.
+        training: True if the workers train; otherwise they read evaluation sets only.
 
     Raises:
         ConfigError: a dataset cannot be loaded, or a file cannot be read or copied.
@@ -140,10 +140,10 @@ def _copy_pictures(dataset: Dataset, folder: Path, sources: Mapping[str, Path]) 
 
 
 def read_from(folder: Path, config: ExperimentConfig, *, training: bool = True) -> Inputs:
-    """Have `config` name what is in `folder`, and check what is to be on this host already.
+    """Change `config` to name the files in `folder`, and check the files that must be on this host already.
 
     Raises:
-        ConfigError: with every file that is missing, or another one.
+        ConfigError: files are missing or differ; the message names all of them.
     """
     inputs = Inputs.read(folder)
     if wrong := list(_other_files(inputs.same)):
@@ -156,7 +156,7 @@ def check_rows(inputs: Inputs, group: str, path: str, dataset: Dataset) -> None:
     """Check that the dataset of the setting `<group>.path` has the rows that the launcher found.
 
     Raises:
-        ConfigError: it has others.
+        ConfigError: its rows differ.
     """
     if content_sum(dataset, Path(inputs.folder)) != inputs.rows[group]:
         raise ConfigError(
@@ -166,7 +166,7 @@ def check_rows(inputs: Inputs, group: str, path: str, dataset: Dataset) -> None:
 
 
 def import_named(config: ExperimentConfig, *, training: bool = True) -> set[str]:
-    """Import the modules that settings name; the top-level packages of all of them.
+    """Import the modules that settings name. Return their top-level packages.
 
     Raises:
         ConfigError: one cannot be imported.

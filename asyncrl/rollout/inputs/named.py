@@ -1,4 +1,4 @@
-"""The settings that name what a RolloutWorker reads: data, code, and files as values of `args`."""
+"""The settings that name a RolloutWorker's inputs: data, code, and files as values of `args`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class NamedInput:
     """A setting whose value names a file, a folder of data, or a module.
 
     Attributes:
-        setting, value: as in the settings.
+        setting, value: name and value of the setting.
         put: sets another value.
-        path: the file or folder; None where a module is named.
-        module: the module; empty where a file or folder is named, or what comes with asyncrl.
-        pattern: of a folder of data, the files of it that are read; empty: all.
+        path: the file or folder; None for a module.
+        module: the module; empty for a file or folder, and for a part of asyncrl.
+        pattern: for a folder of data, pattern of the files that are read; empty for all.
     """
 
     setting: str
@@ -38,7 +38,7 @@ class NamedInput:
     pattern: str = ""
 
     def with_path(self, path: Path) -> str:
-        """The value that names `path` in place of this one's."""
+        """Return the setting's value with `path` in place of its own path."""
         _, _, name = self.value.rpartition(".py:")
         return f"{path}:{name}" if path.suffix == ".py" and name != self.value else str(path)
 
@@ -71,7 +71,7 @@ def named_inputs(config: ExperimentConfig, *, training: bool = True) -> Iterator
 
 
 def texts_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterator[NamedInput]:
-    """Every text in `args` and `params`, whatever it says; of data, code and filters, not of MCP servers."""
+    """Yield every text in the `args` and `params` of data, code and filters, but not of MCP servers."""
     for group, owner in _data_owners(config, training) + _components(config):
         yield from _texts(f"{group}.args", owner.args)
     for group, given in given_code(config):
@@ -81,9 +81,9 @@ def texts_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterato
 
 
 def files_in_args(config: ExperimentConfig, *, training: bool = True) -> Iterator[tuple[str, str]]:
-    """By setting, values of `args` and `params` that are the path of a file here; `~` is each host's own home.
+    """Yield, with their settings, values of `args` and `params` that are paths of files here; `~` is each host's home.
 
-    Not what `named_inputs` has.
+    Inputs of `named_inputs` are left out.
     """
     named = {each.setting for each in named_inputs(config, training=training)}
     # a pattern within the data
@@ -131,7 +131,7 @@ def _data(config: ExperimentConfig, training: bool) -> Iterator[NamedInput]:
 
 
 def _reads_files(config: ExperimentConfig, owner: Any) -> bool:
-    """True if asyncrl reads the dataset's files; the `args` of a class are its own."""
+    """True if asyncrl itself reads the dataset's files, rather than a dataset class."""
     return is_data_path(owner.path or config.dataset.path)
 
 
@@ -181,7 +181,10 @@ def _item_putter(values: Any, key: Any) -> Callable[[str], None]:
 
 
 def _source_putter(source: Any) -> Callable[[str], None]:
-    """For one of several datasets, whose rows are called by its path unless it has a name."""
+    """Return a setter for the path of one of several datasets.
+
+    Its rows are named by the old path unless it has a name.
+    """
 
     def put(value: str) -> None:
         source.name = source.name or source.path

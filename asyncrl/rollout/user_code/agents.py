@@ -1,4 +1,4 @@
-"""The agent of a run, and where it runs."""
+"""Load the agent of a run, and decide where it runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def agent_process(config: ExperimentConfig, *, chat: bool) -> AgentProcess | Non
         chat: whether prompts are conversations.
 
     Raises:
-        TypeError: it cannot run where it is to.
+        TypeError: it cannot run in a process.
     """
     plugin = config.agent
     found = loaded("agent", plugin)

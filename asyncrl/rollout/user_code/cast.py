@@ -24,14 +24,14 @@ class Cast:
     """An agent with its environments and rewards.
 
     Args:
-        config: names them in `agent`, `env`, `reward` and `rewards`.
-        places: of environments with a process of their own, of the whole worker.
+        config: settings with `agent`, `env`, `reward` and `rewards`.
+        places: process slots of the whole worker for environments.
 
     Attributes:
-        environments: of episodes.
+        environments: environments of episodes.
         agent: the agent, with rewards.
-        at_once: whether it plays a whole group at once.
-        rewards: those that it is scored by.
+        at_once: True if it plays a whole group at once.
+        rewards: rewards that score it.
 
     Raises:
         ConfigError: as of `UserComponents`.

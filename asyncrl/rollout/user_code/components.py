@@ -28,20 +28,20 @@ class UserComponents:
     """Everything a RolloutWorker takes from the user.
 
     Args:
-        training: whether it trains, and needs the training set.
+        training: True if the worker trains and needs the training set.
 
     Attributes:
-        tokenizer: the model's.
-        vocab_size: the model's, from its config; None if that does not name it.
+        tokenizer: the model's tokenizer.
+        vocab_size: the model's vocabulary, from its config; None if the config does not name it.
         prompts: training and evaluation prompts.
-        conversations: clients of episodes.
-        runner: runs the user's code; to be entered in the worker's event loop.
-        tools: of agents; entered in the worker's event loop, after the runner.
-        environments: of training's episodes.
-        agent: training's, with rewards.
+        conversations: makes the clients of episodes.
+        runner: runs the user's code; enter it in the worker's event loop.
+        tools: tools of agents; enter them in the worker's event loop, after the runner.
+        environments: environments of training episodes.
+        agent: the agent of training, with rewards.
 
     Raises:
-        ConfigError: a path names nothing or something of another kind, a module fails while it is imported, or a
+        ConfigError: a path leads to nothing or to something of another kind, a module fails while it is imported, or a
             constructor refuses its arguments. The message begins with the setting.
     """
 
@@ -99,7 +99,7 @@ class UserComponents:
         return await self._casts_of_sets[name].play(prompt, policy)
 
     async def play_to_train(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits) -> Played:
-        """Play the group of `prompt` and what the advantage needs beside it.
+        """Play the group of `prompt`, and the greedy baseline if the advantage needs it.
 
         Raises:
             ColumnError: a sample lacks a column of `rollout.columns`.

@@ -23,8 +23,8 @@ class Conversations:
     """Clients of episodes.
 
     Attributes:
-        format: of conversations in messages; None if there is no chat template.
-        endpoint: the policy over HTTP, for agents that ask for it; to be closed in the worker's event loop.
+        format: format of conversations in messages; None if there is no chat template.
+        endpoint: the policy over HTTP, for agents that use it; close it in the worker's event loop.
     """
 
     def __init__(self, config: ExperimentConfig, prompts: PromptFormat, model_config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The environments of a run's episodes, made where they are to run."""
+"""Make the environments of a run's episodes, in the thread, process or loop in which they run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Environments:
 
     Args:
         config: the settings `env`.
-        reward: offered to those that take it.
-        at_once: whether the agent plays a whole group at once.
-        places: of all environments with a process of their own.
+        reward: passed to environments with this parameter.
+        at_once: True if the agent plays a whole group at once.
+        places: process slots of all environments that run in processes.
 
     Raises:
-        ConfigError: `env` names no environment, or one that cannot run where it is to.
+        ConfigError: `env` does not name an environment, or one that cannot run where `run_in` says.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class Environments:
         self._places = places
 
     def check_places(self, agent: str, group_size: int) -> None:
-        """Check that a group which is played at once finds a process for each environment.
+        """Check that a group that is played at once can have a process for each environment.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it cannot.
         """
         if self._in_process and self._at_once and self._config.processes < group_size:
             raise ConfigError(
@@ -57,7 +57,9 @@ class Environments:
             )
 
     def of_group(self, size: int) -> Callable[[], Environment]:
-        """Makes the environments of one group of `size` episodes, one for each call, and those of later tries."""
+        """Return a function that makes the environments of one group of `size` episodes, one per call, retries
+        included.
+        """
         config = self._config
         if self._in_process and self._at_once:
             return functools.partial(self.one, GroupSlots(self._places, size))
@@ -75,10 +77,10 @@ class Environments:
         return lambda: (together if next(made) < size else games(1)).member()  # who tries again plays alone
 
     def one(self, places: GroupSlots | None = None) -> Environment:
-        """A new environment, for one episode. One whose methods block is made when it is first used, where it runs.
+        """Make an environment for one episode. If its methods block, it is constructed on first use, where it runs.
 
         Args:
-            places: of a group that is played at once, where environments have processes.
+            places: process slots of a group that is played at once.
         """
         config = self._config
         if self._in_process:
@@ -92,7 +94,7 @@ class Environments:
 
 
 def environment_of(config: PluginConfig) -> PluginConfig:
-    """The class and its arguments that `env.path` names, which may be a game of gymnasium's."""
+    """Return the class and arguments of `env.path`, which may name a registered gymnasium environment."""
     if not config.path.startswith(GYMNASIUM):
         return config
     return PluginConfig(GYMNASIUM_ENV, {"id": config.path.removeprefix(GYMNASIUM), **config.args})

@@ -1,4 +1,4 @@
-"""A class or function that a setting `<group>.path` names, and what it makes with `<group>.args`."""
+"""Load the class or function of a setting `<group>.path`, and construct it with `<group>.args`."""
 
 from __future__ import annotations
 

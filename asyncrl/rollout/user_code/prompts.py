@@ -1,4 +1,4 @@
-"""The prompts of training and evaluation: their data sets, and the format in which a row becomes one."""
+"""The prompts of training and evaluation: their datasets, and the format that turns a row into a prompt."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Prompts:
 
     Args:
         form: the format of prompts, without tools.
-        offered: gives the tools that the agent of training (None), or of an evaluation set, offers from its first call
-            on; called with the first prompt, as tools of MCP servers are known only once these run.
-        training: whether the run trains, and needs the training set.
+        offered: returns the tools that the agent of training (None) or of an evaluation set offers from its first call
+            on. Called at the first prompt, because tools of MCP servers are known only once these run.
+        training: True if the run trains and needs the training set.
 
     Attributes:
-        eval_sets: by name, the sets that are evaluated and their rows.
+        eval_sets: by name, the evaluation sets and their rows.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Prompts:
         """The training prompt at `ref`.
 
         Raises:
-            InvalidPrompt: its row makes none, or one longer than `dataset.max_prompt_tokens` that is not to be cut.
+            InvalidPrompt: its row has no valid prompt, or one longer than `dataset.max_prompt_tokens` that must not be
+                cut.
         """
         return self._prompt(ref, self.train_set, self._config.group_size, self._sampling, None)
 
@@ -100,7 +101,8 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
     """Build the prompt format from the tokenizer in `model.path` and the settings of `dataset`; without tools.
 
     Raises:
-        ConfigError: the tokenizer or the chat template cannot be read, or a setting of it is given where there is none.
+        ConfigError: the tokenizer or the chat template cannot be read, or a template's setting is given without a
+            template.
     """
     folder, data = Path(str(config.model.path)).expanduser(), config.dataset
     try:
@@ -121,7 +123,7 @@ def load_prompt_format(config: ExperimentConfig) -> PromptFormat:
 
 
 def pictures_taken(config: ExperimentConfig) -> PictureRules | None:
-    """How prompts show pictures; None if the model or the generation servers take none."""
+    """Return the rules for pictures in prompts; None if the model or the generation servers take no pictures."""
     folder = Path(str(config.model.path)).expanduser()
     embedded = config.generation.backend == GenerationBackend.embedded
     if not embedded or config.model.vision == VisionMode.none or not (folder / "config.json").is_file():
@@ -150,10 +152,10 @@ def load_train_set(config: ExperimentConfig) -> Dataset:
 
 
 def load_eval_set(config: ExperimentConfig, each: EvaluationSet) -> Dataset:
-    """The prompts of an evaluation set: of its `path`, or those that the training set holds out.
+    """Load the rows of an evaluation set: from its `path`, or the held-out rows of the training set.
 
     Raises:
-        ConfigError: they cannot be loaded, or there are several sources, of which nothing is held out.
+        ConfigError: they cannot be loaded, or the training set has several sources, which hold nothing out.
     """
     data = config.dataset
     if each.path is not None:

@@ -1,13 +1,14 @@
-"""Users' code off the worker's event loop, with limits of its own; its failure costs a sample, never the worker.
+"""Run users' code off the worker's event loop, with limits. Its failure costs a sample, never the worker.
 
-Three places, by what the code is (`asyncrl.api.RunIn`):
+There are three places (`asyncrl.api.RunIn`):
 
-- The user's `async def` code runs on its own event loop, in a thread (`threads.UserLoop`): code that blocks there stops
-  other `async def` code of the user and is named in the log, but no lease, heart-beat or answer of the worker's.
-- A plain `def` runs in a thread (`threads`), as many at a time as `rollout.user_code.threads` says. At its time limit
-  it is abandoned: Python cannot end a thread.
-- What is marked so or set so runs in a process (`processes`): killed at its time limit with all it started, limited
-  in memory and number of processes, renewed after so many calls.
+- The user's `async def` code runs on a separate event loop, in a thread (`threads.UserLoop`). Code that blocks there
+  stops other `async def` code of the user and is named in the log, but does not delay the worker's leases and answers.
+- A plain `def` runs in a thread (`threads`), at most `rollout.user_code.threads` at a time. At its time limit the call
+  is abandoned, because Python cannot end a thread.
+- Code that is marked or set to `process` runs in a process (`processes`). The process is killed at its time limit with
+  all it started, is limited in memory and number of processes, and is replaced after a number of calls.
 
-`runner` joins the three: one call of a named piece of code, timed, limited, its failure told as `UserCodeError`.
+`runner` joins the three: it runs one call of a named piece of code, times and limits it, and reports its failure as
+`UserCodeError`.
 """

@@ -1,6 +1,6 @@
-"""Users' agents and environments as the rollout loop wants them: asynchronous, and off its event loop.
+"""Adapt users' agents and environments to the rollout loop: asynchronous, and off its event loop.
 
-What comes with asyncrl is used as it is: it does not block.
+Built-in ones are used unchanged, because they do not block.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class AgentProcess:
 
 
 def adapted_agent(agent: Agent, runner: UserCodeRunner, process: AgentProcess | None = None) -> Agent:
-    """`agent`, off the worker's event loop; with `process` in processes.
+    """Wrap `agent` so that it runs off the worker's event loop; with `process`, in processes.
 
     Raises:
-        TypeError: its `collect_trajectory` is a plain function: its queues are those of an event loop. Or it is to run
-            in processes and is no plain `run`.
+        TypeError: its `collect_trajectory` is a plain function, although its queues need an event loop; or it must run
+            in processes and is not a plain `run`.
     """
     if process is not None:
         return _in_process(agent, runner, process)
@@ -79,7 +79,7 @@ def _in_process(agent: Agent, runner: UserCodeRunner, process: AgentProcess) -> 
 
 
 class _EpisodeInProcess(Agent):
-    """One episode at a time in a process of its own; client and environment are asked for over its pipe."""
+    """Runs each episode in a process, which calls client and environment over its pipe."""
 
     def __init__(self, process: AgentProcess, runner: UserCodeRunner) -> None:
         self._process, self._runner = process, runner
@@ -150,7 +150,7 @@ class _GroupInThread(Agent):
 
 
 class _OnWorkerLoop:
-    """`inner`, whose coroutines belong to the worker's own loop, for one who awaits them on another."""
+    """Proxy of `inner`, whose coroutines run on the worker's own loop, for callers on another loop."""
 
     def __init__(self, inner: object, runner: UserCodeRunner) -> None:
         self._inner, self._runner = inner, runner
@@ -183,7 +183,10 @@ class _GroupOnWorkerLoop(_OnWorkerLoop):
 
 
 class _Blocking:
-    """`inner` for one who calls from a thread: coroutines are waited for. `end` ends the waits and any later call."""
+    """Proxy of `inner` for callers in a thread, which waits for coroutines.
+
+    `end` ends the waits and all later calls.
+    """
 
     def __init__(self, inner: object, runner: UserCodeRunner) -> None:
         self._inner, self._runner = inner, runner
@@ -213,14 +216,14 @@ class _Blocking:
         return call
 
     def end(self) -> None:
-        """The rollout is over: whoever still waits is told so."""
+        """End the rollout: waiting callers get an error."""
         self._ended = True
         for wait in tuple(self._waits):
             wait.cancel()
 
 
 class _BlockingWithOthers(_Blocking):
-    """One that hands out other clients, which end with it."""
+    """A proxy that hands out other clients, which end with it."""
 
     def __init__(self, inner: object, runner: UserCodeRunner) -> None:
         super().__init__(inner, runner)
@@ -237,7 +240,7 @@ class _BlockingWithOthers(_Blocking):
 
 
 class _BlockingClient(_BlockingWithOthers):
-    """A `ChatClient`."""
+    """Proxy of a `ChatClient`."""
 
     def conversation(self, group: str) -> _BlockingClient:
         inner: Any = self._inner
@@ -249,7 +252,7 @@ class _BlockingClient(_BlockingWithOthers):
 
 
 class _BlockingGroup(_BlockingWithOthers):
-    """A `GroupClient`."""
+    """Proxy of a `GroupClient`."""
 
     def episode(self, prompt: Prompt) -> _BlockingClient:
         inner: Any = self._inner
@@ -257,14 +260,14 @@ class _BlockingGroup(_BlockingWithOthers):
 
 
 class HostedEnvironment(Environment):
-    """A user's environment, made at its first use: its plain methods run in threads, others on the users' loop.
+    """A user's environment, constructed on first use: plain methods run in threads, others on the users' loop.
 
-    Plain methods of one instance run one after the other. Other attributes are those of the user's own.
+    Plain methods of one instance run one after the other. Other attributes are those of the user's environment.
 
     Args:
-        make: makes it; runs in a thread.
-        label: how it is named: `env my.py:MyEnv`.
-        timeout_s: limit of one call.
+        make: constructs it; runs in a thread.
+        label: its name in messages, such as `env my.py:MyEnv`.
+        timeout_s: time limit of one call.
     """
 
     def __init__(self, make: Callable[[], Environment], label: str, timeout_s: float, runner: UserCodeRunner) -> None:
@@ -282,13 +285,13 @@ class HostedEnvironment(Environment):
         return await self._call("step", action)  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Once; unless it was never made, or a call of it still runs in a thread that cannot be ended."""
+        """Close it once, unless it was never constructed, or a call still runs in a thread that cannot be ended."""
         if self._env is not None and not self._given_up and not self._closed:
             self._closed = True
             await self._call("close")
 
     def blocking(self, name: str) -> Callable[..., Any] | None:
-        """The method `name` for a caller in a thread, in which it runs itself; None where it has to be awaited."""
+        """Return the method `name` for a caller in a thread, in which it then runs; None if it must be awaited."""
         if name not in ("reset", "step"):
             return None
 

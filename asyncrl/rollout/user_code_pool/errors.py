@@ -14,12 +14,12 @@ class UserCodeError(RuntimeError):
     """A call of users' code failed: it raised, took too long, or its process died. It costs the sample at hand.
 
     Args:
-        what: what it did, for the log.
+        what: description of the failure for the log.
 
     Attributes:
-        label: what was called, as it is counted: `reward my.py:score`.
-        how: how it failed, in one of few ways, as it is counted: `raised ValueError`.
-        still_runs: it was given up in a thread, which goes on.
+        label: name of the called code, by which failures are counted: `reward my.py:score`.
+        how: kind of failure, one of a few, by which failures are counted: `raised ValueError`.
+        still_runs: True if the call was abandoned in a thread that still runs.
     """
 
     def __init__(self, label: str, what: str, *, how: str = "failed", still_runs: bool = False) -> None:
@@ -40,8 +40,8 @@ def group_failed_in(error: BaseException, agent: str, of_the_policy: Collection[
     """Return the label of the users' code in which a group failed with `error`; None if the policy failed it.
 
     Args:
-        agent: named where no other code of users is known to have failed.
-        of_the_policy: what the policy raised while the group was played.
+        agent: name to return for failures in no other user code.
+        of_the_policy: errors that the policy raised while the group was played.
     """
     if (label := failed_label(error)) is not None:
         return label
@@ -69,7 +69,7 @@ def named_failure(error: BaseException, agent: str) -> str:
 
 
 def _behind(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
-    """`error`, its causes, and what groups among them hold; with `contexts` also what was being handled."""
+    """Yield `error`, its causes, and the members of exception groups; with `contexts` also errors being handled."""
     waiting, seen = [error], set()
     while waiting:
         error = waiting.pop()

@@ -1,10 +1,10 @@
 """Messages over the pipes between a RolloutWorker and its pool's processes: a length, then MessagePack.
 
     4 bytes, little endian: length of what follows
-    MessagePack of a `ChildCall` or an `PolicyAnswer` (to the process) or a `ChildReply` (from it)
+    MessagePack of a `ChildCall` or a `PolicyAnswer` (to the process) or a `ChildReply` (from it)
 
-A function travels as its import path, its arguments as plain data. What a call asks of the worker meanwhile, an
-environment its reward, is a `ChildReply` that `asks`, which an `PolicyAnswer` follows.
+A function is sent as its import path, its arguments as plain data. A request of a running call to the worker, such as
+an environment's reward, is a `ChildReply` with `asks`; a `PolicyAnswer` answers it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class ChildCall(msgspec.Struct, frozen=True):
 
 
 class ChildReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The value, plain data; or, where `error` is set, what was raised and the end of its traceback.
+    """The result as plain data, or the exception and the end of its traceback if `error` is set.
 
-    `left_behind`: processes that the call started are still there. `asks`: it is no reply yet, the call goes on once
-    the worker has answered this: the arguments of the environment's reward, or what an agent calls.
+    `left_behind`: processes that the call started still run. `asks`: this is not the reply yet but a request, the
+    arguments of the environment's reward or a call of an agent; the call continues once the worker has answered.
     """
 
     value: Any = None
@@ -72,7 +72,7 @@ def decode_reply(data: bytes) -> ChildReply:
     """Decode a reply of a process of the pool.
 
     Raises:
-        ValueError: it is no reply.
+        ValueError: the data is not a reply.
     """
     try:
         return _REPLY.decode(data)
@@ -84,7 +84,7 @@ def plain(value: object) -> object:
     """Convert a value that MessagePack does not know to plain data: arrays and scalars of numpy, other mappings.
 
     Raises:
-        NotImplementedError: it cannot travel.
+        NotImplementedError: it has no plain form.
     """
     if isinstance(value, Mapping):
         return dict(value)
@@ -99,7 +99,7 @@ def plain(value: object) -> object:
 
 
 def _is_frame(value: object) -> bool:
-    """True for what travels as a picture: a uint8 array [height, width, 3], or a PIL image."""
+    """True for values that are sent as a picture: a uint8 array [height, width, 3], or a PIL image."""
     if type(value).__module__.startswith("PIL."):
         return True
     shape = getattr(value, "shape", ())
@@ -115,7 +115,7 @@ def packed(message: ChildCall | ChildReply | PolicyAnswer) -> bytes:
     """`message` with its length in front.
 
     Raises:
-        ValueError: it holds something that is not plain data, or is larger than `MAX_BYTES`.
+        ValueError: it contains something that is not plain data, or is larger than `MAX_BYTES`.
     """
     try:
         body = _encoder.encode(message)

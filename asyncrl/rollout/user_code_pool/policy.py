@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WATCH_FROM_S = 0.25
-"""A call is watched from here on: most are over by then and cost no look at /proc."""
+"""Seconds after which a call is monitored; most calls are over by then and cost no look at /proc."""
 WATCH_EVERY_S = 0.25
-"""Between two looks; a fork bomb starts some thousand processes in that time."""
+"""Seconds between two looks; a fork bomb starts about a thousand processes in that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class ProcessLimits:
     """Limits of one process and of all processes that it starts.
 
     Attributes:
-        memory_bytes: address space of each process, and resident memory of all together.
-        processes: how many there may be, itself included.
-        max_calls: after so many calls it is renewed.
+        memory_bytes: limit on the address space of each process, and on the resident memory of all together.
+        processes: limit on their number, itself included.
+        max_calls: number of calls after which it is replaced.
     """
 
     memory_bytes: int
@@ -36,7 +36,7 @@ class Usage:
 
 
 def excess(limits: ProcessLimits, usage: Usage) -> str | None:
-    """Why a process is to be killed; None if it keeps to its limits."""
+    """Return why a process must be killed; None if it is within its limits."""
     if usage.processes > limits.processes:
         return f"started {usage.processes - 1} processes (rollout.user_code.process_children={limits.processes - 1})"
     if usage.resident_bytes > limits.memory_bytes:

@@ -1,8 +1,8 @@
-"""ProcessSlots for the environments of a group, taken together: no two groups wait for each other's.
+"""Process slots for the environments of a group, taken together so that groups cannot deadlock.
 
-A group that is played at once may want all its environments before it goes on with any. If it took their processes one
-by one, two groups could each hold some and wait for the rest for ever. So the first environment that begins takes the
-places of the whole group, and waits for these while it holds none; the last one that ends gives them back.
+A group that is played at once may need all its environments before it continues with any. If it took their processes
+one by one, two groups could each hold some and wait for the rest forever. So the first environment of a group takes the
+slots of the whole group, and holds none while it waits; the last environment returns them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections import deque
 
 
 class ProcessSlots:
-    """A number of places, taken several at once in the order of asking, so that nobody is passed over for ever."""
+    """A number of slots. Several are taken at once, in order of request, so that no request starves."""
 
     def __init__(self, number: int) -> None:
         self._free = number
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, number: int) -> None:
-        """Take `number` places, once they are free and it is one's turn."""
+        """Take `number` slots once they are free and earlier requests are served."""
         if not self._waiting and number <= self._free:
             self._free -= number
             return
@@ -38,7 +38,7 @@ class ProcessSlots:
             raise
 
     def give(self, number: int) -> None:
-        """Give `number` places back."""
+        """Return `number` slots."""
         self._free += number
         while self._waiting and self._waiting[0][0] <= self._free:
             number, turn = self._waiting.popleft()
@@ -48,11 +48,11 @@ class ProcessSlots:
 
 
 class GroupSlots:
-    """The places of one group's environments.
+    """The slots of one group's environments.
 
     Args:
-        places: of all groups.
-        size: environments that the group may have open at the same time.
+        places: the slots of all groups.
+        size: limit on the group's open environments.
     """
 
     def __init__(self, places: ProcessSlots, size: int) -> None:
@@ -61,10 +61,10 @@ class GroupSlots:
         self._entering = asyncio.Lock()
 
     async def enter(self) -> None:
-        """An environment begins.
+        """Record that an environment opens; the first one waits for the group's slots.
 
         Raises:
-            RuntimeError: as many of the group's are open as it may have.
+            RuntimeError: the group has as many open environments as it may have.
         """
         async with self._entering:
             if self._open == self._size:
@@ -77,7 +77,7 @@ class GroupSlots:
             self._open += 1
 
     def leave(self) -> None:
-        """An environment has ended."""
+        """Record that an environment has closed."""
         self._open -= 1
         if self._open == 0:
             self._places.give(self._size)

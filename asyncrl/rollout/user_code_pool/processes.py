@@ -1,14 +1,15 @@
-"""A pool of processes for users' code: one call at a time each, killed at its limits, renewed after so many calls.
+"""A pool of processes for users' code. Each runs one call at a time, is killed at its limits, and is replaced
+regularly.
 
 Life of a process: started for a call that finds none idle (50 to 200 ms), loads the function at its first call, then
 answers calls over its pipes (0.1 ms each). It ends when a call exceeds its time, its memory or its number of
 processes, when the caller gives up, when it dies, when a call leaves processes behind, or after `max_calls`.
 
 `concurrent.futures` and `multiprocessing.Pool` cannot do this: a killed process breaks the first for all its calls and
-leaves the second's call waiting for ever, neither ends one call at its limit, and both send and receive pickles.
+leaves a call of the second waiting forever, neither ends one call at its limit, and both send and receive pickles.
 
-Who needs several calls of one object, an environment, leases a process for as long: that is one call of `max_calls`,
-and whatever fails in it ends the process with the object.
+A caller that needs several calls of one object, such as an environment, leases a process. A lease counts as one call of
+`max_calls`, and any failure in it ends the process with the object.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from asyncrl.rollout.user_code_pool.timing import Activity, timed
 from asyncrl.rollout.user_code_pool.usage import kill_tree, usage
 
 START_LIMIT_S = 120.0
-"""For a process to start, and for it to import the user's module."""
+"""Time limit, in s, for a process to start, and for it to import the user's module."""
 PRINTED_LIMIT = 64 << 10
 """Bytes that one process may print into the worker's log; the rest is read and thrown away."""
 _TAIL = 400
@@ -54,12 +55,12 @@ _log = logging.getLogger(__name__)
 
 
 class _Died(Exception):
-    """The process ended, or wrote what is no reply."""
+    """The process ended, or wrote something that is not a reply."""
 
 
 @dataclass(eq=False, slots=True)
 class _Process:
-    """A process of the pool, what it has loaded and answered, and the end of what it printed."""
+    """A process of the pool, with its loaded target, its number of answered calls, and the end of its output."""
 
     process: asyncio.subprocess.Process
     loaded: set[bytes] = field(default_factory=set)
@@ -68,17 +69,17 @@ class _Process:
     tail: bytes = b""
     printing: asyncio.Task[None] | None = None
     waits: bool = False
-    """For an answer of the worker's: it uses no more than it did."""
+    """True while it waits for an answer of the worker, in which its usage cannot grow."""
 
     async def ask(self, call: bytes, answer: Callback | None = None) -> ChildReply:
-        """The reply to `call`, packed (to the start, where it is empty).
+        """Send the packed `call` (empty for the start) and return the reply.
 
         Args:
-            answer: gives what the call asks for meanwhile; None: it has nobody to ask.
+            answer: answers requests of the call; None if it may not make any.
 
         Raises:
-            _Died: see there.
-            Exception: `answer` raised it, and the call failed with that.
+            _Died: the process died.
+            Exception: an error of `answer`, which fails the call.
         """
         failure: Exception | None = None
         reply = await self._reply(call)
@@ -115,7 +116,7 @@ class _Process:
             raise _Died("ended") from error
 
     async def drain_prints(self, worker_log: int) -> None:
-        """Pass on what is printed, up to `PRINTED_LIMIT`."""
+        """Copy the process's output to the worker's log, up to `PRINTED_LIMIT`."""
         stream = self.process.stderr
         assert stream is not None
         while chunk := await stream.read(1 << 16):
@@ -132,7 +133,7 @@ Callback = Callable[..., Awaitable[Any]]
 
 
 class Lease:
-    """A process of the pool, held for the calls of one object. `give_back` ends it, and has to be called."""
+    """A process of the pool that is held for the calls of one object. `give_back` must be called to end the lease."""
 
     def __init__(self, pool: ProcessPool, process: _Process) -> None:
         self._pool, self._process = pool, process
@@ -142,7 +143,7 @@ class Lease:
         """Run `call` in the process and return its result; `answer` replies to its questions meanwhile.
 
         Raises:
-            UserCodeError: it raised, exceeded a limit, or its process died; nothing more is to be asked.
+            UserCodeError: it raised, exceeded a limit, or its process died; the lease cannot be used any more.
         """
         self._last = None
         try:
@@ -156,7 +157,7 @@ class Lease:
         return reply.value
 
     async def give_back(self, *, whole: bool) -> None:
-        """The object is done with, and the process free for others if it is `whole` and nothing failed."""
+        """End the lease. The process is free for others if it is `whole` and nothing failed."""
         await self._pool.take_back(self._process, self._last if whole else None)
 
 
@@ -164,8 +165,8 @@ class ProcessPool:
     """Processes for users' code. Use it in one event loop, whose thread lives as long as the pool.
 
     Args:
-        size: processes at most.
-        limits: of each.
+        size: largest number of processes.
+        limits: limits of each process.
     """
 
     def __init__(self, size: int, limits: ProcessLimits) -> None:
@@ -189,7 +190,7 @@ class ProcessPool:
         `timeout_s`.
 
         Args:
-            running: entered once there is a free process, left with its answer.
+            running: context manager that is entered once a process is free, and left with its answer.
 
         Raises:
             UserCodeError: it raised, exceeded a limit, or its process died.
@@ -211,15 +212,18 @@ class ProcessPool:
         return reply.value
 
     async def lease(self, label: str) -> Lease:
-        """A process for one object, once there is one free.
+        """Lease a process for one object, once one is free.
 
         Raises:
-            UserCodeError: it did not start.
+            UserCodeError: the process did not start.
         """
         return Lease(self, await self._acquire(label))
 
     async def take_back(self, process: _Process, reply: ChildReply | None) -> None:
-        """A call or lease is over: keep the process if the last `reply`, None for a failure, says that it is fit."""
+        """End a call or lease.
+
+        Keep the process if its last `reply` (None for a failure) shows that it can be used again.
+        """
         process.calls += 1
         fit = reply is not None and keep(self._limits, process.calls, left_behind=reply.left_behind)
         try:
@@ -239,11 +243,11 @@ class ProcessPool:
             raise
 
     async def close(self) -> None:
-        """Kill every process; calls under way fail."""
+        """Kill every process; running calls fail."""
         await asyncio.gather(*(self._end(process) for process in list(self._all)))
 
     async def _start(self, label: str) -> _Process:
-        """A new process, ready for calls."""
+        """Start a process, and wait until it is ready for calls."""
         pipe = asyncio.subprocess.PIPE
         made = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", child.__name__, str(self._limits.memory_bytes)),
@@ -281,10 +285,10 @@ class ProcessPool:
     async def limited(
         self, process: _Process, label: str, call: bytes, timeout_s: float, answer: Callback | None = None
     ) -> ChildReply:
-        """The reply to `call` unless the process dies or exceeds a limit first.
+        """Return the reply to `call`, while enforcing the process's limits.
 
         Raises:
-            UserCodeError: it did, or `answer` raised it.
+            UserCodeError: the process died or exceeded a limit, or `answer` raised the error.
         """
         asking = asyncio.create_task(process.ask(call, answer))
         limit = RunningTimeout(timeout_s)
@@ -311,7 +315,7 @@ class ProcessPool:
             await asyncio.gather(asking, return_exceptions=True)
 
     async def _check(self, process: _Process, label: str) -> None:
-        """Raise where it is dead, or uses more than it may."""
+        """Raise if the process is dead, or uses more than its limits."""
         if process.process.returncode is not None:  # and something that it started holds its pipes
             raise _Died("ended")
         used = None if process.waits else await asyncio.to_thread(usage, process.process.pid)

@@ -1,4 +1,4 @@
-"""One call of a named piece of users' code: where it belongs, timed, limited, its failure under its name."""
+"""Run one call of a named piece of users' code in its place: time it, limit it, and report its failure by name."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from asyncrl.rollout.user_code_pool.threads import DaemonThreads, UnusualExit, U
 from asyncrl.rollout.user_code_pool.timing import Activity, timed
 
 MAX_ABANDONED = 64
-"""Calls of one code that were given up and still run in their threads; beyond, it is not called until one ends."""
+"""Limit on abandoned calls of one piece of code that still run in threads; it is not called until one of them ends."""
 WATCH_EVERY_S = 0.5
 HELD_S = 1.0
-"""An event loop that does not come round for so long is held by something, which is named."""
+"""Seconds without a turn after which an event loop counts as blocked, and the blocking code is named."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,12 +60,12 @@ class Code:
     """A piece of users' code.
 
     Attributes:
-        label: how it is counted and named: `reward my.py:score`.
-        activity: what its time counts as.
-        timeout_s: limit of a call.
-        run_in: where it runs; `loop` for what may run on the worker's own event loop.
-        target: how a process of the pool finds it; only for `RunIn.process`.
-        sees: what its arguments are, told to that process.
+        label: its name in counts and messages: `reward my.py:score`.
+        activity: activity that its time counts as.
+        timeout_s: time limit of a call.
+        run_in: where it runs; `loop` for code that may run on the worker's own event loop.
+        target: its import path and arguments for a process of the pool; only for `RunIn.process`.
+        sees: kind of its arguments, for that process.
     """
 
     label: str
@@ -82,8 +82,8 @@ class UserCodeRunner:
     `call` may be awaited in that loop and in the users'; `call_blocking` is for threads.
 
     Args:
-        envs: processes for environments, one of an episode's in each.
-        agents: likewise for agents.
+        envs: processes for environments, one episode's environment in each.
+        agents: processes for agents, likewise.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class UserCodeRunner:
         await asyncio.gather(*(pool.close() for pool in (self._pool, *self._leased.values())))
 
     async def call(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `function` where `code` belongs and return its result.
+        """Run `function` in the place of `code` and return its result.
 
         Raises:
             UserCodeError: it raised, took longer than `code.timeout_s`, or its process was lost.
@@ -137,9 +137,9 @@ class UserCodeRunner:
         return await run_on(self._home, self._in_thread(code, work))
 
     def call_blocking(self, code: Code, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As `call`, for a caller that is itself in a thread: what may run in a thread runs in the caller's own.
+        """Like `call`, for a caller in a thread: code for threads then runs in the caller's thread.
 
-        The limit is then the caller's own, whose call this is a part of.
+        It has no limit of its own then; the limit of the caller's call includes it.
         """
         if code.run_in != RunIn.process and not is_async(function):
             with self.told(code):
@@ -147,13 +147,13 @@ class UserCodeRunner:
         return self.from_thread(self.call(code, function, *args, **kwargs)).result()
 
     async def lease(self, label: str, waits: Activity) -> Lease:
-        """A process for an episode, once there is one free; in the worker's own loop.
+        """Lease a process for an episode, once one is free. For the worker's own loop.
 
         Args:
-            waits: what waiting counts as: `env_wait` is for an environment, `agent_wait` for an agent.
+            waits: activity that waiting counts as: `env_wait` for an environment, `agent_wait` for an agent.
 
         Raises:
-            UserCodeError: it did not start.
+            UserCodeError: the process did not start.
         """
         with timed(waits):
             return await self._leased[waits].lease(label)
@@ -169,7 +169,7 @@ class UserCodeRunner:
         return await asyncio.wrap_future(self._threads.run(function))
 
     def from_thread(self, work: Awaitable[Any]) -> Future[Any]:
-        """`work`, begun on the worker's own loop; for threads."""
+        """Start `work` on the worker's own loop, from a thread."""
         return asyncio.run_coroutine_threadsafe(_awaited(work), self._home)
 
     async def at_home(self, work: Awaitable[Any]) -> Any:
@@ -243,7 +243,7 @@ class UserCodeRunner:
 
     @contextlib.contextmanager
     def told(self, code: Code) -> Iterator[None]:
-        """Within: a call of `code`, which is timed, named if it is slow, and known to run."""
+        """Track a call of `code` within this block: time it, name it if it is slow, and list it as running."""
         number, begun = next(self._numbers), time.monotonic()
         self._running[number] = code.label
         try:
@@ -256,7 +256,7 @@ class UserCodeRunner:
                 _log.warning("%s", line)
 
     async def _watch(self) -> None:
-        """Name what holds this loop or the users'."""
+        """Log the code that blocks this loop or the users' loop."""
         users_told = False
         while True:
             begun, answered = time.monotonic(), threading.Event()
@@ -321,11 +321,11 @@ async def _awaited(work: Awaitable[Any]) -> Any:
 
 
 QUIET_S = 10.0
-"""Between two lines about the same code; what is slow once is mostly slow a thousand times."""
+"""Least seconds between two log lines about the same code: slow code is mostly slow a thousand times."""
 
 
 class SlowCalls:
-    """Names calls that took `limit_s` or longer, each code at most once in `QUIET_S`."""
+    """Reports calls that took `limit_s` or longer, at most once in `QUIET_S` per piece of code."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -333,7 +333,7 @@ class SlowCalls:
         self._unsaid: Counter[str] = Counter()
 
     def note(self, label: str, seconds: float, now: float) -> str | None:
-        """The line about a call that took `seconds` and ended at `now`; None where it needs none."""
+        """Return the log line about a call that took `seconds` and ended at `now`; None if it needs none."""
         if seconds < self._limit_s:
             return None
         if now - self._said_at.get(label, -QUIET_S) < QUIET_S:

@@ -1,8 +1,8 @@
 """Daemon threads for plain functions, one per running call and never waited for at exit, and an event loop for others.
 
-`concurrent.futures` joins its threads when the interpreter ends, so that one hanging function would keep the worker
-from ending; its bound on threads would also let hanging ones use up the pool for good. Here the caller bounds the
-calls, and a thread whose call was abandoned returns to the idle ones if it ever ends.
+`concurrent.futures` joins its threads at exit, so a hanging function would keep the worker from ending, and hanging
+threads would use up its pool for good. Here the caller limits the calls, and a thread whose call was abandoned becomes
+idle again if the call ever ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _Job = tuple[Callable[[], Any], "Future[Any]", contextvars.Context]
 
 
 class UnusualExit(Exception):
-    """The function raised what no event loop can carry: SystemExit, KeyboardInterrupt, StopIteration."""
+    """The function raised an exception that an event loop cannot pass on: SystemExit, KeyboardInterrupt,
+    StopIteration.
+    """
 
 
 class DaemonThreads:
@@ -85,7 +87,7 @@ _log = logging.getLogger(__name__)
 
 
 async def run_on(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, run on `loop`, whichever loop the caller is on; to cancel the caller cancels it."""
+    """Run `work` on `loop` from any loop and return its result; cancelling the caller cancels `work`."""
     if asyncio.get_running_loop() is loop:
         return await work
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
@@ -99,11 +101,11 @@ class UserLoop:
         self._thread = threading.Thread(target=self._serve, name="users-event-loop", daemon=True)
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The result of `work`.
+        """Run `work` and return its result.
 
         Raises:
             UnusualExit: it raised SystemExit or KeyboardInterrupt.
-            Exception: whatever else it raised.
+            Exception: any other error that it raised.
         """
         if not self._thread.is_alive():
             self._thread.start()

@@ -25,11 +25,11 @@ class Activity(StrEnum):
     generate = auto()
     env = auto()
     env_wait = auto()
-    """For a free process, where environments have one each."""
+    """Waiting for a free process for an environment."""
     agent_wait = auto()
-    """Likewise, of agents."""
+    """Waiting for a free process for an agent."""
     process_wait = auto()
-    """For a free process of `rollout.user_code.processes`, in which a reward or a tool runs."""
+    """Waiting for a free process of `rollout.user_code.processes` for a reward or a tool."""
     reward = auto()
     tool = auto()
 
@@ -57,16 +57,16 @@ class Meter:
         self._tools: list[Mapping[str, float]] = []
 
     def add_interval(self, activity: Activity, begin: float, end: float) -> None:
-        """`activity` ran from `begin` to `end`, in seconds of one clock."""
+        """Record that `activity` ran from `begin` to `end`, in seconds of one clock."""
         self._intervals[activity].append((begin, end))
 
     def add_reward(self, name: str, value: float) -> None:
-        """The reward `name` gave `value` to an answer."""
+        """Record that the reward `name` gave `value` to an answer."""
         self._rewards[name].append(value)
         note_reward_part(name, value)
 
     def add_verdict(self, name: str, right: bool) -> None:
-        """The reward `name`, a verdict, found an answer right or wrong; of several answers the last one counts."""
+        """Record that the verdict `name` found an answer right or wrong; of several answers the last one counts."""
         self._verdicts[name] = right
 
     @property
@@ -75,7 +75,7 @@ class Meter:
         return all(self._verdicts.values()) if self._verdicts else None
 
     def add_failure(self) -> None:
-        """A reward failed and `failure_reward` stood in for it."""
+        """Record that a reward failed and its `failure_reward` was used."""
         self._failures += 1
 
     def add_tools(self, metrics: Mapping[str, float]) -> None:
@@ -99,7 +99,7 @@ _current: ContextVar[Meter | None] = ContextVar("asyncrl_meter", default=None)
 
 @contextlib.contextmanager
 def metered() -> Iterator[Meter]:
-    """A meter for what runs within, in tasks and threads that it starts too."""
+    """Yield a meter for everything that runs within this block, including tasks and threads started in it."""
     meter = Meter()
     token = _current.set(meter)
     try:
@@ -109,13 +109,13 @@ def metered() -> Iterator[Meter]:
 
 
 def current_meter() -> Meter:
-    """The meter of the rollout that runs here; outside of one a meter that nobody reads."""
+    """Return the meter of the current rollout; outside of a rollout, a meter that is never read."""
     return _current.get() or Meter()
 
 
 @contextlib.contextmanager
 def timed(activity: Activity) -> Iterator[None]:
-    """Counts the time within as the rollout's `activity`."""
+    """Count the time within this block as the rollout's `activity`."""
     begun = time.monotonic()
     try:
         yield

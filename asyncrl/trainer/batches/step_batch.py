@@ -24,7 +24,7 @@ log-probabilities are deferred: the first minibatch gets them for free, and samp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -62,6 +62,8 @@ class StepBatch:
             (`UNRECORDED` where that was not told); None where any sample does not tell.
         pictures: [S], each sample's pictures with their positions in it; empty if no sample has any. Equal pictures are
             one `Picture` object.
+        ahead: by the key that a call writes, what frozen models said of generated tokens [T] before the step, NaN where
+            nothing (`asyncrl.trainer.trajectories.scored`).
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class StepBatch:
         self.rollout_ids, self.own = tuple(rollout_ids), tuple(own)
         self.metrics = tuple(metrics)
         self.group_names = tuple(group_names)
+        self.ahead: Mapping[str, Tensor] = {}
         self._columns: dict[str, Tensor | Compute] = dict(columns)
         lengths = columns["lengths"]
         self.lengths_S: NDArray[np.int64] = lengths.cpu().numpy()

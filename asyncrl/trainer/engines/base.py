@@ -236,8 +236,8 @@ class ValueEngine(TrainingEngine):
     """A trunk with a scalar head: critic or reward model."""
 
     @abstractmethod
-    def outputs(self, batch: StepBatch) -> Tensor:
-        """The head's output after each token, [T]. No gradient."""
+    def outputs(self, batch: StepBatch, seqs: Sequence[int] | None = None) -> Tensor:
+        """The head's output after each token, [T], of the samples `seqs` (default: all), 0 elsewhere. No gradient."""
 
     @abstractmethod
     def compute_gradients(

@@ -296,9 +296,9 @@ class FlatValueEngine(FlatEngine, ValueEngine):
         return self._accumulate(batch, wanted_T, seqs, lambda micro_batch: loss(micro_batch, self.values(micro_batch)))
 
     @torch.no_grad()
-    def outputs(self, batch: StepBatch) -> Tensor:
+    def outputs(self, batch: StepBatch, seqs: Sequence[int] | None = None) -> Tensor:
         outputs_T = torch.zeros(batch.num_tokens, device=batch.device)
-        for micro_batch in self._whole_sequences(batch):
+        for micro_batch in self._whole_sequences(batch, seqs):
             hidden_IH = self._hidden(micro_batch).index_select(0, micro_batch.places_I)
             outputs_T[micro_batch.sources_I] = self._critic.values(hidden_IH)
         return outputs_T

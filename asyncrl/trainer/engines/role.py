@@ -181,9 +181,10 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         lengths = wanted_lengths(wanted, batch.starts_S, batch.lengths_S)
         return self._cut(batch, wanted, lengths, range(batch.num_seqs) if seqs is None else seqs)
 
-    def _whole_sequences(self, batch: StepBatch) -> Iterator[MicroBatch]:
-        """Micro-batches of all samples to their last token."""
-        return self._cut(batch, np.zeros(batch.num_tokens, dtype=np.bool_), batch.lengths_S, range(batch.num_seqs))
+    def _whole_sequences(self, batch: StepBatch, seqs: Sequence[int] | None) -> Iterator[MicroBatch]:
+        """Micro-batches of the samples `seqs` (None: all) to their last token."""
+        chosen = range(batch.num_seqs) if seqs is None else seqs
+        return self._cut(batch, np.zeros(batch.num_tokens, dtype=np.bool_), batch.lengths_S, chosen)
 
     def _cut(
         self, batch: StepBatch, wanted: NDArray[np.bool_], lengths: NDArray[np.int64], seqs: Sequence[int]

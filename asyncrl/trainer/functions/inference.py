@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from asyncrl.trainer.batches.step_batch import StepBatch
@@ -21,7 +22,9 @@ def actor_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 @model_function("ref_inf")
 def ref_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Writes `ref_logprobs` [T]: log-probabilities under the reference model; deferred until they are read."""
+    """Writes `ref_logprobs` [T]: log-probabilities under the reference model; deferred until they are read, and
+    computed for the tokens that were not scored ahead.
+    """
     _defer_logprobs(ctx, batch)
     return {}
 
@@ -36,10 +39,12 @@ def critic_inf(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 
 def _defer_logprobs(ctx: CallContext, batch: StepBatch) -> None:
-    policy = ctx.policy(deferred=True)
+    policy, ahead_T = ctx.policy(deferred=True), batch.ahead.get(ctx.writes[0])
 
     def logprobs(wanted_T: Tensor) -> Tensor:
-        with policy.on_device():
-            return policy.logprobs(batch, wanted_T)
+        missing_T = wanted_T if ahead_T is None else wanted_T & ahead_T.isnan()
+        with policy.on_device():  # all ranks take part, also one that misses none
+            logprobs_T = policy.logprobs(batch, missing_T)
+        return logprobs_T if ahead_T is None else torch.where(wanted_T & ~missing_T, ahead_T, logprobs_T)
 
     batch.defer(ctx.writes[0], logprobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from asyncrl.algorithms.arithmetic.packed import segment_sum
 from asyncrl.algorithms.arithmetic.sums import count_stat, mean_stat
@@ -17,12 +18,26 @@ from asyncrl.trainer.calls import CallContext, StatValues, model_function
 
 @model_function("reward")
 def reward(ctx: CallContext, batch: StepBatch) -> StatValues:
-    """Writes [S] the reward model's score of each whole sequence. `args.path` names the model's folder."""
-    ends_S = torch.from_numpy(batch.starts_S + batch.lengths_S - 1).to(batch.device)
-    scores_S = ctx.value().outputs(batch)[ends_S].double()
+    """Writes [S] the reward model's score of each whole sequence, computed for those that were not scored ahead.
+
+    `args.path` names the model's folder.
+    """
     key = ctx.writes[0]
-    batch[key] = scores_S
+    ends_S = torch.from_numpy(batch.starts_S + batch.lengths_S - 1).to(batch.device)
+    ahead_S = _scored_ahead(batch, key)
+    missing = ahead_S.isnan().nonzero().flatten().tolist()
+    computed_S = ctx.value().outputs(batch, missing)[ends_S].double()  # all ranks take part, also one that misses none
+    batch[key] = scores_S = torch.where(ahead_S.isnan(), computed_S, ahead_S)
     return ctx.reduce({f"reward/{key}": mean_stat(scores_S, torch.ones_like(scores_S, dtype=torch.bool))})
+
+
+def _scored_ahead(batch: StepBatch, key: str) -> Tensor:
+    """Scores [S] that were there before the step; NaN where there is none."""
+    scores_S = torch.full((batch.num_seqs,), torch.nan, dtype=torch.float64, device=batch.device)
+    if (ahead_T := batch.ahead.get(key)) is not None:
+        mask_T = batch["loss_mask"]
+        scores_S[batch.seq_ids_T[mask_T]] = ahead_T[mask_T].double()  # the same at all tokens of a sample
+    return scores_S
 
 
 @model_function("filter")

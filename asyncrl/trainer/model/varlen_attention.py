@@ -12,7 +12,7 @@ On a CPU `all_pairs` computes the same with a mask of all pairs; it is slow and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from asyncrl.models.transformers_internals import register_attention
-from asyncrl.trainer.model.packed_attention import DeviceBlock, packed_attention
+from asyncrl.trainer.model.packed_attention import packed_attention
 
 VARLEN = "asyncrl_varlen"
 """Name of `varlen_attention` among transformers' attention functions."""
@@ -39,17 +39,11 @@ def varlen_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    attention_blocks: Sequence[DeviceBlock] | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **unused: Any,
+    **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of a packed stream; arguments and result as of `packed_attention`.
+    """Causal attention within each sequence of a packed stream; `settings` and result as of `packed_attention`.
 
     Args:
         cu_seq_lens_q: int32 [sequences + 1], start of each sequence and end of the last; None for shared prefixes.
@@ -59,28 +53,33 @@ def varlen_attention(
         NotImplementedError: the kernel lacks a feature that the model needs, or the model passes no ends on.
     """
     if cu_seq_lens_q is None:
-        return packed_attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            attention_blocks=attention_blocks,
-            scaling=scaling,
-            dropout=dropout,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            s_aux=s_aux,
-        )
+        return packed_attention(module, query, key, value, attention_mask, **settings)
+    return _within_ends(query, key, value, cu_seq_lens_q, max_length_q, **settings)
+
+
+def _within_ends(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    longest: int,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, None]:
     if softcap is not None or s_aux is not None or dropout or value.shape[-1] != query.shape[-1]:
         raise NotImplementedError("torch's kernel knows no capped logits, sinks, dropout or values of another size")
     compute: Callable[..., Tensor] = all_pairs if query.device.type == "cpu" else varlen_attn  # type: ignore[assignment]
     out = compute(
         *(each.squeeze(0).transpose(0, 1) for each in (query, key, value)),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
+        ends,
+        ends,
+        longest,
+        longest,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],

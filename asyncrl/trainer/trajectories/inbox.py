@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 
 import numpy as np
@@ -25,6 +25,7 @@ from asyncrl.api.trajectory import SampleColumns, SharedPrompt, Trajectory
 from asyncrl.trainer.batches.prefix_tree import distinct_tokens
 from asyncrl.trainer.messages import PolledBuffer, RolloutRecord
 from asyncrl.trainer.trajectories.inbox_store import InboxStore
+from asyncrl.trainer.trajectories.scored import Scores, attach
 
 
 class InboxFull(RuntimeError):
@@ -61,8 +62,9 @@ class Inbox:
         self._room = threading.Condition()
         self._held: dict[str, Trajectory | None] = {}  # None: it is spilled
         self._records: dict[str, RolloutRecord] = {}  # of all that is held
+        self._scores: dict[str, Scores] = {}  # what was scored ahead, of some that are held
         self.bytes_held = 0
-        """Bytes of the tokens in memory."""
+        """Bytes of the tokens in memory, and of all that was scored ahead."""
         self._unacknowledged: list[tuple[int, RolloutRecord]] = []
         self._last = 0
         self._closed = False
@@ -115,6 +117,14 @@ class Inbox:
             self._records[trajectory.rollout_id] = record
             self._tell(record)
 
+    def keep_scores(self, scores: Mapping[str, Scores]) -> None:
+        """Keep what was scored ahead, by rollout id, with the trajectories that are still held."""
+        with self._room:
+            for rollout_id, own in scores.items():
+                if rollout_id in self._held and rollout_id not in self._scores:
+                    self._scores[rollout_id] = own
+                    self.bytes_held += _bytes_of_scores(own)
+
     def _tell(self, record: RolloutRecord) -> None:
         self._last += 1
         self._unacknowledged.append((self._last, record))
@@ -141,14 +151,15 @@ class Inbox:
             return PolledBuffer(self._last, tuple(record for _, record in self._unacknowledged))
 
     def get(self, rollout_ids: Iterable[str]) -> dict[str, Trajectory]:
-        """The trajectories of those `rollout_ids` that are held.
+        """The trajectories of those `rollout_ids` that are held, with what was scored ahead.
 
         Raises:
             OSError, StoredTrajectoryDamaged: one that was spilled cannot be read again.
         """
         with self._room:
-            found = {key: self._held[key] for key in rollout_ids if key in self._held}
-        return {key: self._read(key) if held is None else held for key, held in found.items()}
+            found = {key: (self._held[key], self._scores.get(key)) for key in rollout_ids if key in self._held}
+        whole = {key: self._read(key) if held is None else held for key, (held, _) in found.items()}
+        return {key: attach(each, scores) if (scores := found[key][1]) else each for key, each in whole.items()}
 
     def _read(self, rollout_id: str) -> Trajectory:
         assert self._spilled is not None, "spilled"
@@ -161,9 +172,14 @@ class Inbox:
                 self._records.pop(rollout_id, None)
                 if (held := self._held.pop(rollout_id, None)) is not None:
                     self.bytes_held -= bytes_of(held)
+                self.bytes_held -= _bytes_of_scores(self._scores.pop(rollout_id, {}))
             self._room.notify_all()
         if self._spilled is not None:
             self._spilled.remove(rollout_ids)
+
+
+def _bytes_of_scores(scores: Scores) -> int:
+    return sum(column.nbytes for column in scores.values())
 
 
 def bytes_of(trajectory: Trajectory) -> int:

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.api.trajectory import Sample, Trajectory
 from asyncrl.comm.push_pull.messages import BATCH_BYTES, BATCH_TRAJECTORIES, Batch
 from asyncrl.comm.push_pull.outbox import OutboxEntry
-from asyncrl.comm.trajectory_codec import Prepared
+from asyncrl.comm.trajectory_codec import prepare
+
+ONE = prepare(
+    Trajectory(
+        "rollout",
+        "prompt",
+        0,
+        [
+            Sample(
+                tokens=np.array([1, 2], np.int32),
+                loss_mask=np.array([0, 1], np.uint8),
+                behave_logprobs=np.array([0.0, -0.5], np.float32),
+                versions=np.array([-1, 0], np.int32),
+                reward=1.0,
+            )
+        ],
+    )
+)
 
 
 def sizes_of(*sizes: int) -> list[list[int]]:
     """The sizes in each message."""
     batches = [Batch()]
     for seq, nbytes in enumerate(sizes):
-        prepared = Prepared(msgspec.Raw(b""), np.empty(0, np.int32), [], [], [], [], [], None, [], [], [], [], nbytes)
-        entry = OutboxEntry(seq, f"rollout-{seq}", prepared)
+        entry = OutboxEntry(seq, f"rollout-{seq}", replace(ONE, nbytes=nbytes))
         if not batches[-1].add(entry):
             batches.append(Batch())
             assert batches[-1].add(entry)

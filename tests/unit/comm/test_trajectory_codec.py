@@ -175,7 +175,7 @@ def test_a_sample_may_be_all_prompt() -> None:
     for samples in ((*whole.samples, alone), (alone,), (alone, *whole.samples)):
         trajectory = dataclasses.replace(whole, samples=samples)
         assert_same(roundtrip(trajectory)[0], trajectory)
-        assert len(prepare(trajectory).prompt) == 20
+        assert len(prepare(trajectory).samples.prompt) == 20
 
 
 groups = st.tuples(st.integers(0, 40), st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 2**32))

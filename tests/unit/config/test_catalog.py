@@ -223,3 +223,9 @@ def test_files_of_a_package_that_register_something_are_found_by_their_decorator
     file = tmp_path / "algo.py"
     file.write_text(source)
     assert registers(file) is expected
+
+
+def test_a_syntax_error_in_any_file_of_a_users_package_is_reported(user_package):
+    (user_package / "deep" / "helpers.py").write_text("x = 1\ndef half(:\n")  # registers nothing
+    with pytest.raises(PluginError, match=r"helpers\.py:2' cannot be read as Python"):
+        known("policy_loss", ["my_algos"])

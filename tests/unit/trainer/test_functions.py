@@ -507,3 +507,22 @@ def test_a_reward_model_scores_whole_sequences(
             for tokens in batch["tokens"].split(batch.lengths_S.tolist())
         ]
     torch.testing.assert_close(batch["judged"].float(), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+    again = make_batch()  # of which the first half was scored before the step
+    known_S = torch.arange(again.num_seqs) < again.num_seqs // 2
+    again.ahead = {"judged": torch.where(known_S[again.seq_ids_T], 7.0, torch.nan)}
+    run_call(find_function("reward"), context(config, rank, "judge", "judge", writes=("judged",)), again)
+    torch.testing.assert_close(again["judged"], torch.where(known_S, 7.0, batch["judged"]))
+
+
+def test_the_reference_scores_what_was_not_scored_ahead(
+    config: ExperimentConfig, make_rank: MakeRank, make_batch: MakeBatch
+) -> None:
+    config.algorithm.kl_coef = 0.1
+    rank, whole, partly = make_rank(config), make_batch(), make_batch()
+    known_T = partly["rollouts"][partly.seq_ids_T] < 2
+    partly.ahead = {"ref_logprobs": torch.where(known_T, -7.0, torch.nan)}
+    for batch in (whole, partly):
+        run_call(find_function("ref_inf"), context(config, rank, "ref_inf", "ref", writes=("ref_logprobs",)), batch)
+    expected = torch.where(known_T & partly["loss_mask"], -7.0, whole["ref_logprobs"])
+    torch.testing.assert_close(partly["ref_logprobs"], expected)

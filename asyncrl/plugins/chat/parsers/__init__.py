@@ -1,15 +1,15 @@
 """Formats of tool calls, one per file: a model's text becomes content, reasoning and calls.
 
-| format   | who writes so              | a call                                                                   |
+| format   | written by                 | a call                                                                   |
 |----------|----------------------------|--------------------------------------------------------------------------|
 | `hermes` | Hermes, Qwen2.5, Qwen3     | `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`               |
 | `xml`    | Qwen3-Coder                | `<function=f><parameter=a>text</parameter></function>`, typed by schema  |
 | `llama3` | Llama 3                    | the answer is `{"name": ..., "parameters": {...}}`, several with `;`     |
 | `json`   | others                     | the answer is such an object, or a list of them, fenced or not           |
-| `none`   | who was not told of tools  | there are none                                                           |
+| `none`   | models without tools       | there are none                                                           |
 
-No input raises. What begins as a call and is none stays content and is counted as malformed; nothing is guessed or
-mended. Calls within the reasoning (`<think>`) are thoughts, not calls.
+No input raises. Text that begins like a call but is not a valid one stays content and counts as malformed; nothing is
+guessed or repaired. Calls within the reasoning (`<think>`) do not count.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ def unsupported(template_source: str | None) -> str | None:
 
 
 def choose(template_source: str | None, tokenizer: Tokenizer | None = None) -> Parser:
-    """The parser of the format that a chat template asks the model for; `none` where it does not mention tools, or
-    asks for one that is not read here (see `unsupported`).
+    """Return the parser of the format that a chat template asks the model for.
+
+    It is `none` if the template does not mention tools, or asks for a format that is not supported (see `unsupported`).
 
     Args:
-        template_source: the Jinja template; None: there is none.
-        tokenizer: decides where the template does not, by the tokens that it was given for calls.
+        template_source: the Jinja template; None without one.
+        tokenizer: decides by its special tokens for calls if the template does not.
     """
     source = template_source or ""
     if "tools" not in source or unsupported(source) is not None:

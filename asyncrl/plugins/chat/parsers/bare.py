@@ -1,4 +1,4 @@
-"""Calls without marks: the whole answer is JSON, as of Llama 3 and of models that were only asked for it."""
+"""Calls without marks: the whole answer is JSON, as Llama 3 writes it and models that are only prompted for it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _KEYS = ("arguments", "parameters")
 
 
 class BareFormat(CallFormat):
-    """An object with a name and arguments is a call; any other JSON is an answer like any text.
+    """An object with a name and arguments is a call; any other JSON is ordinary text.
 
     Args:
-        arguments_key: under which a model of the family writes the arguments; both names are read.
-        tag: may stand before the calls, and says that they are.
-        separator: stands between several; empty: several are a list.
-        lists: a list of calls is read, as is a block between ```.
+        arguments_key: key of the arguments that this family of models writes; both keys are read.
+        tag: optional mark before the calls.
+        separator: text between several calls; empty if several calls are a list.
+        lists: read a list of calls, and a block between ``` too.
     """
 
     only_at_start = True
@@ -55,7 +55,9 @@ class BareFormat(CallFormat):
                 return Found(at, tuple(calls))
 
     def is_meant(self, text: str, begin: re.Match[str]) -> bool:
-        """The tag says so, or it begins as an object with a name does and has, or is cut off before, arguments."""
+        """True with the tag, or for the start of an object that has a name, and arguments unless it is cut off before
+        them.
+        """
         if self._tag and begin[0] == self._tag:
             return True
         rest = text[after_blanks(text, begin.end()) :]

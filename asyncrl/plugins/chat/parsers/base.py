@@ -14,7 +14,7 @@ from asyncrl.api.chat import ToolCall, ToolSchema
 _THINK = re.compile(r"<think>|</think>")
 _BLANKS = re.compile(r"\s*")
 MAX_CHARS = 4_000_000
-"""Longer texts are content: no answer is so long, and a walk over it would hold the event loop."""
+"""Longer texts are not parsed: no answer is so long, and parsing it would block the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Parsed:
     """A parsed answer.
 
     Attributes:
-        content: its text without reasoning and calls; malformed calls are in it.
-        reasoning: what stands within `<think>`; None where there is none.
-        calls: in the order written, with ids `call_0`, `call_1`, ...: unique here, not in a conversation.
-        malformed: what began as a call and is none.
+        content: its text without reasoning and valid calls; malformed calls stay in it.
+        reasoning: text within `<think>`; None without any.
+        calls: calls in the order written, with ids `call_0`, `call_1`, ..., unique in this answer only.
+        malformed: number of calls that began but are not valid.
     """
 
     content: str
@@ -56,11 +56,11 @@ class CallFormat(ABC):
     opening: re.Pattern[str]
     """Beginning of a call."""
     only_at_start = False
-    """A call is one only where nothing but blanks and reasoning stands before it."""
+    """True if only blanks and reasoning may come before a call."""
 
     @abstractmethod
     def read(self, text: str, begin: re.Match[str], tools: Mapping[str, Mapping[str, Any]]) -> Found | None:
-        """The calls that begin at `begin`, a match of `opening`; None where they are malformed.
+        """Read the calls that begin at `begin`, a match of `opening`; None if they are malformed.
 
         Args:
             tools: the JSON schema of each tool's parameters, by name.
@@ -72,7 +72,7 @@ class CallFormat(ABC):
 
     @abstractmethod
     def render(self, calls: Sequence[RawCall | ToolCall]) -> str:
-        """`calls` as a model of the family writes them."""
+        """Write `calls` as a model of the family does."""
 
 
 class Parser:
@@ -85,8 +85,8 @@ class Parser:
         """Parse an answer; see `Parsed`. Never raises.
 
         Args:
-            tools: those that the model was told of: formats without types take the types from them.
-            reasoning_open: the prompt ended within `<think>`, so that the text begins as reasoning.
+            tools: tools offered to the model; formats without types take the types from their schemas.
+            reasoning_open: True if the prompt ended within `<think>`, so that the text begins as reasoning.
         """
         walk = _Walk(text, self._format, _parameters(tools))
         if len(text) > MAX_CHARS:
@@ -111,7 +111,7 @@ class Parser:
 
 
 class _Walk:
-    """One pass over a text, from each mark to the next: `<think>`, `</think>`, or what a call begins with."""
+    """One pass over a text, from mark to mark: `<think>`, `</think>`, or the opening of a call."""
 
     def __init__(self, text: str, call_format: CallFormat | None, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._text, self._format, self._tools = text, call_format, tools
@@ -119,7 +119,7 @@ class _Walk:
         self.reasoning: list[str] = []
         self._next: re.Match[str] | None = None
         self._next_at = 0
-        """From here on the next call is to be looked for: a text without one is searched once."""
+        """Position at which the search for the next call starts, so that a text without calls is searched once."""
 
     def _reset(self) -> None:
         self.content: list[str] = []
@@ -191,9 +191,9 @@ def _parameters(tools: Sequence[ToolSchema]) -> dict[str, Mapping[str, Any]]:
 
 
 def json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """The JSON value that begins at `at`, blanks before it skipped, and where it ends; None where there is none.
+    """Read the JSON value at `at`, after blanks. Return the value and its end; None if there is no JSON value.
 
-    Strict: no NaN, no half of a surrogate pair, no number or nesting beyond Python's limits, no key twice.
+    Strict: no NaN, no half of a surrogate pair, no number or nesting beyond Python's limits, no duplicate key.
     """
     blanks = _BLANKS.match(text, at)
     try:
@@ -226,7 +226,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refused, parse_float=_finite, object
 
 
 def call_of(value: Any, *keys: str, arguments_needed: bool = False) -> RawCall | None:
-    """The call that the JSON `value` is, with its arguments under one of `keys`; None where it is none."""
+    """Interpret the JSON `value` as a call with its arguments under one of `keys`; None if it is not a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     given = [key for key in keys if key in value]

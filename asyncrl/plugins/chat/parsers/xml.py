@@ -24,8 +24,8 @@ _OF_JSON: Mapping[str, tuple[type, ...]] = {
 
 
 class XmlFormat(CallFormat):
-    """Values are raw text; the tool's schema says what they are. A value that does not fit stays text, which the tool
-    then refuses. A value may hold anything but `</parameter>` before another parameter or the function's end.
+    """Values are raw text, converted by the tool's schema. A value that does not fit stays text, and the tool refuses
+    it. A value may contain anything but `</parameter>` followed by another parameter or the function's end.
     """
 
     opening = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\n]+)>|<tool_call>")
@@ -66,7 +66,7 @@ def _written(call: RawCall | ToolCall) -> str:
 
 
 def _typed(raw: str, schema: Any) -> Any:
-    """`raw` as the schema has it; as text where that says so, says nothing, or `raw` is no such value."""
+    """Convert `raw` to the schema's type. It stays text if the schema says so or nothing, or if it does not fit."""
     kinds = set(_kinds(schema))
     if not kinds - {"string"}:
         return raw

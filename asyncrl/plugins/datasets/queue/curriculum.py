@@ -1,13 +1,13 @@
 """Curriculum by measured success: prompts that are too easy or too hard now are left out of some epochs.
 
-Mechanism. Each rollout measures the success of its prompt: the share of the group's answers that are right. A row whose
-newest measurement, of epoch m, lies outside `low` to `high` rests in the epochs m + 1 to m + `rest`: its prompt is
-dropped for good as `curriculum` when its turn comes, without a rollout. In epoch m + rest + 1 it is drawn and measured
-again. So a row that stays outside is drawn once in `rest` + 1 epochs.
+Each rollout measures the success of its prompt: the share of right answers in the group. If a row's newest measurement,
+in epoch m, is outside `low` to `high`, the row rests in epochs m + 1 to m + `rest`: at its turn its prompt is dropped
+for good as `curriculum`, without a rollout. In epoch m + rest + 1 it is used and measured again. So a row that stays
+outside is used once in `rest` + 1 epochs.
 
-Which prompts rest depends on the measurements alone, so that a run that is continued with those of its checkpoint goes
-on as it would have. A measurement that comes after the row's turn in a later epoch (a dataset of no more rows than
-there are rollouts under way) counts from the epoch after that.
+Only the measurements decide which prompts rest, so a run that resumes with those of its checkpoint makes the same
+decisions. A measurement that arrives after the row's turn in a later epoch (a dataset with fewer rows than running
+rollouts) counts from the epoch after that.
 
 Example, low 0.1, high 0.9, rest 2: a row with success 1.0 in epoch 0 rests in 1 and 2; measured 0.5 in epoch 3, it is
 drawn in epoch 4.
@@ -32,9 +32,9 @@ class Curriculum:
     """Decides by measured success which rows an epoch leaves out. Pure state.
 
     Args:
-        low, high: the success that keeps a row in every epoch, both included.
-        rest: epochs in which a row outside is left out.
-        state: of an earlier one, what `state` returned.
+        low, high: range of success, both ends included, that keeps a row in every epoch.
+        rest: number of epochs in which a row outside is left out.
+        state: result of an earlier curriculum's `state`.
     """
 
     def __init__(self, low: float, high: float, rest: int, state: Iterable[Sequence[float]] = ()) -> None:
@@ -44,7 +44,10 @@ class Curriculum:
         }
 
     def measured(self, prompt_id: str, success: float) -> None:
-        """A rollout of `prompt_id` had `success`, 0 to 1. An older epoch's does not replace a newer one's."""
+        """Record the `success` (0 to 1) of a rollout of `prompt_id`.
+
+        An older epoch's value does not replace a newer one's.
+        """
         parsed = parse_prompt_id(prompt_id)
         if parsed is None:  # of a stream of the user's own, whose rows have no epochs
             return
@@ -66,10 +69,10 @@ class Curriculum:
 
 
 class OwnCurriculum(Curriculum):
-    """A user's, named by `dataset.curriculum.path` (`asyncrl.api.Curriculum`).
+    """A user's curriculum, named by `dataset.curriculum.path` (`asyncrl.api.Curriculum`).
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be constructed.
     """
 
     def __init__(self, path: str, args: Mapping[str, Any]) -> None:
@@ -98,10 +101,10 @@ class OwnCurriculum(Curriculum):
         self._own.restore(state)
 
     def check(self) -> None:
-        """Check that it takes a measurement, answers, and is restored from its state.
+        """Check that it accepts a measurement, answers, and can be restored from its state.
 
         Raises:
-            ConfigError: it does not; the message says at which call.
+            ConfigError: a call fails; the message names the call.
         """
         call = "measured(0, 0, 0.5)"
         try:

@@ -1,9 +1,8 @@
 """The data order of a run: the sequence of prompts, each prompt of an epoch exactly once.
 
 An epoch is a permutation of the dataset's rows that depends on (seed, epoch) alone; without `dataset.shuffle` it is
-their order. Laid end to end, the epochs give
-every prompt a global position, its *order* = epoch · num_rows + position in the epoch, and a name, `e<epoch>-<row>`.
-`PromptQueue` says which of them is played next.
+their order in the file. The epochs follow each other, so every prompt has a global position, its *order* = epoch ·
+num_rows + position in the epoch, and a name, `e<epoch>-<row>`. `PromptQueue` decides which prompt comes next.
 
 Example, 3 rows, epochs (2 0 1) and (0 1 2): e0-2, e0-0, e0-1, e1-0, e1-1, ... (orders 0, 1, 2, 3, 4).
 """
@@ -19,7 +18,7 @@ from asyncrl.api.seeds import seed_from as seed_from  # known by this name too
 from asyncrl.plugins.datasets.queue.used_prompts import UsedPrompts
 
 CACHED_EPOCHS = 4
-"""Permutations kept: prompts are of one epoch at a time; those that are tried again of the one before, as a rule."""
+"""Number of cached permutations. Most prompts are of the current epoch, and retried ones of the epoch before."""
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, *, shuffle: bool = True) -> NDArray[np.int64]:

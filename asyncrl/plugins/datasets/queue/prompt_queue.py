@@ -1,18 +1,21 @@
-"""The prompts that wait to be played: those of the data order that are neither used nor live.
+"""The waiting prompts: those of the data order that are neither used nor live.
 
-A prompt is *used* once it was trained or dropped for good, *live* while a rollout of it runs or waits to be trained.
-Nobody decides whether a prompt comes back: when its last live rollout leaves and it is not used, it waits.
+A prompt is *used* once it was trained or dropped for good, and *live* while a rollout of it runs or waits to be
+trained.
+No process decides that a prompt returns: when its last live rollout leaves and it is not used, it waits.
 
-The one with the lowest place comes next. A first attempt has the place of its order in the data. A later one, with
-other random numbers, has the end of its epoch, or of an epoch after it: under the same weights it would have come to
-nothing again. So the place follows from order and attempt alone. When rollouts end changes no place, so it changes no
-batch, and nobody has to remember places to hand out the same prompts again.
+The prompt with the lowest place comes next. A first attempt has the place of its order in the data. A later attempt,
+with
+other random numbers, has its place at the end of its epoch or of a later one: under the same weights it would only fail
+again. So the place follows from order and attempt alone. The time at which rollouts end does not change a place, so it
+does not change a batch, and places need not be stored to hand out the same prompts again.
 
     place(order, attempt) = (order, 1)                                     attempt 0
                             ((order // rows + attempt) * rows, 0)          later attempts
 
-Below a cursor every prompt is used, live, or *back*: it waits once more. So the used ones that must be remembered are
-those above the cursor and those that are live all the same.
+Below a cursor every prompt is used, live, or *back* (waiting for another attempt). So only two kinds of used prompts
+must
+be remembered: those above the cursor, and those that are still live.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from typing import NamedTuple
 
 
 class NextTry(NamedTuple):
-    """A prompt to play: the one at `order`, as its attempt number `attempt`, after `failures` failed attempts."""
+    """The next attempt at a prompt: the prompt at `order`, attempt number `attempt`, after `failures` failed
+    attempts.
+    """
 
     order: int
     attempt: int = 0
@@ -35,9 +40,9 @@ class PromptQueue:
     """The prompts that are neither used nor live, in data order. Pure state.
 
     Args:
-        rows: of the dataset, which make an epoch.
+        rows: number of rows of the dataset, which make an epoch.
         used: orders of the used prompts.
-        retries: by order the attempt and failures of prompts that wait and whose next try is not their first.
+        retries: by order, attempt and failures of waiting prompts that were tried before.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class PromptQueue:
         self._advance()
 
     def peek(self, may: Callable[[int], bool] = lambda order: True) -> NextTry:
-        """The first prompt that waits and `may` be begun now. Only prompts that wait again are asked about."""
+        """Return the first waiting prompt that `may` start now. `may` is called for retried prompts only."""
         passed_over = []
         try:
             while self._heap and self._heap[0][0] < (self._cursor, 1):
@@ -85,7 +90,7 @@ class PromptQueue:
         return None if tries is None else NextTry(order, *tries)
 
     def enter(self, order: int) -> None:
-        """A rollout of the prompt is live from now on, whoever began it."""
+        """Record that a rollout of the prompt is live, no matter who started it."""
         if self._is_past(order):
             self._used.add(order)
         self.live[order] += 1
@@ -93,9 +98,10 @@ class PromptQueue:
         self._advance()
 
     def leave(self, turn: NextTry) -> bool:
-        """A rollout of the prompt is live no more; True if the prompt waits, to be tried again as `turn`.
+        """Record that a rollout of the prompt is no longer live. True if the prompt now waits for another attempt,
+        `turn`.
 
-        It does not where it is used, or where another rollout of it is live.
+        It does not wait if it is used, or if another rollout of it is live.
         """
         self.live[turn.order] -= 1
         if self.live[turn.order]:
@@ -109,7 +115,7 @@ class PromptQueue:
         return True
 
     def use(self, order: int) -> None:
-        """The prompt is used."""
+        """Record that the prompt is used."""
         if order >= self._cursor or order in self.live:
             self._used.add(order)
         self.back.pop(order, None)
@@ -120,7 +126,7 @@ class PromptQueue:
         return order in self._used or self._is_past(order)
 
     def _is_past(self, order: int) -> bool:
-        """True if the cursor went over a prompt that neither is live nor waits."""
+        """True if the cursor has passed the prompt, and it is neither live nor waiting."""
         return order < self._cursor and order not in self.live and order not in self.back
 
     def _place(self, order: int, attempt: int) -> tuple[int, int]:

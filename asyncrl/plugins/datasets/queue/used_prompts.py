@@ -31,7 +31,7 @@ class UsedPrompts:
             self.add(prompt_id)
 
     def add(self, prompt_id: str) -> None:
-        """Add an id; adding it twice is adding it once."""
+        """Add an id. Adding it again has no effect."""
         if prompt_id in self:
             return
         self._count += 1
@@ -92,7 +92,7 @@ class UsedPrompts:
         """The set that `to_json` wrote.
 
         Raises:
-            ValueError: it holds another number of ids than it says, or is no such value.
+            ValueError: the value is malformed, or its number of ids is not the one it states.
         """
         try:
             used, count = cls(value["others"]), int(value["count"])

@@ -1,7 +1,7 @@
 """Chat templates, rendered as transformers renders them, without transformers (which imports torch).
 
-A template is a Jinja program that comes with the tokenizer. It is somebody else's code, so it runs in Jinja's sandbox,
-in a process with limits (`template_process`). Environment, filters and functions are those of
+A template is a Jinja program that comes with the tokenizer. It is foreign code, so it runs in Jinja's sandbox, in a
+process with limits (`template_process`). Environment, filters and functions are those of
 `transformers.PreTrainedTokenizerBase.apply_chat_template`; the tests compare both, text by text.
 """
 
@@ -18,7 +18,7 @@ from asyncrl.plugins.datasets.templates.template_process import RENDERING, Templ
 from asyncrl.plugins.datasets.tokenizers import CONFIG_FILE, TEMPLATE_FILE, TEMPLATES_DIR
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of chat templates, where a tokenizer has several: for conversations without tools and with tools."""
+"""Names of the templates for conversations without and with tools, if a tokenizer has several templates."""
 
 Message = Mapping[str, Any]
 
@@ -28,17 +28,17 @@ class ChatError(ValueError):
 
 
 class ChatTemplate:
-    """A template with what it is filled with besides the messages.
+    """A template and its variables besides the messages.
 
     Args:
         source: the template, or several by name: `tool_use` renders conversations that offer tools if there is one,
             `default` renders the others. The rest is not used.
-        special_tokens: what the template knows as `bos_token`, `eos_token` and so on.
-        args: further variables of the template, as `enable_thinking`; they win over `special_tokens`.
-        system_prompt: text of a system message put before messages that begin with none; empty: no such message.
+        special_tokens: the template's `bos_token`, `eos_token` and so on.
+        args: further variables of the template, such as `enable_thinking`; they take precedence over `special_tokens`.
+        system_prompt: text of a system message that is put before messages without one; empty for none.
 
     Raises:
-        ChatError: `source` is no Jinja template, or has names and none is `default`.
+        ChatError: `source` is not a Jinja template, or has names but none is `default`.
         TemplateLimit: it takes more than the limits to compile it.
     """
 
@@ -87,7 +87,7 @@ class ChatTemplate:
         return turns
 
     def render(self, prompt: str | Sequence[Message], tools: Sequence[Message] = ()) -> str:
-        """The text that the model goes on from: the conversation and the beginning of the assistant's turn.
+        """Render the text that the model continues: the conversation and the generation prompt.
 
         Raises:
             ChatError: the template refuses the messages, or fails.
@@ -96,7 +96,7 @@ class ChatTemplate:
         return self.render_turns(self.messages(prompt), tools)
 
     def render_turns(self, turns: Sequence[Message], tools: Sequence[Message] = (), *, to_answer: bool = True) -> str:
-        """As `render`, without the system prompt; not `to_answer`: without the beginning of an answer.
+        """Like `render`, without adding the system prompt; with `to_answer=False` also without the generation prompt.
 
         Raises:
             ChatError, TemplateLimit: as of `render`.
@@ -122,8 +122,10 @@ class ChatTemplate:
 
 
 def _normalised(turn: Message) -> dict[str, Any]:
-    """Without what is None; reasoning under the names that templates read it by, as transformers does; the arguments of
-    calls as objects, where they are given in OpenAI's form, which is JSON in a string.
+    """Return the message in the form that templates read, as transformers does.
+
+    Keys that are None are removed. Reasoning is stored under the names that templates use. Arguments of calls in
+    OpenAI's form (JSON in a string) become objects.
     """
     given = {key: value for key, value in turn.items() if value is not None}
     if calls := given.get("tool_calls"):
@@ -149,7 +151,7 @@ def _with_arguments_read(call: Any) -> Any:
 
 
 def wrong_messages(messages: Any) -> str | None:
-    """Why `messages` is no conversation that an answer can follow; None where it is one."""
+    """Return why `messages` is not a conversation that an answer can follow; None if it is."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         return "it is no list of messages"
     for number, turn in enumerate(messages):

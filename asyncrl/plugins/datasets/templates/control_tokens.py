@@ -1,13 +1,14 @@
-"""Text that is not the template's stays text: a control token's name within a message does not become the token.
+"""Keep a control token's name within a message as text, so that it does not become the token.
 
-A chat template puts messages and control tokens, as `<|im_start|>`, into one string, where the name of a control token
-in a user's text cannot be told from the real one. So while the template runs, such names are replaced by stand-ins,
-plain letters and digits that occur nowhere else; then each stretch of text with a stand-in gets its own words back and
-is encoded by itself, with control tokens off (`split_special_tokens` in transformers). A stretch ends where the
-template's own control tokens are, so its tokens are what they would be in the whole. Without such a name nothing is
-replaced, and the text is encoded in one piece as ever.
+A chat template puts messages and control tokens, such as `<|im_start|>`, into one string. There the name of a control
+token in a user's text looks like the real one. So while the template runs, such names are replaced by stand-ins:
+letters and digits that occur nowhere else. Then each stretch of text with a stand-in gets its original words back and
+is encoded separately, with control tokens off (`split_special_tokens` in transformers). Stretches end at the template's
+own control tokens, so their tokens are the same as within the whole. Without such a name the text is encoded in one
+piece as usual.
 
-Tokens that a tokenizer has added but not marked as special (Qwen's `<think>`, `<tool_call>`) are text here as there.
+Tokens that a tokenizer has added but not marked as special (Qwen's `<think>`, `<tool_call>`) are text, as in
+transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from asyncrl.plugins.datasets.tokenizers import ChatTokenizer
 
 
 class StandIns:
-    """The names of control tokens in some values, and what stands in their place while these are rendered."""
+    """The names of control tokens in some values, and their stand-ins while the values are rendered."""
 
     def __init__(self, tokenizer: ChatTokenizer, *values: Any) -> None:
         self._tokenizer = tokenizer
@@ -57,7 +58,7 @@ class StandIns:
         return self._stand_in.sub(lambda match: self._meant[match[0]], rendered)
 
     def encode(self, rendered: str) -> list[int]:
-        """Token ids of what the template made; only its own control tokens are such.
+        """Encode the rendered text; only the template's own control tokens become control tokens.
 
         Raises:
             ValueError: the tokenizer does not know a character.

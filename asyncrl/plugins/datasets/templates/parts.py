@@ -1,15 +1,15 @@
 """Messages with pictures: their content in any usual form, and the places of pictures in rendered text and token ids.
 
 The content of a message is text, or a list of parts in the form of OpenAI (`image_url`, `input_image`), Anthropic
-(`source`), MCP (`data`) or transformers (`image`, `path`, `url`). Here it becomes text where no part is a picture, and
-otherwise a list of `{"type": "text", "text": str}` and `{"type": "image", "image": Picture}`.
+(`source`), MCP (`data`) or transformers (`image`, `path`, `url`). This module converts it to text if no part is a
+picture, and otherwise to a list of `{"type": "text", "text": str}` and `{"type": "image", "image": Picture}`.
 
-A row of a dataset may have its pictures in a column of their own, `images` or `image`: they take the places of
-`<image>` in its texts, or of parts `{"type": "image"}` without content, in order. Where there are no such places, they
-come before the text of the first user's message. A picture of a row is a `PictureSource` until the row is played.
+A dataset's row may have its pictures in a separate column, `images` or `image`. They replace, in order, `<image>` in
+its texts or parts `{"type": "image"}` without content. Without such places they come before the text of the first
+user's message. A picture of a row is a `PictureSource` until the row is used.
 
-In the rendered text of a conversation the chat template has written a marker for each picture. `expanded` puts the
-model's placeholders there, one for each row of vectors that it makes of the picture; `placed` finds them among the ids.
+A chat template writes a marker for each picture. In the rendered text `expanded` replaces it by the model's
+placeholders, one for each embedding row of the picture; `placed` finds them among the ids.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VALUES = ("image", "image_url", "source", "url", "path", "data", "base64", "byt
 
 
 class PictureRules(Protocol):
-    """How a model's prompts show a picture."""
+    """A model's rules for pictures in prompts."""
 
     @property
     def token_id(self) -> int:
@@ -50,11 +50,11 @@ class PictureRules(Protocol):
         ...
 
     def text(self, picture: Picture) -> str:
-        """Text in the marker's place: the placeholders, and what the model wants around and between them."""
+        """Return the text that replaces the marker: the placeholders, and the text that the model needs around them."""
         ...
 
     def rows(self, picture: Picture) -> int:
-        """Placeholders of a picture."""
+        """Return the number of placeholders of a picture."""
         ...
 
 
@@ -147,7 +147,7 @@ def _picture(part: Mapping[str, Any]) -> Picture:
 
 
 def _value(part: Mapping[str, Any]) -> Any:
-    """What `part` has for a picture; None where it has nothing."""
+    """Return the picture's value in `part`; None if it has none."""
     value = next((part[key] for key in _VALUES if part.get(key) is not None), None)
     if not isinstance(value, Mapping):
         in_base64 = isinstance(value, str) and value is part.get("base64")
@@ -178,7 +178,7 @@ def is_picture(value: Any) -> bool:
 
 
 def observed(value: Any) -> Content:
-    """What an environment shows: a picture, a list of parts, or text.
+    """Convert an environment's observation to content: a picture, a list of parts, or text.
 
     Raises:
         PictureError: a picture cannot be used.
@@ -205,7 +205,7 @@ def pictures_of(messages: Sequence[Message]) -> Iterator[Any]:
 
 
 def without_pictures(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """`messages` as a chat template takes them: plain data, a picture being a part without content."""
+    """Return `messages` as plain data for a chat template, with each picture as a part without content."""
     return [
         {**turn, "content": [{"type": "image"} if part["type"] == "image" else part for part in turn["content"]]}
         if isinstance(turn.get("content"), list)
@@ -215,7 +215,9 @@ def without_pictures(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def wrong_parts(content: Sequence[Any]) -> str | None:
-    """Why a list is no content in this module's form; None where it is. A picture may be a `PictureSource`."""
+    """Return why a list is not valid content in this module's form; None if it is. A picture may be a
+    `PictureSource`.
+    """
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind == "text" and isinstance(part["text"], str):
@@ -226,7 +228,7 @@ def wrong_parts(content: Sequence[Any]) -> str | None:
 
 
 def expanded(text: str, pictures: Sequence[Picture], rules: PictureRules | None) -> str:
-    """The text that a template made of messages with `pictures`, with each picture's placeholders.
+    """Replace each picture's marker in a rendered text by its placeholders.
 
     Raises:
         PictureError: the model takes no pictures, or the template shows another number of them.
@@ -269,14 +271,15 @@ def placed(ids: Sequence[int], pictures: Sequence[Picture], rules: PictureRules 
 
 
 def prompt_with_pictures(row: Mapping[str, Any], folder: Path | None = None) -> str | list[dict[str, Any]]:
-    """The prompt of a row, its pictures in their places as `PictureSource`s; text stays as it is without any.
+    """Return the prompt of a row, with its pictures in their places as `PictureSource`s; text without pictures stays
+    text.
 
     Args:
         row: `prompt`, and possibly pictures in a column of their own.
-        folder: paths of pictures are relative to it and may not lead out of it; None: there are no paths.
+        folder: paths of pictures are relative to it and may not lead out of it; None if there are no paths.
 
     Raises:
-        PictureError: a path leads out of the folder, or there are other numbers of pictures and places.
+        PictureError: a path leads out of the folder, or the number of pictures is not the number of places.
     """
     prompt = row["prompt"]
     column = next((row[name] for name in IMAGE_FIELDS if _has(row.get(name))), None)
@@ -321,7 +324,7 @@ def _source(value: Any, folder: Path | None) -> PictureSource:
 
 
 def _placed_in(turn: Any, left: list[PictureSource], folder: Path | None, *, marked: bool) -> Any:
-    """A message whose places for pictures are filled from `left`, which is emptied so."""
+    """Return a message with its places filled by pictures taken from `left`."""
     content = turn.get("content") if isinstance(turn, Mapping) else None
     if isinstance(content, str):
         if not marked or PLACE not in content:

@@ -1,13 +1,13 @@
-"""The process that compiles and renders chat templates for another one, within limits; see `template_process`.
+"""Program of the process that compiles and renders chat templates within limits; see `template_process`.
 
     python -P template_inside.py             # requests from its input, answers to its output
 
     request    8 bytes, little endian: length of what follows; MessagePack of a `TemplateRequest`
     answer     `HEADER`; a text in UTF-8, which may hold lone surrogates
 
-A template is somebody else's program. Jinja's sandbox keeps it from Python's objects, but bounds neither its loops nor
-its texts, which it partly makes as it compiles. So the kernel does: it limits the process's address space, and the CPU
-time of each request, at which it ends the process.
+A template is foreign code. Jinja's sandbox hides Python's objects from it, but limits neither loops nor texts, some of
+which are made while it compiles. So the kernel limits the process's address space and the CPU time of each request, and
+kills the process beyond that.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A process that renders chat templates, so that the kernel limits what a template takes.
+"""A process that renders chat templates, so that the kernel can limit their time and memory.
 
-A model's folder brings its template, a program that is not trusted more than data: it may loop for hours, or make a
-text larger than memory. Each process that renders has one such child, started by its first template. Templates and
-conversations go there, text comes back; some 0.06 ms more a rendering than in place.
+A template comes with a model's folder and is as untrusted as data: it may loop for hours, or make a text larger than
+memory. Each process that renders has one such child, started with its first template. Templates and conversations are
+sent to it, and text comes back, at about 0.06 ms per rendering.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEXT_LIMIT_CHARS: Final = 64_000_000
 
 
 class TemplateRefusal(ValueError):
-    """The template refuses the conversation, or is none."""
+    """The template refuses the conversation, or is not a valid template."""
 
 
 class TemplateLimit(RuntimeError):
@@ -44,7 +44,7 @@ class TemplateLimit(RuntimeError):
 
 
 class TemplateProcess:
-    """Starts the process when it is first asked, and again where a template ended it. For any thread."""
+    """Starts the process on first use, and again after a template ended it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class TemplateProcess:
         return kind, text.decode("utf-8", errors="surrogatepass")
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: the process is the parent's, which ends it by closing its input."""
+        """In a forked child: leave the process to the parent, which ends it by closing its input."""
         self._lock = threading.Lock()
         process, self._process = self._process, None
         if process is not None:
@@ -133,7 +133,7 @@ def _send(pipe: IO[bytes], content: bytes) -> None:
 
 
 def _read(pipe: IO[bytes], size: int) -> bytes:
-    """As many bytes; raises EOFError where there are fewer."""
+    """Read exactly `size` bytes; raise EOFError if there are fewer."""
     chunks = bytearray()
     while len(chunks) < size:
         chunk = pipe.read(size - len(chunks))

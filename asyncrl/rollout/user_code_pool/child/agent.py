@@ -1,6 +1,6 @@
-"""An agent in a process of the pool: its `run` is called there, the environment and the policy where the worker is.
+"""An agent in a process of the pool. Its `run` is called there; environment and policy stay in the worker.
 
-Both ends of what passes between them.
+Contains both ends of the protocol between them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.rollout.user_code_pool.messages import CodeTarget
 
 Ask = Callable[..., Any]
-"""Gives what the worker answers to a name, positional arguments and keyword arguments."""
+"""Ask the worker by name, positional arguments and keyword arguments; returns its answer."""
 
 
 class ChildAgent:

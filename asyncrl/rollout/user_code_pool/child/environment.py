@@ -1,8 +1,8 @@
-"""An environment in a process of its own for its episode: it may hang, crash or want too much memory.
+"""An environment in a separate process for its episode, because it may hang, crash or need too much memory.
 
-The process is taken at `reset`, once one is free, and given back at `close`; whatever fails in between ends it, and
-what it started. Observations, actions and infos travel as plain data. The reward that the environment calls runs where
-it belongs, asked for over the same pipe.
+The process is taken at `reset`, once one is free, and returned at `close`. A failure in between kills the process and
+all that it started. Observations, actions and infos are sent as plain data. The reward that the environment calls is
+requested over the same pipe and runs in its own place.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class ProcessEnvironment(Environment):
 
     Args:
         target: its class, with the arguments of the constructor.
-        reward: what the constructor gets as `reward`.
-        label: how it is named: `env my.py:MyEnv`.
-        timeout_s: limit of one call; the rewards that it asks for are part of it.
-        places: those of its group, where that may open several before it goes on with one; None: it needs none.
+        reward: the constructor's argument `reward`.
+        label: its name in messages, such as `env my.py:MyEnv`.
+        timeout_s: time limit of one call, including the rewards that it requests.
+        places: slots of its group, if the group may open several environments before using one; None without a group.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class ProcessEnvironment(Environment):
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, Mapping[str, Any]]:
-        """As the environment's own; the first one makes it."""
+        """Call the environment's `reset`; the first call constructs the environment."""
         value = await self._runner.at_home(self._call("reset", [], {"seed": seed, "options": options}))
         observation, info = self._parts("reset", value, 2)
         return observation, info
 
     async def step(self, action: Any) -> StepResult:
-        """As the environment's own."""
+        """Call the environment's `step`."""
         value = await self._runner.at_home(self._call("step", [action], {}))
         observation, reward, terminated, truncated, info = self._parts("step", value, _PARTS_OF_A_STEP)
         return observation, reward, terminated, truncated, info
 
     async def close(self) -> None:
-        """Close it and give its process back; once."""
+        """Close the environment and return its process; further calls do nothing."""
         await self._runner.at_home(self._end())
 
     def __getattr__(self, name: str) -> Any:

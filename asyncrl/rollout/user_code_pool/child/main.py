@@ -4,8 +4,8 @@ It calls functions, or holds one object, an environment or an agent, whose metho
 
     python -m asyncrl.rollout.user_code_pool.child.main MEMORY_BYTES
 
-It dies with the worker. What the called function prints goes to the error stream, never between the replies. It is
-the reaper of all that its calls start, so that whatever they leave behind is found. It imports no torch.
+It ends with the worker. Output of the called function goes to the error stream, never between the replies. The process
+is the reaper of all processes that its calls start, so that those left behind are found. It imports no torch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pipes of the protocol, moved away from where prints go and input is read."""
+    """Move the protocol's pipes away from standard input and output, which user code may use."""
     calls, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -80,7 +80,7 @@ def _limit(memory_bytes: int) -> None:
 
 
 class _Held:
-    """The process's one object, and what it may ask of the worker."""
+    """The process's single object, and its requests to the worker."""
 
     def __init__(self, calls: BinaryIO, replies: BinaryIO) -> None:
         self._calls, self._replies = calls, replies
@@ -88,10 +88,11 @@ class _Held:
         self._runner = asyncio.Runner()  # one loop for all calls: the object may keep what belongs to it
 
     def make(self, target: CodeTarget, agent: Sequence[Any]) -> None:
-        """Make the object: an environment or, with the arguments of `ChildAgent`, an agent, which is made once.
+        """Construct the object: an environment or, with the arguments of `ChildAgent`, an agent, which is constructed
+        once.
 
         Raises:
-            TypeError: it is no environment.
+            TypeError: it is not an environment.
         """
         if agent:
             from asyncrl.rollout.user_code_pool.child.agent import ChildAgent  # it brings numpy and tokenizers
@@ -115,7 +116,7 @@ class _Held:
         return value
 
     def _reward(self, data: Any, completion: str) -> Any:
-        """The environment's reward, which the worker calls; a number, to be awaited where there is an event loop."""
+        """Request the environment's reward from the worker; a number, or an awaitable on an event loop."""
         value = self._ask(data, completion)
         try:
             asyncio.get_running_loop()

@@ -354,6 +354,6 @@ class ShardedValueEngine(ShardedEngine, ValueEngine):
         return self._accumulate(own, lambda micro_batch, out: loss(micro_batch, out[0]), everywhere=False)
 
     @torch.no_grad()
-    def outputs(self, batch: StepBatch) -> Tensor:
-        own = list(self._whole_sequences(batch))
+    def outputs(self, batch: StepBatch, seqs: Sequence[int] | None = None) -> Tensor:
+        own = list(self._whole_sequences(batch, seqs))
         return self._collect(batch, own, lambda micro_batch: micro_batch.sources_I, everywhere=True)
