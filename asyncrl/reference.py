@@ -17,6 +17,9 @@ same seeds must report the same losses. A train step, from policy version v to v
    step per minibatch on the decoupled PPO objective: ratio to the *proximal* policy, clipped; each token weighted by
    proximal / *behaviour*, the policy that generated it, that weight capped. If both are the same this is plain PPO.
 
+Several policies may be trained: each is an `Actor`, which learns from its own samples of the batch, and version v of
+each is what it was after step v.
+
 Shape suffixes: T packed tokens of all sequences, S sequences (samples), G groups, B sequences of a padded batch, L its
 longest sequence, V vocabulary. Tensors are aligned with tokens: `logprobs_T[t]` is log p(token t | those before).
 """
@@ -27,7 +30,7 @@ import argparse
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -55,14 +58,14 @@ from asyncrl.api import (
     SamplingParams,
 )
 from asyncrl.api.columns import TOKEN, column, with_columns
-from asyncrl.api.trajectory import SampleColumns, compared_episodes, role_of
+from asyncrl.api.trajectory import SampleColumns, compared_episodes, policy_of, role_of
 from asyncrl.config.catalog import resolve
 from asyncrl.config.load import load_supervised
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 from asyncrl.inference.seeds import derive_seed
 from asyncrl.plugins.agents.single_turn import SingleTurnAgent
-from asyncrl.plugins.chat.client import EpisodeClient
+from asyncrl.plugins.chat.client import ChatPolicy, EpisodeClient
 from asyncrl.plugins.datasets import Dataset
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.prompts import PromptFormat, make_prompt
@@ -96,12 +99,17 @@ class ReferenceConfig:
     advantage: Choice = Choice("grpo")
     columns: tuple[str, ...] = ()
     """Numbers of the rows, rewards and agents that the loss reads; see `asyncrl.api.columns`."""
+    train_every: int = 1
+    train_offset: int = 0
+    """Only steps from versions v with v mod train_every = train_offset train the policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One train step: losses of its minibatches in order, pass by pass (0 where no group carried signal), and the
-    step's means.
+    """One train step of a policy: losses of its minibatches in order, pass by pass (0 where no group carried signal),
+    and the step's means.
+
+    `others`: the reports of further policies that the step trained, by name.
     """
 
     version: int
@@ -109,6 +117,7 @@ class StepReport:
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
     stats: dict[str, float]
+    others: dict[str, StepReport] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,26 +129,13 @@ class TrainSample:
     prox_logprobs_T: Tensor
 
 
-class ReferenceTrainer:
-    """The loop's state: the policy and its optimizer, the prompts, and the last versions of the weights."""
+class Actor:
+    """A policy that is trained: its model and optimizer, and the last versions of its weights."""
 
-    def __init__(
-        self,
-        config: ReferenceConfig,
-        model: PreTrainedModel,
-        tokenizer: ChatTokenizer,
-        dataset: Dataset,
-        reward: RewardFunction,
-        agent: Agent | None = None,
-    ) -> None:
-        if config.sampling.allowed_token_ids:
-            raise ValueError("sampling.allowed_token_ids: this loop draws from all tokens; leave it empty")
-        self.config, self.model, self.tokenizer, self.dataset, self.reward = config, model, tokenizer, dataset, reward
-        self.agent = agent or SingleTurnAgent(tokenizer=tokenizer)
-        self.version = 0
+    def __init__(self, config: ReferenceConfig, model: PreTrainedModel) -> None:
+        self.config, self.model = config, model
         self.baselines: dict[str, float] = {}
         """Of the advantage estimator, by role, where it has any."""
-        self.order = DataOrder(len(dataset), config.seed)
         self.objective = Objective(config.objective, resolve)
         self.optimizer = torch.optim.AdamW(
             [
@@ -154,21 +150,33 @@ class ReferenceTrainer:
         self.behaviour = copy.deepcopy(model)
         self.snapshots: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=config.staleness + 1)
 
-    def train_step(self) -> StepReport:
-        """From version v to v + 1."""
-        groups = self.generate()
+    def behaviour_policy(self, version: int) -> BatchingPolicy:
+        """What generates the batch of `version`: the weights of `staleness` versions ago."""
+        self.snapshots.append((version, copy.deepcopy(self.model.state_dict())))
+        behaviour_version, weights = self.snapshots[0]
+        self.behaviour.load_state_dict(weights)
+        return BatchingPolicy(self.behaviour, behaviour_version)
+
+    def newest_policy(self, version: int) -> BatchingPolicy:
+        """The weights as they are, of policy `version`."""
+        self.behaviour.load_state_dict(self.model.state_dict())
+        return BatchingPolicy(self.behaviour, version)
+
+    def train(self, groups: Sequence[Sequence[Sample]], version: int) -> StepReport:
+        """From version v to v + 1, on the policy's own samples of the batch; a group may have none."""
         samples = [sample for group in groups for sample in group]
+        if not samples:
+            return StepReport(version + 1, 0.0, (), (), {})
         advantages = self.advantages(groups)
         with torch.no_grad():
             prox_logprobs_T, _ = packed_logprobs(self.model, samples, self.config.sampling.temperature)
         parts = zip(samples, advantages, split_by_sample(prox_logprobs_T, samples), strict=True)
         items = (TrainSample(*part) for part in parts)
         by_group = [[*islice(items, len(group))] for group in groups]
-        steps = [self.optimizer_step(minibatch) for minibatch in self.minibatches(by_group)]
+        steps = [self.optimizer_step(minibatch, version) for minibatch in self.minibatches(by_group, version)]
         losses, grad_norms, stats = zip(*steps, strict=True)
-        self.version += 1
         reward_mean = float(np.mean([sample.reward for sample in samples]))
-        return StepReport(self.version, reward_mean, losses, grad_norms, values(merge_stats(stats)))
+        return StepReport(version + 1, reward_mean, losses, grad_norms, values(merge_stats(stats)))
 
     def advantages(self, groups: Sequence[Sequence[Sample]]) -> list[Tensor]:
         """Advantages of all samples, `[T]` each; all zero where the rewards of a comparison group are equal."""
@@ -194,62 +202,20 @@ class ReferenceTrainer:
         self.baselines = dict(output.baselines or {})
         return split_by_sample(output.advantages_T, samples)
 
-    def generate(self) -> list[Sequence[Sample]]:
-        """The scored groups of this version's batch, in the data order."""
-        config = self.config
-        self.snapshots.append((self.version, copy.deepcopy(self.model.state_dict())))
-        behaviour_version, weights = self.snapshots[0]
-        self.behaviour.load_state_dict(weights)
-        prompt_format = PromptFormat(self.tokenizer)
-        first = self.version * config.train_batch_size
-        prompts = [
-            make_prompt(ref, self.dataset, prompt_format, config.group_size, config.sampling, config.seed)
-            for ref in map(self.order.ref, range(first, first + config.train_batch_size))
-        ]
-        return self.answer(prompts, behaviour_version)
-
-    def greedy_accuracy(self, dataset: Dataset) -> float:
-        """Mean reward of one greedy answer to each row, under the current weights."""
-        self.behaviour.load_state_dict(self.model.state_dict())
-        greedy, order = replace(self.config.sampling, temperature=0.0), DataOrder(len(dataset), seed=0)
-        prompt_format = PromptFormat(self.tokenizer)
-        prompts = [make_prompt(order.ref(i), dataset, prompt_format, 1, greedy, 0) for i in range(len(dataset))]
-        return float(np.mean([group[0].reward for group in self.answer(prompts, self.version)]))
-
-    def answer(self, prompts: Sequence[Prompt], version: int) -> list[Sequence[Sample]]:
-        """The scored group of each prompt's answers by the behaviour policy, which has policy version `version`."""
-        policy = BatchingPolicy(self.behaviour, version)
-
-        async def play() -> list[Sequence[Sample]]:
-            make_env = partial(SingleTurnEnv, reward=self.reward)
-            played = await asyncio.gather(
-                *(run_group(self.agent, make_env, prompt, policy, self._client) for prompt in prompts)
-            )
-            return [
-                with_columns(samples, prompt.data, self.config.columns)
-                for (samples, _), prompt in zip(played, prompts, strict=True)
-            ]
-
-        return asyncio.run(play())
-
-    @staticmethod
-    def _client(policy: GenerationClient, prompt: Prompt) -> EpisodeClient:
-        return EpisodeClient(policy, prompt, prompt.member, None)
-
-    def minibatches(self, groups: Sequence[Sequence[TrainSample]]) -> Iterator[list[TrainSample]]:
+    def minibatches(self, groups: Sequence[Sequence[TrainSample]], version: int) -> Iterator[list[TrainSample]]:
         """Whole groups, of any number of samples: permuted by (run seed, version), in later passes over the batch by
         (run seed, version, pass), those whose rewards differ first, dealt in turn, so that all minibatches of a pass
         have as many with a signal.
         """
         for epoch in range(self.config.ppo_epochs):
-            key = [self.config.seed, self.version, epoch] if epoch else [self.config.seed, self.version]
+            key = [self.config.seed, version, epoch] if epoch else [self.config.seed, version]
             permuted = np.random.default_rng(key).permutation(len(groups))
             alike = {g: not has_signal([item.sample for item in groups[g]]) for g in permuted.tolist()}
             order_G = sorted(alike, key=lambda g: alike[g])
             for number in range(self.config.ppo_minibatches):
                 yield [item for g in order_G[number :: self.config.ppo_minibatches] for item in groups[g]]
 
-    def optimizer_step(self, minibatch: Sequence[TrainSample]) -> tuple[float, float, Stats]:
+    def optimizer_step(self, minibatch: Sequence[TrainSample], version: int) -> tuple[float, float, Stats]:
         """One step on the minibatch's mean loss per token; returns loss, gradient norm and statistics.
 
         Samples without advantage (their group's rewards are all equal) are left out; if that is all of them the
@@ -260,7 +226,7 @@ class ReferenceTrainer:
             return 0.0, 0.0, {}
         samples = [item.sample for item in minibatch]
         logprobs_T, entropy_T = packed_logprobs(self.model, samples, self.config.sampling.temperature)
-        inputs = policy_loss_inputs(minibatch, logprobs_T, entropy_T, self.version, self.config.columns)
+        inputs = policy_loss_inputs(minibatch, logprobs_T, entropy_T, version, self.config.columns)
         if self.objective.selects:
             inputs = replace(inputs, selection=self.select(inputs))
         normaliser = self.objective.normaliser(inputs.mask_T, inputs.seq_ids_T, inputs.num_seqs)
@@ -287,6 +253,102 @@ class ReferenceTrainer:
             return SelectionOutput(keep_T)
         penalty_T[mask_T] = chosen.penalty_T
         return SelectionOutput(keep_T, penalty_T)
+
+
+class ReferenceTrainer:
+    """The loop's state: the policies, the prompts, and the version that all policies are at.
+
+    Args:
+        policies: further policies that are trained, by the name by which the agent asks for them, with their own
+            settings of training; what bears on prompts and batches is `config`'s.
+    """
+
+    def __init__(
+        self,
+        config: ReferenceConfig,
+        model: PreTrainedModel,
+        tokenizer: ChatTokenizer,
+        dataset: Dataset,
+        reward: RewardFunction,
+        agent: Agent | None = None,
+        policies: Mapping[str, Actor] | None = None,
+    ) -> None:
+        if config.sampling.allowed_token_ids:
+            raise ValueError("sampling.allowed_token_ids: this loop draws from all tokens; leave it empty")
+        self.config, self.tokenizer, self.dataset, self.reward = config, tokenizer, dataset, reward
+        self.agent = agent or SingleTurnAgent(tokenizer=tokenizer)
+        self.version = 0
+        self.actor = Actor(config, model)
+        self.others = dict(policies or {})
+        self.order = DataOrder(len(dataset), config.seed)
+
+    def train_step(self) -> StepReport:
+        """From version v to v + 1."""
+        groups = self.generate()
+        reports = {
+            name: actor.train([self.samples_of(name, group) for group in groups], self.version)
+            for name, actor in {"": self.actor, **self.others}.items()
+            if self.version % actor.config.train_every == actor.config.train_offset
+        }
+        self.version += 1
+        own = reports.pop("", StepReport(self.version, 0.0, (), (), {}))
+        return replace(own, others=reports)
+
+    def samples_of(self, policy: str, group: Sequence[Sample]) -> list[Sample]:
+        """The samples of a group that a policy made; "": the run's own."""
+        return [sample for sample in group if policy_of(sample.group, self.others) == policy]
+
+    def generate(self) -> list[Sequence[Sample]]:
+        """The scored groups of this version's batch, in the data order."""
+        config = self.config
+        prompt_format = PromptFormat(self.tokenizer)
+        first = self.version * config.train_batch_size
+        prompts = [
+            make_prompt(ref, self.dataset, prompt_format, config.group_size, config.sampling, config.seed)
+            for ref in map(self.order.ref, range(first, first + config.train_batch_size))
+        ]
+        others = {name: actor.behaviour_policy(self.version) for name, actor in self.others.items()}
+        return self.answer(prompts, Policies(self.actor.behaviour_policy(self.version), others))
+
+    def greedy_accuracy(self, dataset: Dataset) -> float:
+        """Mean reward of one greedy answer to each row, under the current weights."""
+        greedy, order = replace(self.config.sampling, temperature=0.0), DataOrder(len(dataset), seed=0)
+        prompt_format = PromptFormat(self.tokenizer)
+        prompts = [make_prompt(order.ref(i), dataset, prompt_format, 1, greedy, 0) for i in range(len(dataset))]
+        others = {name: actor.newest_policy(self.version) for name, actor in self.others.items()}
+        answered = self.answer(prompts, Policies(self.actor.newest_policy(self.version), others))
+        return float(np.mean([group[0].reward for group in answered]))
+
+    def answer(self, prompts: Sequence[Prompt], policies: Policies) -> list[Sequence[Sample]]:
+        """The scored group of each prompt's answers by `policies`."""
+
+        async def play() -> list[Sequence[Sample]]:
+            make_env = partial(SingleTurnEnv, reward=self.reward)
+            played = await asyncio.gather(
+                *(run_group(self.agent, make_env, prompt, policies, self._client) for prompt in prompts)
+            )
+            return [
+                with_columns(samples, prompt.data, self.config.columns)
+                for (samples, _), prompt in zip(played, prompts, strict=True)
+            ]
+
+        return asyncio.run(play())
+
+    def _client(self, policy: GenerationClient, prompt: Prompt) -> EpisodeClient:
+        named = tuple(self.others)
+        return EpisodeClient(policy, prompt, prompt.member, None, ChatPolicy(policies=named, trained=named))
+
+
+@dataclass(frozen=True)
+class Policies:
+    """The policies as agents ask them: the run's own, and others by name."""
+
+    own: BatchingPolicy
+    others: Mapping[str, BatchingPolicy]
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        """The answer to `request` by the policy that it names."""
+        return await (self.others[request.policy] if request.policy else self.own).generate(request)
 
 
 class BatchingPolicy:

@@ -331,7 +331,7 @@ def main() -> None:
                 else:
                     stop = (trainer.tokenizer.eos_token_id,)
                     inputs = asked_of(batch, SamplingSpec(max_new_tokens=112, stop_token_ids=stop))
-                    made[part].append(compare_generation(label, trainer.behaviour, inputs, rounds))
+                    made[part].append(compare_generation(label, trainer.actor.behaviour, inputs, rounds))
                 print(line(made[part][-1]), flush=True)
             print(flush=True)
     if options.json:

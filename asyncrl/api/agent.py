@@ -238,7 +238,7 @@ class Agent:
         finally:
             await env.close()
         if isinstance(outcome, Real):
-            samples = own.samples(float(outcome))
+            samples = own.all_samples(float(outcome))
             if not samples:
                 raise self._error(prompt, f"returned the reward {outcome} without asking the policy; return None")
         else:

@@ -125,9 +125,10 @@ class ChatClient(GenerationClient, Protocol):
         ...
 
     def policy(self, name: str) -> Self:
-        """Return a client of one of `policies` for this episode, such as an older version of the trained policy.
+        """Return a client of one of `policies` for this episode, such as an older version of the run's own policy.
 
-        Its answers are part of the environment and never become samples. Each answer has one version,
+        If that policy is trained, the client's `samples` train it with the reward that they are given. Answers of any
+        other policy are part of the environment and never become samples. Each of these has one version,
         `reply.completion.versions`; the next answer may have another. The same name returns the same client.
 
         Raises:
@@ -141,6 +142,13 @@ class ChatClient(GenerationClient, Protocol):
         A sampled token carries loss (mask 1) in the first branch that contains it, and in no other. The episode's
         client also returns the branches of its `conversation`s, after its own; a conversation's client returns its own
         only.
+        """
+        ...
+
+    def all_samples(self, reward: float = 0.0) -> list[Sample]:
+        """Return `samples` of the episode's client and of those of further trained policies, each with `reward`.
+
+        These are the samples of an episode whose agent returns a number.
         """
         ...
 

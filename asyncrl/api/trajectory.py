@@ -8,7 +8,7 @@ with one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, overload
@@ -72,7 +72,8 @@ class Sample:
     """The pictures that the policy saw, in order of position."""
     group: str = ""
     """Comparison group: a sample is compared only with samples of the rollout in the same group. The part before a `/`
-    is the role (`role_of`), by which metrics and the baselines of `rae` are kept. See also `compared_episodes`."""
+    is the role (`role_of`), by which metrics and the baselines of `rae` are kept. Samples of a further trained policy
+    have its name as their role. See also `compared_episodes`."""
     frames: tuple[Picture, ...] = ()
     """Pictures of the episode, in order, for rewards (`Episode.frames`); training does not receive them. In an episode
     with several samples the last one has them."""
@@ -181,6 +182,15 @@ def check_group(name: str) -> None:
 def role_of(group: str) -> str:
     """Return the role that a comparison group belongs to: its name up to the first `/`."""
     return group.partition("/")[0]
+
+
+def policy_of(group: str, policies: Collection[str]) -> str:
+    """Return which of the trained `policies` the samples of a comparison group belong to; "": the run's own.
+
+    It is the role of the group; the clients of a policy name it (`client.policy(name)`).
+    """
+    role = role_of(group)
+    return role if role in policies else ""
 
 
 def compared_episodes(episodes: Sequence[int], groups: Sequence[str]) -> list[int]:

@@ -33,6 +33,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import ANSWERS_DIR, CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
 from asyncrl.config.setting import ConfigError, Device
+from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.inference.settings import NO_GUESTS
 from asyncrl.observe.metrics import read_rows
 from asyncrl.observe.settings import SamplesConfig
@@ -58,6 +59,7 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("model", metavar="MODEL", help="folder of a run, Hugging Face folder, or name on the hub")
     parser.add_argument("overrides", nargs="*", metavar="setting=value")
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the policy after N steps; default: the newest")
+    parser.add_argument("--policy", default="", metavar="NAME", help="of a run: one of `policies` that it trains too")
     parser.add_argument(
         "--experiment", metavar="NAME", help="experiment whose settings are used; default for a run: its own"
     )
@@ -104,6 +106,8 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
         raise ConfigError("--experiment: name an experiment for the settings; a Hugging Face folder has none")
     if args.step is not None and not is_run:
         raise ConfigError(f"--step {args.step}: {named!r} is not a run and has no steps")
+    if args.policy and not is_run:
+        raise ConfigError(f"--policy {args.policy}: {named!r} is not a run; give the folder of the policy itself")
     for out in args.out:
         if out.suffix not in (_MEASURED, _ANSWERS):
             raise ConfigError(
@@ -114,7 +118,10 @@ def _evaluate(args: argparse.Namespace, scratch: Path) -> int:
             raise ConfigError(f"--out {out}: its folder is not there; make it first")
     answers = any(out.suffix == _ANSWERS for out in args.out)
     config = _settings(args, given if is_run else None, scratch)
-    config.model.path = str(_policy(given, args.step, scratch)) if is_run else named
+    config.model.path = str(_policy(given, args.step, scratch, args.policy)) if is_run else named
+    for policy in config.policies if is_run else ():
+        if policy.trained and policy.name in read_run_config(given).trained_policies:
+            policy.path = str(_policy(given, args.step, scratch, policy.name))
     resolve_hub_names(config)
     config = _alone(config, scratch, answers=answers)
     validate(config)
@@ -186,19 +193,22 @@ def _settings_from_anywhere(run: Path) -> ExperimentConfig:
     return config
 
 
-def _policy(run: Path, step: int | None, scratch: Path) -> Path:
-    """A Hugging Face folder with the policy of `run` after `step` steps."""
+def _policy(run: Path, step: int | None, scratch: Path, policy: str) -> Path:
+    """A Hugging Face folder with a policy of `run` after `step` steps: one that it trains too, or "", its own."""
     if step == 0:
-        return Path(str(read_run_config(run).model.path))
+        return Path(str(config_of_policy(read_run_config(run), policy).model.path))
     from asyncrl.commands.exporting import ExportError, export  # which loads torch
     from asyncrl.weights.model_files.loading import WeightUpdateError
     from asyncrl.weights.versions.manifest import ManifestError
 
+    folder = scratch / f"model-{policy}"
+    if folder.exists():
+        return folder
     try:
-        export(run, step, scratch / "model")
+        export(run, step, folder, policy=policy)
     except (ExportError, WeightUpdateError, ManifestError, ValueError, OSError) as error:
         raise ConfigError(f"{run}: {error}") from error
-    return scratch / "model"
+    return folder
 
 
 def _alone(config: ExperimentConfig, scratch: Path, *, answers: bool) -> ExperimentConfig:

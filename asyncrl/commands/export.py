@@ -16,6 +16,7 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run: <fileroot>/<experiment>/<trial>")
     parser.add_argument("--step", type=int, metavar="N", help="train steps of the policy; the newest by default")
     parser.add_argument("--adapter", action="store_true", help="of a run with model.lora: the adapters alone, for peft")
+    parser.add_argument("--policy", default="", metavar="NAME", help="one of `policies` that the run trains too")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; it must not exist")
     args = parser.parse_intermixed_args(argv)
     from asyncrl.commands.exporting import ExportError, export  # which loads torch: not for --help or a wrong option
@@ -23,9 +24,11 @@ def main(argv: Sequence[str], program: str) -> int:
     from asyncrl.weights.versions.manifest import ManifestError
 
     try:
-        step = export(args.run.expanduser(), args.step, args.out.expanduser(), adapter=args.adapter)
+        run, out = args.run.expanduser(), args.out.expanduser()
+        step = export(run, args.step, out, adapter=args.adapter, policy=args.policy)
     except (ExportError, WeightUpdateError, ManifestError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    print(f"{args.out}: the policy after {step} steps of {args.run}")
+    named = f"the policy {args.policy}" if args.policy else "the policy"
+    print(f"{args.out}: {named} after {step} steps of {args.run}")
     return EXIT_OK

@@ -37,14 +37,16 @@ _WEIGHTS = f"{ACTOR}.weights."
 """Before the names of the policy's parameters in a checkpoint."""
 
 
-def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> int:
+def export(run: Path, step: int | None, out: Path, *, adapter: bool = False, policy: str = "") -> int:
     """Write the policy of the run `run` after `step` steps (None: the newest) to the new folder `out`; returns `step`.
 
     Args:
         adapter: write adapters as they are, not merged.
+        policy: one of `policies` that the run trains; empty: its own.
 
     Raises:
-        ExportError: there is no such run or step, or `out` exists; there are no adapters, or their base is gone.
+        ExportError: there is no such run, policy or step, or `out` exists; there are no adapters, or their base is
+            gone.
         ManifestError, WeightUpdateError, ValueError, OSError: what there is of the step cannot be read, or `out` not be
             written.
     """
@@ -52,7 +54,10 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> 
         raise ExportError(f"{run} is not a run: it has no {CONFIG_FILE}; give a folder <fileroot>/<experiment>/<trial>")
     if out.exists():
         raise ExportError(f"{out} exists; give a folder that does not")
-    published, saved = run / WEIGHTS_DIR / ACTOR, run / CHECKPOINTS_DIR
+    if policy and policy not in (trained := read_run_config(run).trained_policies):
+        raise ExportError(f"{run} trains no policy {policy!r}; beside its own it trains {', '.join(trained) or 'none'}")
+    role = policy or ACTOR
+    published, saved = run / WEIGHTS_DIR / role, run / CHECKPOINTS_DIR
     there = {f"published in {published}": versions_in(published), f"checkpoints in {saved}": versions_in(saved)}
     steps = sorted({version for versions in there.values() for version in versions})
     if step is None and steps:
@@ -75,7 +80,7 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False) -> 
             "checkpoint of that step; leave --adapter out"
         )
     else:
-        read = from_folder(template) if is_published else _from_checkpoint(checkpoint, template)
+        read = from_folder(template) if is_published else _from_checkpoint(checkpoint, template, role)
         beside = {name: path.read_bytes() for name, path in model_files(template).items() if not _is_ours(path)}
         write_model(StoredModel(verify(template), read), out, beside, Ranks())
     return step
@@ -121,7 +126,7 @@ def _opened(checkpoint: Path) -> StoredTensors:
     return StoredTensors(checkpoint)
 
 
-def _from_checkpoint(checkpoint: Path, template: Path) -> Read:
+def _from_checkpoint(checkpoint: Path, template: Path, role: str = ACTOR) -> Read:
     stored, other = _opened(checkpoint), from_folder(template)
 
     parts = {} if are_adapters(template) else {part.name: part for part in _parts_in(template)}
@@ -129,7 +134,7 @@ def _from_checkpoint(checkpoint: Path, template: Path) -> Read:
 
     def read(name: str, entry: TensorEntry) -> Tensor:
         part = parts.get(name)
-        key = f"{_WEIGHTS}{model_name(name) if part is None else part.parameter}"
+        key = f"{role}.weights.{model_name(name) if part is None else part.parameter}"
         if key not in stored.shapes:
             return other(name, entry)
         whole = parameter(key)

@@ -21,6 +21,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import Dtype
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.inference.gpu_checks import MEMORY_SHARE
 from asyncrl.inference.settings import GenerationBackend, guests_of, sglang_flags
 from asyncrl.master.graph.builtin import load_graph
@@ -123,7 +124,7 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
                 placed.grids[shard.role].layout,
                 placed.grids[shard.role].coordinates(plan.index),
                 _workload(config, shard.role),
-                trained=shard.role in ("actor", "critic"),
+                trained=policy_and_role(config, shard.role)[1] in ("actor", "critic"),
             )
             for shard in shards
         ]
@@ -207,7 +208,7 @@ def _models(config: ExperimentConfig, graph: Graph, placed: Placement, folder: P
     counted: dict[tuple[str | None, bool], SizedModel] = {}
     models = {}
     for role in placed.roles:
-        key = (model_of(config, graph, role), role not in ("actor", "ref"))
+        key = (model_of(config, graph, role), policy_and_role(config, role)[1] not in ("actor", "ref"))
         if key not in counted:
             counted[key] = count(_described(config, key[0], folder), value_model=key[1])
         models[role] = counted[key]
@@ -222,6 +223,8 @@ def _described(config: ExperimentConfig, path: str | None, folder: Path | None) 
 
 
 def _workload(config: ExperimentConfig, role: str) -> Workload:
+    policy, role = policy_and_role(config, role)
+    config = config_of_policy(config, policy)
     averaged = role == "ref" and config.algorithm.reference.mode == ReferenceMode.ema
     return Workload(
         engine_of(config),

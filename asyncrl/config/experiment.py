@@ -90,8 +90,8 @@ class ExperimentConfig:
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     manager: ManagerConfig = field(default_factory=ManagerConfig)
     policies: list[PolicyConfig] = setting(
-        help="policies that agents play with besides the trained one: older versions of it, or other models; each with "
-        "name, path or versions, and servers",
+        help="policies that agents ask besides the run's own: older versions of it, other models, or further trained "
+        "ones; each with name, path or versions, servers, and trained",
         factory=list,
     )
     buffer: BufferConfig = field(default_factory=BufferConfig)
@@ -108,8 +108,19 @@ class ExperimentConfig:
 
     @property
     def version_pools(self) -> list[VersionPoolConfig]:
-        """The pools of older versions of the trained policy."""
-        return [policy.versions for policy in self.policies if policy.path is None]
+        """The pools of older versions of the run's own policy."""
+        return [policy.versions for policy in self.policies if policy.path is None and not policy.trained]
+
+    @property
+    def trained_policies(self) -> tuple[str, ...]:
+        """Names of the policies that are trained beside the run's own."""
+        return tuple(policy.name for policy in self.policies if policy.trained)
+
+    def idle_policies(self, version: int) -> set[str]:
+        """Return the trained policies, "" for the run's own, that the step from `version` does not train."""
+        trainer = self.trainer
+        idle = {policy.name for policy in self.policies if policy.trained and not policy.trains_at(version)}
+        return idle if version % trainer.train_every == trainer.train_offset else idle | {""}
 
     @property
     def policy_of_server(self) -> list[PolicyConfig]:
@@ -118,5 +129,7 @@ class ExperimentConfig:
 
     @property
     def optimizer_steps(self) -> int:
-        """Most optimizer steps of the run: one for each minibatch of each pass."""
-        return self.total_train_steps * self.trainer.ppo_minibatches * self.trainer.ppo_epochs
+        """Most optimizer steps of the run: one for each minibatch of each pass over the batches that are trained."""
+        trainer = self.trainer
+        steps = len(range(trainer.train_offset, self.total_train_steps, trainer.train_every))
+        return steps * trainer.ppo_minibatches * trainer.ppo_epochs

@@ -196,10 +196,10 @@ class GenerationServer(AsyncWorker):
 
 
 class PolicyServer(GenerationServer):
-    """A server of one of `policies`: of a model that stays, or of older versions of the trained policy.
+    """A server of one of `policies`: of a further trained one, of a model that stays, or of older versions.
 
-    It begins with the folder `path`, or with the initial model. The GserverManager drains it before each update, so an
-    answer is of one version.
+    It begins with the folder `path`, or with the run's initial model. The GserverManager drains a server of older
+    versions before each update, so an answer is of one version; that of a trained policy is updated as the run's own.
     """
 
     _scratch = "policy"
@@ -210,6 +210,7 @@ class PolicyServer(GenerationServer):
         if policy.path is not None:
             self.config.model.path = str(Path(policy.path).expanduser())
         self.config.moe.replay_routing = False  # its tokens are not trained
+        self._trained = policy.trained
 
     _is_guest = False
 
@@ -218,7 +219,9 @@ class PolicyServer(GenerationServer):
         return names.policy_server_key(self.index)
 
     async def _check_kept_requests(self, url: str) -> None:
-        """Nothing to check: no answer spans a weight update."""
+        """Of a trained policy only: no answer of the others spans a weight update."""
+        if self._trained:
+            await super()._check_kept_requests(url)
 
 
 async def _fault_in_keeping(client: GenerationServerClient, mode: UpdateMode, timeout_s: float) -> str:

@@ -53,7 +53,31 @@ def _policies(config: ExperimentConfig) -> Iterator[str]:
             yield f"{setting}: a name has letters, digits, _ and -, and begins with a letter; for example past"
         elif named.count(policy.name) > 1:
             yield f"{setting}: {named.count(policy.name)} policies have this name; give each its own"
-        yield from _versions(config, policy) if policy.path is None else _folder(config, policy, policy.path)
+        if policy.trained:
+            yield from _trained(config, policy)
+        elif policy.train_every != 1 or policy.train_offset or policy.optimizer or policy.algorithm:
+            yield f"{setting}: train_every, optimizer and algorithm are for trained policies; set trained: true"
+        if policy.path is not None:
+            yield from _folder(config, policy, policy.path)
+        elif not policy.trained:
+            yield from _versions(config, policy)
+
+
+def _trained(config: ExperimentConfig, policy: PolicyConfig) -> Iterator[str]:
+    """Yield an error message for what a trained policy cannot have; `trainer.checks` has those of its training."""
+    setting, transport = f"policies: {policy.name!r}", config.manager.weight_transport
+    if policy.versions != VersionPoolConfig():
+        yield f"{setting}: a trained policy is asked at its newest version; leave out versions or trained"
+    if policy.train_offset >= policy.train_every:
+        yield (
+            f"{setting}: train_offset={policy.train_offset}: no version leaves this rest by train_every="
+            f"{policy.train_every}; use 0 to {policy.train_every - 1}"
+        )
+    if not weight_transport(transport).needs_folders:
+        yield (
+            f"{setting}: its weights are read from folders, which manager.weight_transport={transport!r} does not "
+            "write; use weight_transport=disk"
+        )
 
 
 def _versions(config: ExperimentConfig, policy: PolicyConfig) -> Iterator[str]:
@@ -72,7 +96,7 @@ def _versions(config: ExperimentConfig, policy: PolicyConfig) -> Iterator[str]:
 
 def _folder(config: ExperimentConfig, policy: PolicyConfig, path: str) -> Iterator[str]:
     setting = f"policies: {policy.name!r}: path={path!r}"
-    if policy.versions != VersionPoolConfig():
+    if policy.versions != VersionPoolConfig() and not policy.trained:
         yield f"{setting}: a model that stays has no versions; leave out path or versions"
     if not (Path(path).expanduser() / "config.json").is_file():
         yield f"{setting}: no Hugging Face folder, it has no config.json; name the folder of a model"

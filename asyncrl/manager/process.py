@@ -34,8 +34,8 @@ from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import Empty, RequestSize, StatusReply, WaitRestingRequest
-from asyncrl.manager.opponents import Opponents
 from asyncrl.manager.pacing import DeadlinePacing
+from asyncrl.manager.policy_fleets import PolicyFleets
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer
@@ -90,6 +90,7 @@ class GserverManager(AsyncWorker):
             clock=self._clock,
             versions_in_use=self._versions_in_use,
             policies=[policy.name for policy in config.policies],
+            trained=config.trained_policies,
             launch=self.launch,
             curriculum=partial(make_curriculum, curriculum) if curriculum.is_on else None,
         )
@@ -115,11 +116,13 @@ class GserverManager(AsyncWorker):
             weight_transport(self.config.manager.weight_transport).manager_end(publisher),
             config=self.config.manager,
             checks=() if self._logprob_check is None else (self._logprob_check,),
+            served_version=lambda: self._policies.served_version(),
             log=self.log,
             clock=self._clock,
         )
-        self._opponents = Opponents(self.config, self._service, servers_http, self.log, self._clock)
         self._guests = Guests(self.resolver, self._decisions, self._fleet_runner, self._clock)
+        known = (self.config, self._decisions, self._service)
+        self._policies = PolicyFleets(*known, servers_http, self.log, self._clock)
         self._staging = None if self.config.system.shared_filesystem else self._make_staging(servers_http)
         registry = manager_registry(self._service, self._decisions, self._logprob_check)
         verbs = self._service.verbs() | {
@@ -138,7 +141,7 @@ class GserverManager(AsyncWorker):
                     self._fleet_runner.run(),
                     self._watch_versions(),
                     self._watch_registrations(),
-                    self._opponents.run(),
+                    self._policies.run(),
                     self._say_begun(),
                 ]
                 if self._decisions.guests:
@@ -156,7 +159,7 @@ class GserverManager(AsyncWorker):
             publisher.close()
 
     def _versions_in_use(self) -> set[int]:
-        return self._decisions.versions_in_use() | self._opponents.versions_in_use()
+        return self._decisions.versions_in_use() | self._policies.versions_in_use()
 
     def _make_staging(self, http: JsonHttp) -> Staging:
         hosts, inputs = staging_hosts(self.config), str(self.run_dir / INPUTS_DIR)
@@ -200,7 +203,7 @@ class GserverManager(AsyncWorker):
         service, target = self._service, self._decisions.target
         newest = None if target is None else target.version
         servers, workers = self._fleet_runner.status(), service.leases.workers
-        return StatusReply(service.gate_state(), servers, newest, workers, service.begun, self._opponents.status())
+        return StatusReply(service.gate_state(), servers, newest, workers, service.begun, self._policies.status())
 
     async def _answer_status(self, request: Empty) -> StatusReply:
         return self.status()
@@ -240,6 +243,7 @@ class GserverManager(AsyncWorker):
                 self._first_manifest.check_same_tensors(manifest)
             if manifest.version != target.version:
                 raise ManifestError(f"{target.path} holds v{manifest.version}, published as v{target.version}")
+            await asyncio.to_thread(self._policies.check, target)
         except ManifestError as error:
             self.log.error("weights v%d are refused, servers keep what they have: %s", target.version, error)
             self._announced(target)
@@ -249,7 +253,7 @@ class GserverManager(AsyncWorker):
         self._announced(target)
         if self._staging is not None:
             self._staging.publish(target)
-        await self._opponents.published(target.version, target.path)
+        await self._policies.published(target)
 
     def _announced(self, target: Target) -> None:
         """Guests that wake need not wait for this version any more, whether they get it or not."""
@@ -273,7 +277,7 @@ class GserverManager(AsyncWorker):
         while True:
             servers, workers = _servers(registered), _incarnations(statuses, self.config.rollout.workers)
             self._fleet_runner.registered(servers)
-            self._opponents.registered(_servers(others))
+            self._policies.registered(_servers(others))
             if not self._service.begun:
                 self._call_roll(_ready(statuses), _replaced(replaced))
             await self._drop_rollouts_of_replaced(_replaced(replaced))

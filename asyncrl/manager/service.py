@@ -76,7 +76,8 @@ class ManagerService:
         versions_in_use: returns the versions that servers serve or load, whose weights must not be deleted.
         launch: that this process belongs to; "" accepts workers of any.
         curriculum: builds the curriculum from its state; None: there is none.
-        policies: names of the policies besides the trained one that agents may ask.
+        policies: names of the policies besides the run's own that agents may ask.
+        trained: those of them that are trained.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ManagerService:
         launch: str = "",
         curriculum: Callable[[object], Curriculum] | None = None,
         policies: Collection[str] = (),
+        trained: Collection[str] = (),
     ) -> None:
         self.number, self.launch = number, launch
         self.begun = False
@@ -103,6 +105,7 @@ class ManagerService:
         self.rollouts = RolloutState(batch_size, max_staleness, order)
         conversations = ids_remembered(batch_size, max_staleness)
         self._routers = {policy: Router(routing, conversations) for policy in ("", *policies)}
+        self._ageless = {*policies} - {*trained}
         self.leases = WorkerLeases(lease_s)
         self._clock, self._versions_in_use, self._make_curriculum = clock, versions_in_use, curriculum
         self._roll_call_until = clock() + lease_s
@@ -405,7 +408,7 @@ class ManagerService:
                 return None
             admitted_at = known.admitted_at(request.rollout_id)
             min_version = max(min_version, admitted_at or 0)
-        if request.policy:
+        if request.policy in self._ageless:
             min_version = 0  # an opponent is as old as it is
         return self.router_of(request.policy).schedule(request, worker, min_version)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import Optional
+from typing import Any, Optional
 
 from asyncrl.config.setting import setting
 from asyncrl.manager.router import POLICIES
@@ -78,14 +78,31 @@ class VersionPoolConfig:
 
 @dataclass
 class PolicyConfig:
-    """A policy that agents play with and that is not trained: `client.policy(name)`."""
+    """A policy that agents ask beside the run's own: `client.policy(name)`."""
 
     name: str = setting("", "the name by which agents ask for it: letters, digits, `_` and `-`")
     path: Optional[str] = setting(
-        None, "Hugging Face folder of a model that stays as it is; null: older versions of the trained policy"
+        None,
+        "Hugging Face folder of a model that stays as it is, or with `trained` of the initial model; null: older "
+        "versions of the run's own policy, or with `trained` its initial model",
     )
     versions: VersionPoolConfig = field(default_factory=VersionPoolConfig)
     servers: int = setting(1, "GenerationServers for it, beside generation.servers", minimum=1)
+    trained: bool = setting(False, "whether it is trained too, on the samples of its own clients")
+    train_every: int = setting(
+        1, "of a trained one: only steps from versions v with v mod train_every = train_offset train it", minimum=1
+    )
+    train_offset: int = setting(0, "see train_every; less than it", minimum=0)
+    optimizer: dict[str, Any] = setting(
+        help="of a trained one: settings of `optimizer` that differ from the run's", factory=dict
+    )
+    algorithm: dict[str, Any] = setting(
+        help="of a trained one: settings of `algorithm` that differ from the run's", factory=dict
+    )
+
+    def trains_at(self, version: int) -> bool:
+        """True if the step from `version` trains it."""
+        return self.trained and version % self.train_every == self.train_offset
 
 
 @dataclass

@@ -164,7 +164,8 @@ def assemble(
     routes, grids = peers.placement.routing_table(), peers.placement.grids
     moves = column_moves(graph, {role: peers.placement.grid(role) for role in graph.roles()})
     heads = [peers.workers[worker] for worker in routes.data_workers]
-    actors = [peers.workers[worker] for worker in grids[ACTOR].members]
+    roles = [ACTOR, *config.trained_policies]  # of the actors
+    actors = {role: [peers.workers[worker] for worker in grids[role].members] for role in roles}
 
     buffer = SampleBuffer(config.train_batch_size, config.max_head_offpolicyness, config.on_stale)
     collector = Collector(heads, buffer)
@@ -186,7 +187,7 @@ def assemble(
     turns = DeviceTurns(peers.board, peers.manager, stall, announcer, stop, len(guests_of(config.generation)))
     lease_s = config.manager.rollout_lease_s
     calls = frozen_calls(config, graph, peers.placement)
-    ahead = AheadScorer(calls, buffer, ranks, actors, heads=len(heads))
+    ahead = AheadScorer(calls, buffer, ranks, actors[ACTOR], heads=len(heads))
     reports = Reports(peers.manager, collector, reported, stop, limit_s=limit_s, lease_s=lease_s)
     return Parts(
         config=config,

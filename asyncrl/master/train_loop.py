@@ -120,12 +120,12 @@ class TrainLoop:
         times = buffered_s(batch, time.time())
         self._model_in_step = True
         config = parts.config
-        dealing = Dealing(config.trainer.ppo_minibatches, config.trainer.ppo_epochs, config.seed)
+        dealing = Dealing.of(config)
         training = observer.doing(f"trains step {parts.version + 1}", "train", step=parts.version + 1)
         async with profiled(config.profile, parts.run_dir, parts.version + 1):
             with training:
                 await parts.ranks.each(plan_batch(batch, parts.peers.placement, dealing, master=parts.ranks.master))
-                stats: Row = await parts.executor.run()
+                stats: Row = await parts.executor.run(config.idle_policies(parts.version))
                 ended = await parts.ranks.all(EndStep())
         parts.buffer.mark_trained(batch)
         parts.version += 1

@@ -65,6 +65,7 @@ GROUPS = {
     "critic": "The critic",
     "filter": "Filters",
     "<call>": "Filter calls of the graph",
+    "policy": "Further trained policies",
     "opponent": "Other policies that agents play with",
     "agent": "Numbers of the agent",
     "tool": "Tools",
@@ -609,6 +610,13 @@ METRICS: tuple[Metric, ...] = (
         "",
         "Reward of the greedy answer, the baseline of ReMax. " + _MEAN,
         "Rises.",
+    ),
+    Metric(
+        "policy/<name>/<number>",
+        "",
+        "The metric of this name, such as `loss` or `ppo/clip_fraction`, of the trained one of `policies`; absent in "
+        "steps that do not train it.",
+        "As of the run's own policy.",
     ),
     Metric(
         "opponent/<name>/version",

@@ -31,7 +31,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -75,6 +75,8 @@ class _RolloutPolicy:
     client: RolloutClient
     rollout_id: str
     route: Route | None
+    trained: Collection[str] = ()
+    """The further trained policies; others are opponents."""
     failures: list[Exception] = field(default_factory=list)
     failed_in: str | None = None
     """The user's code in which the rollout failed, if known."""
@@ -91,7 +93,7 @@ class _RolloutPolicy:
         except Exception as error:
             self.failures.append(error)
             raise
-        if request.policy:
+        if request.policy and request.policy not in self.trained:
             versions = self.met.setdefault(request.policy, Counter())
             versions.update(version for completion in result.completions for version in completion.versions)
         return result
@@ -119,6 +121,7 @@ class RolloutLoop:
         config: concurrency, filters, limits.
         registered_in: the user's modules in which filters and shapings may be registered.
         least_episodes: a group that lost episodes and has fewer left fails.
+        trained: policies that are trained beside the run's own.
         right_at: reward from which on an answer counts as right, for a curriculum; None without one.
     """
 
@@ -132,9 +135,11 @@ class RolloutLoop:
         registered_in: Sequence[str] = (),
         right_at: float | None = None,
         least_episodes: int = 1,
+        trained: Collection[str] = (),
     ) -> None:
         self._tries = RetryLimits(MAX_ATTEMPTS, least_episodes, config.rollout_timeout_s)
         self._lost: Counter[str] = Counter()
+        self._trained = trained
         self._right_at = right_at
         self._components, self._gate = components, gate
         self._client, self._push, self._config = client, push, config
@@ -171,7 +176,7 @@ class RolloutLoop:
         return reply.granted
 
     async def _roll_out(self, granted: GrantedRollout) -> None:
-        policy = _RolloutPolicy(self._client, granted.rollout_id, granted.route)
+        policy = _RolloutPolicy(self._client, granted.rollout_id, granted.route, self._trained)
         limit = asyncio.timeout(self._config.rollout_timeout_s + AFTERWARDS_S)
         try:
             async with limit:

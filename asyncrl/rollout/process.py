@@ -218,6 +218,7 @@ class RolloutWorker(AsyncWorker):
                 *(components, manager, client, pusher.push, config.rollout, config.algorithm.plugins),
                 right_at=right_at,
                 least_episodes=config.algorithm.least_episodes,
+                trained=config.trained_policies,
             )
             self.ready()
             observer.stage("plays")

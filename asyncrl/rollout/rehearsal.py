@@ -31,6 +31,7 @@ from asyncrl.api import (
     Sample,
     Tokenizer,
 )
+from asyncrl.api.trajectory import policy_of
 from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.config.catalog import resolve
 from asyncrl.config.evaluation_sets import with_code_of
@@ -59,11 +60,13 @@ class RehearsalOutcome:
         error: why the run would fail; None if it would not.
         where: lines of the user's code in which it failed, the innermost last.
         lost: numbers of failed episodes in a group that did not fail, by the code that failed and how.
+        untrained: trained policies without a sample in the group.
     """
 
     error: str | None = None
     where: list[str] = field(default_factory=list)
     lost: dict[str, int] = field(default_factory=dict)
+    untrained: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Write the result to `folder`, for `read`."""
@@ -137,7 +140,8 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
     except Exception as error:  # whatever user code raises
         return RehearsalOutcome(_told(error, config), _users_lines(error))
     lost = {name.removeprefix(LOST_EPISODES): int(n) for name, n in counted.items() if name.startswith(LOST_EPISODES)}
-    return RehearsalOutcome(lost=lost)
+    made = {policy_of(sample.group, config.trained_policies) for sample in samples}
+    return RehearsalOutcome(lost=lost, untrained=sorted({*config.trained_policies} - made) if samples else [])
 
 
 def _prompts(components: UserComponents) -> Iterator[Prompt]:

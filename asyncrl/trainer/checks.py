@@ -22,6 +22,7 @@ from asyncrl.plugins.datasets.tokenizers import vocabulary_difference
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import count_gpus, uncounted_gpus
 from asyncrl.runtime.process.stacks import py_spy
+from asyncrl.trainer import policy_checks
 from asyncrl.trainer.model import lora_checks
 from asyncrl.trainer.model.folder_checks import hugging_face_folder
 from asyncrl.trainer.parallel import checks as layout_checks
@@ -36,23 +37,30 @@ NEEDS_VALUES = frozenset({"gae", "gae_turn"})
 
 def check(config: ExperimentConfig) -> Iterator[str]:
     """Yield an error message for each invalid setting: `setting=value: what is wrong; what to do`."""
+    if config.model.path is not None:
+        yield from hugging_face_folder("model.path", config.model.path)
+    yield from _routing(config)
+    yield from _pictures(config)
+    yield from _attention(config)
+    yield from _profile(config)
+    yield from _of_policy(config)
+    yield from policy_checks.check(config, _of_policy)
+
+
+def _of_policy(config: ExperimentConfig) -> Iterator[str]:
+    """Yield an error message for each invalid setting of a policy's training."""
     for name, path in (
-        ("model.path", config.model.path),
         ("algorithm.critic.path", config.algorithm.critic.path),
         ("algorithm.reference.path", config.algorithm.reference.path),
     ):
         if path is not None:
             yield from hugging_face_folder(name, path)
-    yield from _routing(config)
-    yield from _pictures(config)
-    yield from _attention(config)
     yield from _layouts(config)
     yield from _proximal(config)
     yield from _kl(config)
     yield from _other_tokenizer(config)
     yield from _warmup("optimizer", config.optimizer)
     yield from _warmup("algorithm.critic.optimizer", config.algorithm.critic.optimizer)
-    yield from _profile(config)
     unknown = list(_algorithms(config))
     yield from unknown
     if not unknown:
@@ -285,7 +293,7 @@ def _critic(config: ExperimentConfig) -> Iterator[str]:
     if choice.name not in NEEDS_VALUES:
         return
     try:
-        calls = [call for call in load_graph(config).calls if call.function == "advantage"]
+        calls = [call for call in load_graph(config).calls if call.function == "advantage" and not call.policy]
     except GraphError:
         return  # which the launcher says itself
     if calls and not any("values" in call.reads for call in calls):

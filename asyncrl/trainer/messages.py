@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
+from asyncrl.api.trajectory import policy_of
 from asyncrl.comm.request_reply.messages import Done, Reply, Request
 from asyncrl.master.graph.types import Call
 from asyncrl.weights.versions.manifest import FileEntry
@@ -49,6 +51,13 @@ class RolloutRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.groups:
             return self.rewards.count(self.rewards[0]) < len(self.rewards)
         return len({*zip(self.groups, self.rewards, strict=True)}) > len({*self.groups})
+
+    def has_signal_of(self, policy: str, others: Collection[str]) -> bool:
+        """As `has_signal`, of the samples of one policy; `others` are trained beside the run's own, which is ""."""
+        if not others or not self.groups:
+            return self.has_signal and not policy
+        own = [each for each in zip(self.groups, self.rewards, strict=True) if policy_of(each[0], others) == policy]
+        return len({*own}) > len({group for group, _ in own})
 
     @property
     def tokens(self) -> int:
@@ -153,7 +162,7 @@ class GridShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The part of a step's batch that one copy of a grid gets, in data order; the same for all ranks of the copy.
 
     Attributes:
-        minibatches: of each rollout, its optimizer step in each pass over the batch.
+        minibatches: of each rollout, its optimizer step in each pass over the batch; then those of each further policy.
         sources: the worker that received each rollout.
         heads: for each grid of the placement, in its order, the worker that heads the copy which gets each rollout.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncrl.comm.names import ACTOR
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.engines import AUTO, ENGINES
@@ -72,7 +73,12 @@ def layout_of(name: str, value: str) -> Layout:
 
 
 def role_placement(config: ExperimentConfig, role: str) -> tuple[str, RolePlacementConfig]:
-    """Return the settings that place `role`, which is not the actor, and the name of their group."""
+    """Return the settings that place `role`, which is not the actor, and the name of their group.
+
+    The roles of further trained policies are where the actor is.
+    """
+    if policy_and_role(config, role)[0]:
+        return "trainer", RolePlacementConfig()
     algorithm = config.algorithm
     if role == "critic":
         return "algorithm.critic", algorithm.critic
@@ -83,6 +89,8 @@ def role_placement(config: ExperimentConfig, role: str) -> tuple[str, RolePlacem
 
 def model_of(config: ExperimentConfig, graph: Graph, role: str) -> str | None:
     """Return the folder of the model of `role`; None if the run makes it first, or if no call names one."""
+    policy, role = policy_and_role(config, role)
+    config = config_of_policy(config, policy)
     own = {"actor": None, "critic": config.algorithm.critic.path, "ref": config.algorithm.reference.path}
     if role in own:
         return own[role] or config.model.path

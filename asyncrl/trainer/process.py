@@ -32,6 +32,7 @@ from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.config.token_ids import token_ids
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape_of
@@ -43,6 +44,7 @@ from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
 from asyncrl.runtime.process.worker import Worker, WorkerSpec
 from asyncrl.trainer.batches.exchange_trajectories import exchange_trajectories, hand_down
+from asyncrl.trainer.batches.policy_parts import parts_of_policies
 from asyncrl.trainer.batches.reshard_batch import move_columns
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.calls import CallContext, find_function, run_call
@@ -145,7 +147,7 @@ class ModelWorker(Worker):
         super().__init__(spec)
         self._open = ExitStack()
         self._collectives = Collectives()
-        self._batches: dict[WorkerGrid, StepBatch] = {}
+        self._batches: dict[tuple[str, WorkerGrid], StepBatch] = {}
         self._shares: dict[WorkerGrid, GridShare] = {}
         self._master = 0
         self._standing = RankState(in_step=False, master_state=None)
@@ -187,6 +189,8 @@ class ModelWorker(Worker):
         self.log.info("%s", device_line(device, dtype, self._attention()))
         self._open.callback(self._rank.checkpoints.close)
         self._open.callback(self._rank.memory_checkpoint.close)
+        self._policies = config.trained_policies
+        self._configs = {name: config_of_policy(config, name) for name in ("", *self._policies)}
         self._functions = {call.function: find_function(call.function) for call in graph.calls}
         self._kept = self._keep_samples()
         self._utilisation = Utilisation(self._rank.engines, peak_flops(device, dtype))
@@ -412,51 +416,56 @@ class ModelWorker(Worker):
                 continue
             self._shares[grid] = share
             trajectories, ahead = detach(hand_down(arrived, place.copy))
-            self._batches[grid] = build_step_batch(
-                trajectories,
-                share.minibatches,
-                version=step.version,
-                num_minibatches=step.num_minibatches,
-                min_version=step.min_version,
-                own=self.config.rollout.columns,
-                device=self._device,
-            )
-            self._batches[grid].ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
-            if self._kept is not None and grid == self._world.placement.actor:
-                self._kept.begin(trajectories, self._batches[grid])
+            for part in parts_of_policies(trajectories, share.minibatches, self._policies):
+                batch = self._batches[part.policy, grid] = build_step_batch(
+                    part.trajectories,
+                    part.minibatches,
+                    version=step.version,
+                    num_minibatches=step.num_minibatches,
+                    min_version=step.min_version,
+                    own=self.config.rollout.columns,
+                    device=self._device,
+                )
+                batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
+                if grid == self._world.placement.actor and part.policy in self._kept:
+                    self._kept[part.policy].begin(part.trajectories, batch)
         self._receiver.left(step.leaving)
         return Done()
 
     def _move_columns(self, request: MoveColumns) -> Done:
-        move_columns(request, self._world, self._shares, self._batches)
+        own = {grid: batch for (policy, grid), batch in self._batches.items() if not policy}
+        move_columns(request, self._world, self._shares, own)  # further policies' roles have the actor's layout
         return Done()
 
     def _run_call(self, call: RunCall) -> CallStats:
         grid = self._world.placement.grid(call.role)
-        if grid not in self._batches:
+        policy, _ = policy_and_role(self.config, call.role)
+        if (batch := self._batches.get((policy, grid))) is None:
             raise RuntimeError(f"call {call.name!r} came outside a step; the master sends begin_step first")
         with self._profile.call(call.name), _doing(call.name, role=call.role), self._utilisation.computing():
-            stats = run_call(self._functions[call.function], self._context(call), self._batches[grid])
-        if self._kept is not None and grid == self._world.placement.actor:
-            self._kept.called(call.writes, self._batches[grid])
+            stats = run_call(self._functions[call.function], self._context(call), batch)
+        if grid == self._world.placement.actor and policy in self._kept:
+            self._kept[policy].called(call.writes, batch)
         return CallStats(stats)
 
     def _context(self, call: RunCall) -> CallContext:
+        policy, role = policy_and_role(self.config, call.role)
         return CallContext(
             name=call.name,
-            role=call.role,
+            role=role,
             reads=call.reads,
             writes=call.writes,
             args=call.args,
-            config=self.config,
-            engines=self._rank.engines,
+            config=self._configs[policy],
+            engines=self._rank.engines_of(policy),
             ranks=self._world.place(call.role).data,
-            state=self._rank.state,
+            state=self._rank.state_of(policy),
         )
 
     def _end_step(self, request: EndStep) -> EndedStep:
-        if self._kept is not None and (batch := self._batches.get(self._world.placement.actor)) is not None:
-            self._kept.end(batch)
+        for policy, kept in self._kept.items():
+            if (batch := self._batches.get((policy, self._world.placement.actor))) is not None:
+                kept.end(batch)
         self._batches.clear()
         self._profile.end()
         speed, mfu = self._utilisation.end_step() or (None, None)
@@ -488,21 +497,24 @@ class ModelWorker(Worker):
         )
 
     def _loaded(self, state: Any) -> LoadedCheckpoint:
-        if self._kept is not None:
-            self._kept.forget_after(state["version"] if state else 0)
+        for kept in self._kept.values():
+            kept.forget_after(state["version"] if state else 0)
         return LoadedCheckpoint(state)
 
-    def _keep_samples(self) -> SampleLog | None:
-        """Open the writer of this rank's samples; None if none are to be kept, or if the rank does not train the
-        actor.
+    def _keep_samples(self) -> dict[str, SampleLog]:
+        """Open the writers of this rank's samples, by policy; none if none are to be kept, or if the rank does not
+        train the actor.
         """
         samples, place = self.config.samples, self._world.places.get(self._world.placement.actor)
         if not samples.every or place is None:
-            return None
-        ranks = place.data
+            return {}
+        ranks, policies = place.data, ("", *self._policies)
         decode = load_tokenizer(str(self.config.model.path)).decode
-        max_bytes = int(samples.max_gb * 1e9 / ranks.world)
-        writer = f"head-{ranks.rank}" if place.copy.leads else None
-        kept = SampleLog(self.run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)
-        self._open.callback(kept.close)
-        return kept
+        max_bytes = int(samples.max_gb * 1e9 / ranks.world / len(policies))
+        opened = {}
+        for policy in policies:
+            name = "-".join([f"head-{ranks.rank}", *([policy] if policy else [])])
+            writer = name if place.copy.leads else None
+            opened[policy] = SampleLog(self.run_dir / SAMPLES_DIR, samples.every, max_bytes, writer, decode)
+            self._open.callback(opened[policy].close)
+        return opened

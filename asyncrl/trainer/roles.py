@@ -1,13 +1,15 @@
 """The roles of a training rank, built from the config and the graph: which models are loaded, which of them learn.
 
 `actor` and `critic` learn; `ref` is frozen or follows the actor. Any other role that a graph names is a reward model,
-loaded from the `path` in the arguments of one of its calls.
+loaded from the `path` in the arguments of one of its calls. Further trained policies have roles of their own
+(`asyncrl.config.trained_policies`), made by the same rules with the policy's settings.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role, role_of_policy
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.calls import TrainState
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
@@ -38,6 +41,7 @@ class TrainingRank:
 
     Attributes:
         engines: engines of the roles that this rank has a part of: the actor and those that the graph names.
+        state: of the run's own policy; `states` has those of further trained ones, by name.
         changing: roles whose weights change, on any rank; a checkpoint holds them.
     """
 
@@ -45,6 +49,18 @@ class TrainingRank:
     state: TrainState
     world: World
     changing: tuple[str, ...] = ()
+    states: Mapping[str, TrainState] = field(default_factory=dict)
+
+    def state_of(self, policy: str) -> TrainState:
+        """The state of a trained policy; empty: the run's own."""
+        return self.states[policy] if policy else self.state
+
+    def engines_of(self, policy: str) -> Mapping[str, TrainingEngine]:
+        """The engines of a trained policy by role, named as for the run's own; empty: that one."""
+        if not policy:
+            return self.engines
+        names = {role: role_of_policy(policy, role) for role in (ACTOR, CRITIC, REFERENCE)}
+        return {role: self.engines[name] for role, name in names.items() if name in self.engines}
 
     def policy(self, role: str) -> PolicyEngine:
         """The language model of `role`.
@@ -84,7 +100,7 @@ class TrainingRank:
             PeerFailed: another rank failed to.
         """
         spread = order.in_memory and self.folders.spread
-        train_state = self._train_state() if spread else self.state.state_dict()
+        train_state = self._train_state() if spread else self._state_dict()
         state = {"train_state": train_state, "master_state": order.master_state}
         self.writer(order.in_memory).begin(Path(order.path), version=order.version, state=state)
 
@@ -93,10 +109,14 @@ class TrainingRank:
 
         Collective: several hosts may each write it, and all must write the same.
         """
-        mine = json.dumps(self.state.state_dict()).encode()
+        mine = json.dumps(self._state_dict()).encode()
         everyone = self.world.everyone.all_gather_bytes(mine)
         state: dict[str, Any] = json.loads(everyone[self.world.placement.actor.publisher])
         return state
+
+    def _state_dict(self) -> dict[str, Any]:
+        others = {name: state.state_dict() for name, state in self.states.items()}
+        return self.state.state_dict() | ({"policies": others} if others else {})
 
     def load_checkpoint(self, root: Path) -> Any:
         """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.
@@ -126,6 +146,8 @@ class TrainingRank:
         if state is None:
             return None
         self.state.load_state_dict(state["train_state"])
+        for name, own in self.states.items():
+            own.load_state_dict(state["train_state"]["policies"][name])
         return state["master_state"]
 
     def _changing(self) -> dict[str, TrainingEngine]:
@@ -141,18 +163,29 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     roles = dict.fromkeys((ACTOR, *graph.roles()))
     engines: dict[str, TrainingEngine] = {}
     make = engine_loader(engine_of(config))
-    loaders = {grid: make(config, place, device) for grid, place in world.places.items()}
+    configs = {name: config_of_policy(config, name) for name in ("", *config.trained_policies)}
+    loaders = {
+        (name, grid): make(own, place, device) for name, own in configs.items() for grid, place in world.places.items()
+    }
     for role in filter(world.hosts, roles):
         actor = engines.get(ACTOR)
         if role == REFERENCE and isinstance(actor, PolicyEngine) and _is_base_of_actor(config, world.placement):
             engines[role] = LoraReference(actor)
         else:
-            engines[role] = _load(role, config, graph, loaders[world.placement.grid(role)])
+            policy, own = policy_and_role(config, role)
+            engines[role] = _load(own, configs[policy], graph, loaders[policy, world.placement.grid(role)])
         if config.trainer.offload:
             engines[role].offload()
-    follows = config.algorithm.reference.mode == ReferenceMode.ema
-    changing = tuple(role for role in roles if role in (ACTOR, CRITIC) or (role == REFERENCE and follows))
-    return TrainingRank(engines, TrainState(config.algorithm), world, changing)
+    changing = tuple(role for role in roles if _changes(config, role))
+    states = {name: TrainState(own.algorithm) for name, own in configs.items()}
+    return TrainingRank(engines, states.pop(""), world, changing, states)
+
+
+def _changes(config: ExperimentConfig, role: str) -> bool:
+    """True if the weights of `role` change in the run."""
+    policy, own = policy_and_role(config, role)
+    follows = config_of_policy(config, policy).algorithm.reference.mode == ReferenceMode.ema
+    return own in (ACTOR, CRITIC) or (own == REFERENCE and follows)
 
 
 def _is_base_of_actor(config: ExperimentConfig, placement: Placement) -> bool:

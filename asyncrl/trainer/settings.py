@@ -219,6 +219,13 @@ class TrainerConfig:
         "(end them early by algorithm.stop_kl)",
         minimum=1,
     )
+    train_every: int = setting(
+        1,
+        "with further trained `policies`: only steps from versions v with v mod train_every = train_offset train "
+        "the run's own, so that policies can be trained in turns",
+        minimum=1,
+    )
+    train_offset: int = setting(0, "see trainer.train_every; less than it", minimum=0)
     buffer_capacity: int = setting(
         4096, "rollouts a rank holds before it stops taking more", unit="rollouts", minimum=1
     )

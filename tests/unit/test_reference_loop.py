@@ -66,7 +66,7 @@ def test_behaviour_logprobs_are_those_of_the_weights_that_generated() -> None:
     loop = trainer()
     for sample in (sample for group in loop.generate() for sample in group):
         with torch.no_grad():
-            logprobs_T, _ = packed_logprobs(loop.model, [sample], 1.0)
+            logprobs_T, _ = packed_logprobs(loop.actor.model, [sample], 1.0)
         generated_T = sample.loss_mask.astype(bool)
         np.testing.assert_allclose(logprobs_T.numpy()[generated_T], sample.behave_logprobs[generated_T], atol=1e-5)
         assert set(sample.versions[generated_T]) == {0}
@@ -83,21 +83,21 @@ def test_staleness_generates_with_the_weights_of_so_many_versions_ago() -> None:
     loop = trainer(replace(CONFIG, staleness=2))
     states = []
     for version in range(5):
-        states.append(copy.deepcopy(loop.model.state_dict()))
+        states.append(copy.deepcopy(loop.actor.model.state_dict()))
         loop.train_step()
         expected = states[max(0, version - 2)]
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in loop.behaviour.state_dict().items())
-        assert loop.snapshots[0][0] == max(0, version - 2)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in loop.actor.behaviour.state_dict().items())
+        assert loop.actor.snapshots[0][0] == max(0, version - 2)
     assert not torch.equal(states[0]["model.norm.weight"], states[4]["model.norm.weight"])
 
 
 def test_a_batch_of_equal_rewards_leaves_the_policy_as_it_is() -> None:
     loop = trainer(reward=lambda data, completion: 1.0)
-    before = copy.deepcopy(loop.model.state_dict())
+    before = copy.deepcopy(loop.actor.model.state_dict())
     report = loop.train_step()
     assert report.losses == (0.0, 0.0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in loop.model.state_dict().items())
-    assert not loop.optimizer.state
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loop.actor.model.state_dict().items())
+    assert not loop.actor.optimizer.state
 
 
 def test_minibatches_are_whole_groups_and_cover_the_batch_once() -> None:
@@ -106,7 +106,7 @@ def test_minibatches_are_whole_groups_and_cover_the_batch_once() -> None:
     for loop.version in range(8):
         groups = [[item_of_reward(float(number % 2)) for number in range(size)] for size in sizes]
         whole = {tuple(map(id, group)): len(group) for group in groups}
-        parts = [tuple(map(id, part)) for part in loop.minibatches(groups)]
+        parts = [tuple(map(id, part)) for part in loop.actor.minibatches(groups, loop.version)]
         pairs = [next((a, b) for a in whole for b in whole if a != b and part == a + b) for part in parts]
         assert sorted(group for pair in pairs for group in pair) == sorted(whole)
         seen.add(tuple(tuple(whole[group] for group in pair) for pair in pairs))
@@ -117,7 +117,8 @@ def test_each_minibatch_has_as_many_groups_with_a_signal() -> None:
     loop = trainer()
     for loop.version in range(8):
         groups = [[item_of_reward(reward) for reward in rewards] for rewards in ((0, 0), (1, 0), (1, 1), (0, 1))]
-        assert [sum(item.sample.reward for item in part) for part in loop.minibatches(groups)] in ([1, 3], [3, 1])
+        parts = loop.actor.minibatches(groups, loop.version)
+        assert [sum(item.sample.reward for item in part) for part in parts] in ([1, 3], [3, 1])
 
 
 def item_of_reward(reward: float) -> TrainSample:
@@ -130,7 +131,7 @@ def test_advantages_are_the_groups_normalised_rewards_on_generated_tokens() -> N
     group = next(g for g in trainer().generate() if len({sample.reward for sample in g}) > 1)
     rewards = np.array([sample.reward for sample in group])
     expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-    for sample, advantage, advantage_T in zip(group, expected, trainer().advantages([group]), strict=True):
+    for sample, advantage, advantage_T in zip(group, expected, trainer().actor.advantages([group]), strict=True):
         np.testing.assert_allclose(advantage_T.numpy(), advantage * sample.loss_mask, atol=1e-5)
 
 
@@ -145,7 +146,7 @@ def test_the_first_minibatch_is_the_policy_gradient_in_plain_numbers() -> None:
         advantage
         for g in order
         if signal[g]
-        for sample, advantage_T in zip(groups[g], loop.advantages([groups[g]]), strict=True)
+        for sample, advantage_T in zip(groups[g], loop.actor.advantages([groups[g]]), strict=True)
         for advantage in advantage_T[torch.from_numpy(sample.loss_mask).bool()].tolist()
     ]
     assert loop.train_step().losses[0] == pytest.approx(-np.mean(tokens), abs=1e-5)

@@ -15,6 +15,7 @@ from pathlib import Path
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config, settings
 from asyncrl.config.setting import ConfigError, not_a_choice
+from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.inference import checks as inference
 from asyncrl.manager import checks as manager
 from asyncrl.master import checks as master
@@ -47,6 +48,8 @@ def validate(config: Config) -> None:
         ConfigError: with every message, one per line.
     """
     messages = list(_fields(config))
+    if isinstance(config, ExperimentConfig) and not messages:
+        messages += _fields_of_policies(config)
     if not messages:
         messages += _names(config)
         if isinstance(config, ExperimentConfig):
@@ -75,6 +78,15 @@ def _fields(config: Config) -> Iterator[str]:
             yield f"{path}={value}: below the least allowed value; use {info.minimum:.10g}{unit} or more"
         if isinstance(value, (int, float)) and info.maximum is not None and value > info.maximum:
             yield f"{path}={value}: above the greatest allowed value; use {info.maximum:.10g}{unit} or less"
+
+
+def _fields_of_policies(config: ExperimentConfig) -> Iterator[str]:
+    """Yield the same for the settings of further trained policies."""
+    for name in config.trained_policies:
+        try:
+            yield from (f"policies: {name!r}: {message}" for message in _fields(config_of_policy(config, name)))
+        except ConfigError as error:
+            yield str(error)
 
 
 def _names(config: Config) -> Iterator[str]:

@@ -74,7 +74,13 @@ def _found(process: subprocess.Popen[bytes], folder: Path, config: ExperimentCon
         where = [f"rehearsal: {line}" for line in outcome.where]
         switch = [f"rehearsal: the first row was played with made-up answers; {_SWITCH}"] if where else []
         raise ConfigError("\n".join([outcome.error, *where, *switch]))
-    return [
+    lost = [
         f"rehearsal: {count} of {config.group_size} made-up answers to the first row were lost: {name}"
         for name, count in outcome.lost.items()
     ]
+    untrained = [
+        f"rehearsal: the agent returned no sample of policy {policy!r} for the first row; it is trained on those that "
+        f"client.policy({policy!r}).samples(reward) returns"
+        for policy in outcome.untrained
+    ]
+    return lost + untrained

@@ -58,8 +58,9 @@ class FleetRunner:
         transport: brings weights to the servers.
         config: interval of health checks, time limit of an update.
         checks: checks that a server must pass after each update.
-        policy: one of `policies`, whose servers these are, so that the gate does not depend on them; empty: the
-            trained policy.
+        policy: one of `policies`, whose servers these are; empty: the run's own.
+        served_version: returns the version by which the gate counts; None: the least of these servers if they are of
+            the run's own policy, else the gate does not depend on them.
         clock: seconds in which this process ran, for the limits of updates.
 
     Attributes:
@@ -77,12 +78,14 @@ class FleetRunner:
         config: ManagerConfig,
         checks: Sequence[UpdateCheck] = (),
         policy: str = "",
+        served_version: Callable[[], int | None] | None = None,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._decisions = decisions
         self._service = service
         self._policy, self._router = policy, service.router_of(policy)
+        self._served_version = served_version or (lambda: None if policy else decisions.served_version)
         self._http = http
         self._transport = transport
         self._config = config
@@ -340,7 +343,7 @@ class FleetRunner:
             self._shown[index] = (life.url, life.state not in _UNUSED)
             version = UNKNOWN_VERSION if life.version is None else life.version
             self._router.update(index, life.url, version, life.state is ServerState.SERVING)
-        self._service.routes_changed(None if self._policy else self._decisions.served_version)
+        self._service.routes_changed(self._served_version())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

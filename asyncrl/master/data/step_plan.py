@@ -34,6 +34,7 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.trainer.messages import BeginStep, GridShare, RolloutRecord
 from asyncrl.trainer.placement import Placement
@@ -41,11 +42,21 @@ from asyncrl.trainer.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """Division of a step's batch: `minibatches` in each of `passes`, shuffled by the run's `seed`."""
+    """Division of a step's batch: `minibatches` in each of `passes`, shuffled by the run's `seed`.
+
+    `policies`: trained beside the run's own, each with a division of its own.
+    """
 
     minibatches: int
     passes: int = 1
     seed: int = 0
+    policies: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: ExperimentConfig) -> Dealing:
+        """The division that `config` sets."""
+        trainer = config.trainer
+        return cls(trainer.ppo_minibatches, trainer.ppo_epochs, config.seed, config.trained_policies)
 
     @property
     def optimizer_steps(self) -> int:
@@ -122,7 +133,7 @@ Ints = NDArray[np.int64]
 class Assignment:
     """Rollout `rollout_id` moves from the actor's data index `src` to `dst` and is trained in `minibatches`.
 
-    They are numbered over all passes, and it has one in each pass.
+    They are numbered over all passes, and it has one in each pass; then those of each further policy.
     """
 
     rollout_id: str
@@ -148,8 +159,14 @@ def minibatches_of_groups(signals: Sequence[bool], dealing: Dealing, version: in
 
 
 def assign(records: Sequence[RolloutRecord], ranks: int, dealing: Dealing, version: int) -> list[Assignment]:
-    """Deal the batch `records` (in data order) to `ranks` ranks; the result is in the same order. Deterministic."""
-    minibatches_GE = minibatches_of_groups([record.has_signal for record in records], dealing, version)
+    """Deal the batch `records` (in data order) to `ranks` ranks; the result is in the same order. Deterministic.
+
+    Ranks are chosen by the minibatches of the run's own policy.
+    """
+    minibatches_GE, *of_others = (
+        minibatches_of_groups([record.has_signal_of(policy, dealing.policies) for record in records], dealing, version)
+        for policy in ("", *dealing.policies)
+    )
     tokens_G = np.array([record.computed_tokens for record in records], dtype=np.int64)
     heads_G = np.array([record.head for record in records], dtype=np.int64)
     if dealing.passes > 1:
@@ -161,11 +178,10 @@ def assign(records: Sequence[RolloutRecord], ranks: int, dealing: Dealing, versi
             members_M = np.flatnonzero(minibatches_GE[:, 0] == part)
             share_M = _balanced_shares(tokens_G[members_M], ranks)
             destination_G[members_M] = _nearest_ranks(tokens_G[members_M], heads_G[members_M], share_M, ranks)[share_M]
+    dealt = np.concatenate([minibatches_GE, *of_others], axis=1).tolist()
     return [
         Assignment(record.rollout_id, record.head, destination, tuple(minibatches))
-        for record, destination, minibatches in zip(
-            records, destination_G.tolist(), minibatches_GE.tolist(), strict=True
-        )
+        for record, destination, minibatches in zip(records, destination_G.tolist(), dealt, strict=True)
     ]
 
 

@@ -8,7 +8,8 @@ estimator or correction runs inside a call is the config's choice (`algorithm.*`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from asyncrl.algorithms.spec import KLPlace, ProximalMode
@@ -17,6 +18,7 @@ from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.import_paths import PluginError, definition, load_plugin
 from asyncrl.config.signatures import MODEL_FUNCTION
 from asyncrl.config.suggestions import did_you_mean
+from asyncrl.config.trained_policies import config_of_policy, role_of_policy
 from asyncrl.master.graph.types import Call, Graph, GraphError
 
 POLICY_READS = ("tokens", "loss_mask", "behave_logprobs", "versions", "advantages")
@@ -96,6 +98,30 @@ BUILTIN: dict[str, Callable[..., Graph]] = {"grpo": grpo, "ppo": ppo, "dapo": da
 
 
 def load_graph(config: ExperimentConfig) -> Graph:
+    """The graph of a step: that of the run's own policy, and of each further trained policy that of its settings.
+
+    Raises:
+        GraphError: as `_graph_of_policy`.
+        ConfigError: a further policy's settings are wrong.
+    """
+    graph = _graph_of_policy(config)
+    calls = [call for name in config.trained_policies for call in _calls_of(name, config_of_policy(config, name))]
+    return replace(graph, calls=(*graph.calls, *calls)) if calls else graph
+
+
+def _calls_of(policy: str, config: ExperimentConfig) -> Iterator[Call]:
+    """The calls of a further trained policy with these settings: `judge/actor_train` with the role `judge`."""
+    for call in _graph_of_policy(config).calls:
+        yield replace(
+            call,
+            name=role_of_policy(policy, call.name),
+            role=role_of_policy(policy, call.role),
+            after=tuple(role_of_policy(policy, name) for name in call.after),
+            policy=policy,
+        )
+
+
+def _graph_of_policy(config: ExperimentConfig) -> Graph:
     """The graph named in `algorithm.graph`, built for `config` and validated.
 
     A user's graph is run for it; the model functions that its calls name are looked up in their sources only.

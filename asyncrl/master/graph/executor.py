@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.comm.request_reply.client import RequestClient
@@ -58,15 +58,16 @@ class Executor:
         self._timeout_s = timeout_s
         self._moves = moves or dict.fromkeys(graph.names(), ())
 
-    async def run(self) -> Stats:
-        """Run every call once; returns the statistics of all calls and `time/<call>_s` of each.
+    async def run(self, idle: Collection[str] = ()) -> Stats:
+        """Run every call once, but for those of `idle` policies; returns the statistics of all calls and
+        `time/<call>_s` of each. Those of a further policy are named `policy/<name>/...`.
 
         Raises:
             ExecutionError: a call failed on a worker or exceeded the limit. Calls that had started are cancelled.
         """
         stats: Stats = {}
         done: set[str] = set()
-        waiting = list(self._order)
+        waiting = [call for call in self._order if call.policy not in idle]
         running: dict[asyncio.Task[Stats], Call] = {}
         try:
             while waiting or running:
@@ -106,7 +107,9 @@ class Executor:
                 reply.cancel()
         await self._move(self._moves[call.name])
         # Functions reduce their statistics over all ranks, so every worker reports the same ones.
-        return {**first.stats, f"time/{call.name}_s": time.perf_counter() - started}
+        took = {f"time/{call.name.removeprefix(f'{call.policy}/')}_s": time.perf_counter() - started}
+        about = f"policy/{call.policy}/" if call.policy else ""
+        return {about + name: value for name, value in {**first.stats, **took}.items()}
 
     async def _send(self, worker: int, request: Request[R]) -> R:
         try:
@@ -128,7 +131,7 @@ def column_moves(graph: Graph, layouts: Mapping[str, Hashable]) -> dict[str, tup
     for call in graph.calls:
         wanted: dict[Hashable, tuple[str, dict[str, None]]] = {}
         for reader in graph.calls:
-            keys = dict.fromkeys(key for key in call.writes if key in reader.reads)
+            keys = dict.fromkeys(key for key in call.writes if key in reader.reads and reader.policy == call.policy)
             if keys and layouts[reader.role] != layouts[call.role]:
                 wanted.setdefault(layouts[reader.role], (reader.role, {}))[1].update(keys)
         moves[call.name] = tuple(MoveColumns(tuple(keys), call.role, role) for role, keys in wanted.values())

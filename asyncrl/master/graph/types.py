@@ -54,7 +54,7 @@ class Call:
 
     `function` is a registered name (`actor_train`) or an import path (`package.module:function`, `file.py:function`)
     of `fn(ctx, batch) -> dict[str, float]`. `args` are handed to it as `ctx.args`. `after` names calls that must run
-    first.
+    first. `policy` is the trained policy of whose samples its batch consists; empty: the run's own.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Call:
     writes: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     args: Mapping[str, Any] = field(default_factory=dict)
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,10 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The calls of a training step; `BATCH_KEYS` are there before the first one."""
+    """The calls of a training step; `BATCH_KEYS` are there before the first one.
+
+    Each trained policy has a batch of its own samples, so keys pass between calls of one policy only.
+    """
 
     name: str
     calls: tuple[Call, ...]
@@ -92,13 +96,13 @@ class Graph:
 
     def edges(self) -> tuple[Edge, ...]:
         """Inferred and explicit edges, one per pair of calls, in the order of the calls. Needs unique writers."""
-        writers = {key: call.name for call in self.calls for key in call.writes}
+        writers = {(call.policy, key): call.name for call in self.calls for key in call.writes}
         edges: list[Edge] = []
         for call in self.calls:
             keys: dict[str, list[str]] = {source: [] for source in call.after}
             for key in call.reads:
-                if key in writers:
-                    keys.setdefault(writers[key], []).append(key)
+                if (writer := writers.get((call.policy, key))) is not None:
+                    keys.setdefault(writer, []).append(key)
             edges += [Edge(source, call.name, tuple(passed)) for source, passed in keys.items()]
         return tuple(edges)
 

@@ -137,8 +137,10 @@ class MetricsLog:
         tokens, samples = collector.generated_tokens, collector.generated_samples
         after = _Totals(now, tokens, samples, stale, gate.dropped, gate.idle_s)
         step_s = max(now - before.at, 1e-9)
-        row = {"policy_version": version, **batch_statistics(batch), **measured}
+        of_batch = batch_statistics(batch)
+        row = {"policy_version": version, **of_batch, **measured}
         row |= {
+            "tokens/trained": of_batch["tokens/trained"],  # of all trained policies, which is what the ledger has
             "time/step_s": step_s,
             "time/elapsed_s": now - self._started_at,
             "time/generation_idle_s": after.idle_s - before.idle_s,

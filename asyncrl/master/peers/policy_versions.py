@@ -1,4 +1,4 @@
-"""Versions of the actor's weights: ranks publish them, servers are to have the announced one, evaluations pin it.
+"""Versions of trained weights: ranks publish them, servers are to have the announced one, evaluations pin it.
 
 An evaluation measures one version on the sets that are due, one after the other; a set that fails does not keep the
 others from being measured. The servers must stay at that version: while one runs, newer versions are not announced.
@@ -19,7 +19,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
-from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.manager.settings import VersionPoolConfig
 from asyncrl.master.peers.rank_clients import RankClients
@@ -145,10 +144,10 @@ class VersionAnnouncer:
 
 
 class Publishing:
-    """Has the ranks publish each version, and remove those that no process reads.
+    """Has the ranks publish each version of every trained policy, and remove those that no process reads.
 
     Args:
-        actors: the ranks that hold the actor.
+        actors: by role, the ranks that hold the actor of each trained policy; the run's own comes first.
         announcer: knows which versions servers have, or are to have next.
         pools: whose members agents play with; their weights stay.
     """
@@ -156,7 +155,7 @@ class Publishing:
     def __init__(
         self,
         ranks: RankClients,
-        actors: Sequence[RequestClient],
+        actors: Mapping[str, Sequence[RequestClient]],
         announcer: VersionAnnouncer,
         pools: Sequence[VersionPoolConfig] = (),
     ) -> None:
@@ -165,8 +164,9 @@ class Publishing:
         self._ranks, self._actors, self._announcer, self._pools = ranks, actors, announcer, pools
 
     async def publish(self, version: int, in_use: Collection[int], *, to_disk: bool) -> str:
-        """Make the weights available as `version`, the current one; returns its folder, which holds the weights
-        themselves if `to_disk`. Versions that no process reads are removed, except the newest on disk.
+        """Make the weights available as `version`, the current one; returns the folder of the run's own policy, which
+        holds the weights themselves if `to_disk`. Versions that no process reads are removed, except the newest on
+        disk.
 
         Args:
             in_use: versions that servers read.
@@ -175,17 +175,28 @@ class Publishing:
             self.on_disk = version
         kept = {version, version - 1, self.on_disk, self._announcer.announced, *self._announcer.put_off, *in_use}
         kept |= self._members(version)
-        published, _ = await asyncio.gather(
-            self._ranks.some(self._actors, Publish(ACTOR, version, to_disk, self._ranks.master)),
-            self._ranks.all(CollectWeights(ACTOR, tuple(sorted(kept)))),
+        (own, *_), _ = await asyncio.gather(
+            self._published(version, to_disk=to_disk),
+            self._collect(kept),
         )
-        return published[0].path
+        return own
+
+    async def _published(self, version: int, *, to_disk: bool) -> list[str]:
+        """Publish all trained policies, in turn since that takes collectives of their ranks; return their folders."""
+        return [
+            (await self._ranks.some(ranks, Publish(role, version, to_disk, self._ranks.master)))[0].path
+            for role, ranks in self._actors.items()
+        ]
+
+    async def _collect(self, kept: Collection[int]) -> None:
+        for role in self._actors:
+            await self._ranks.all(CollectWeights(role, tuple(sorted(kept))))
 
     async def forget_others(self, version: int) -> None:
         """Remove the weights of all versions but this one and the members of pools, which came before it: a restart has
         forgotten the steps of later versions, and makes others.
         """
-        await self._ranks.all(CollectWeights(ACTOR, tuple(sorted({version} | self._members(version)))))
+        await self._collect({version} | self._members(version))
 
     def _members(self, version: int) -> set[int]:
         return {member for pool in self._pools for member in pool.needed(version)}

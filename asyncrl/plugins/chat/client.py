@@ -30,7 +30,7 @@ from asyncrl.api import (
     messages_of,
 )
 from asyncrl.api.picture import PictureError, PlacedPicture
-from asyncrl.api.trajectory import check_group
+from asyncrl.api.trajectory import check_group, role_of
 from asyncrl.plugins.chat.conversation import Turn
 from asyncrl.plugins.chat.drift import DriftError, compare
 from asyncrl.plugins.chat.request import ChatLimits, ChatRequest, Finish, Phase
@@ -59,7 +59,9 @@ class ChatPolicy:
     reasoning: Reasoning = Reasoning.keep
     drift: DriftCheck = DriftCheck.off
     policies: tuple[str, ...] = ()
-    """Names of the policies that an agent may ask besides the trained one."""
+    """Names of the policies that an agent may ask besides the run's own."""
+    trained: tuple[str, ...] = ()
+    """Those of them that are trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class _Context:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opponent:
+class _OtherPolicy:
     """Client of another policy, `name`, for an episode."""
 
     policy: GenerationClient
@@ -116,6 +118,7 @@ class EpisodeClient:
         rules: ChatPolicy | None = None,
     ) -> None:
         self._policy, self._prompt, self._member, self._format = policy, prompt, member, chat
+        self._run = policy
         self._rules = rules or ChatPolicy()
         self._recorder = TurnRecorder()
         self._calls = itertools.count()
@@ -126,8 +129,9 @@ class EpisodeClient:
         self._group = ""
         self._conversations: dict[str, Self] = {}
         """The episode's clients by comparison group; all clients of the episode share this table."""
-        self._opponent = ""
-        self._opponents: dict[str, Self] = {}
+        self._name = ""
+        """The policy's name; empty: the run's own."""
+        self._others: dict[str, Self] = {}
         """The episode's clients of other policies, by name; shared too."""
 
     def policy(self, name: str) -> Self:
@@ -139,26 +143,32 @@ class EpisodeClient:
         if name not in self._rules.policies:
             named = ", ".join(self._rules.policies) or "none"
             raise ValueError(f"policy {name!r} is not one of the setting `policies`, which has {named}")
-        if name not in self._opponents:
+        if name not in self._others:
             made = copy.copy(self)
-            made._start("")
-            made._policy, made._opponent, made._conversations = _Opponent(self._policy, name), name, {}
+            made._start(name if name in self._rules.trained else "")
+            made._policy, made._name, made._conversations = _OtherPolicy(self._run, name), name, {}
             made._counts, made._answered_at = defaultdict(float), {}
-            self._opponents[name] = made
-        return self._opponents[name]
+            self._others[name] = made
+        return self._others[name]
 
     def conversation(self, group: str) -> Self:
         """See `asyncrl.api.ChatClient`. Counts and random streams are the episode's.
 
         Raises:
-            ValueError: `group` cannot be a name, or is empty.
+            ValueError: `group` cannot be a name, is empty, or names another trained policy.
         """
         check_group(group)
         if not group:
             raise ValueError("conversation(group=''): name the comparison group, such as 'judge'")
+        if not self._name and role_of(group) in self._rules.trained:
+            raise ValueError(
+                f"conversation(group={group!r}): {role_of(group)!r} is a trained policy, whose samples come from "
+                f"client.policy({role_of(group)!r}); give the group of this policy another name"
+            )
         if group not in self._conversations:
             made = copy.copy(self)
-            made._start(group)
+            made._start(f"{self._name}/{group}" if self._name in self._rules.trained else group)
+            check_group(made._group)
             self._conversations[group] = made
         return self._conversations[group]
 
@@ -199,7 +209,7 @@ class EpisodeClient:
         """
         if not isinstance(request, GenerationRequest):
             raise TypeError(f"client.generate takes a GenerationRequest, not a {type(request).__name__}")
-        if request.policy and request.policy != self._opponent:
+        if request.policy and request.policy != self._name:
             return await self.policy(request.policy).generate(request)
         check_prompt_pictures(self._prompt, request.input_ids, request.pictures)
         parent = self._recorder.find_ids(request.input_ids, request.pictures)
@@ -294,12 +304,19 @@ class EpisodeClient:
 
     def samples(self, reward: float = 0.0) -> list[Sample]:
         """See `asyncrl.api.ChatClient`."""
-        if self._opponent:
+        if self._name and self._name not in self._rules.trained:
             return []
         own = self._recorder.samples(reward)
         if self._group:
-            return [replace(sample, group=self._group) for sample in own]
+            own = [replace(sample, group=self._group) for sample in own]
+        if self._group != self._name:  # it is one conversation
+            return own
         return own + [sample for client in self._conversations.values() for sample in client.samples(reward)]
+
+    def all_samples(self, reward: float = 0.0) -> list[Sample]:
+        """See `asyncrl.api.ChatClient`."""
+        others = [sample for client in self._others.values() for sample in client.samples(reward)]
+        return self.samples(reward) + others
 
     def _chat(self) -> ChatFormat:
         if self._format is None:

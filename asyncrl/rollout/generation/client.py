@@ -181,7 +181,7 @@ class RolloutClient:
             request: the request.
             rollout_id: the rollout it belongs to; None for evaluation, which the staleness count does not include.
             min_version: oldest policy version of a token; a rollout's admission version is a bound in any case. Answers
-                of other policies (`request.policy`) may have any version.
+                of a policy that is not trained (`request.policy`) may have any version.
             route: server that the manager chose at admission for the rollout's first request, which this is; if it has
                 expired, the manager is asked for another.
 
@@ -266,7 +266,7 @@ class RolloutClient:
             request_id=work.own_id,
             rollout_id=work.rollout_id,
             affinity=work.rollout_id or "",
-            min_version=None if request.policy else work.min_version,
+            min_version=work.min_version,
             policy=request.policy,
         )
         while (route := await self._manager.schedule(wanted, SCHEDULE_HOLD_S)) is None:

@@ -71,8 +71,8 @@ class ServedEpisodeClient(EpisodeClient):
     def close(self) -> None:
         """Close its sessions, if it has any."""
         clients: list[ServedEpisodeClient] = [self, *self._conversations.values()]
-        for opponent in self._opponents.values():
-            clients += [opponent, *opponent._conversations.values()]
+        for other in self._others.values():
+            clients += [other, *other._conversations.values()]
         for client in clients:
             client._is_over = True
             if client._session is not None:

@@ -55,4 +55,5 @@ def chat_policy(config: ExperimentConfig, model_config: Mapping[str, Any]) -> Ch
     if generation.backend == GenerationBackend.embedded and generation.max_total_tokens < context:
         context, setting = generation.max_total_tokens, "generation.max_total_tokens"
     limits = ChatLimits(chat.max_turns, context, chat.max_tool_s, setting)
-    return ChatPolicy(limits, chat.reasoning, chat.drift, tuple(policy.name for policy in config.policies))
+    named = tuple(policy.name for policy in config.policies)
+    return ChatPolicy(limits, chat.reasoning, chat.drift, named, config.trained_policies)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager import messages as m
 from asyncrl.manager.fleet.decisions import BeginUpdate, FleetDecisions, ServerState, Target, UpdateMode
+from asyncrl.manager.policy_fleets import PolicyFleets
 from asyncrl.manager.service import ManagerService
-from asyncrl.manager.settings import PickVersion, VersionPoolConfig
+from asyncrl.manager.settings import PickVersion, PolicyConfig, VersionPoolConfig
 from asyncrl.master.peers.policy_versions import Publishing
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.trainer.messages import CollectWeights, PublishedWeights
+from asyncrl.trainer.messages import CollectWeights, Publish, PublishedWeights
+from asyncrl.weights.versions.manifest import Manifest, ManifestError, write_manifest
 
 POOLS = st.builds(
     VersionPoolConfig,
@@ -71,14 +78,15 @@ def test_a_server_of_a_pool_goes_back_to_an_older_version_and_returns_there_afte
     assert order.target.version == 10
 
 
-def service_of() -> ManagerService:
+def service_of(policies: Sequence[str] = ("past", "judge"), trained: Sequence[str] = ()) -> ManagerService:
     service = ManagerService(
         batch_size=2,
         max_staleness=1,
         routing="least_requests",
         lease_s=60.0,
         order=DataOrder(100, 0),
-        policies=["past"],
+        policies=policies,
+        trained=trained,
         clock=lambda: 0.0,
     )
     service.begin(m.RunReport(version=5))
@@ -108,7 +116,7 @@ def test_an_opponent_answers_whatever_its_version_and_never_moves_the_gate() -> 
 
 
 def test_a_policy_that_the_run_lacks_is_refused_by_name() -> None:
-    with pytest.raises(m.BadRequest, match=r"'future' is not one of `policies`, which has past"):
+    with pytest.raises(m.BadRequest, match=r"'future' is not one of `policies`, which has past, judge"):
         place(service_of(), "future")
 
 
@@ -118,11 +126,11 @@ class _Ranks:
     def __init__(self) -> None:
         self.master, self.kept = "m", []
 
-    async def some(self, actors: object, request: object) -> list[PublishedWeights]:
-        return [PublishedWeights("/v")]
+    async def some(self, actors: object, request: Publish) -> list[PublishedWeights]:
+        return [PublishedWeights(f"/{request.role}/v{request.version}")]
 
     async def all(self, request: CollectWeights) -> None:
-        self.kept.append(set(request.keep))
+        self.kept.append((request.role, set(request.keep)))
 
 
 class _Announcer:
@@ -131,7 +139,58 @@ class _Announcer:
 
 def test_weights_of_a_pools_members_stay_over_steps_and_restarts() -> None:
     ranks = _Ranks()
-    publishing = Publishing(ranks, [], _Announcer(), [VersionPoolConfig(every=2, keep=2)])
-    asyncio.run(publishing.publish(7, {1}, to_disk=True))
+    publishing = Publishing(ranks, {"actor": [], "judge": []}, _Announcer(), [VersionPoolConfig(every=2, keep=2)])
+    assert asyncio.run(publishing.publish(7, {1}, to_disk=True)) == "/actor/v7"
     asyncio.run(publishing.forget_others(7))
-    assert ranks.kept == [{1, 4, 6, 7}, {4, 6, 7}]
+    kept = [{1, 4, 6, 7}, {4, 6, 7}]
+    assert ranks.kept == [(role, versions) for versions in kept for role in ("actor", "judge")]
+
+
+def test_the_gate_counts_by_the_least_version_of_all_trained_policies_servers() -> None:
+    config = ExperimentConfig(policies=[PolicyConfig("judge", trained=True), PolicyConfig("past")])
+    service, own = service_of(), FleetDecisions(UpdateMode.interrupt, 10.0)
+    fleets = PolicyFleets(config, own, service, JsonHttp(None), logging.getLogger(), lambda: 0.0)
+    own.register(0, "http://own", 0, 0.0)
+    assert fleets.served_version() is None, "the judge has no server"
+    fleets.registered({0: ("http://judge", 0), 1: ("http://past", 0)})
+    assert fleets.served_version() == 0
+    own.publish(Target(6, "/weights/actor/v6"))
+    (order,) = own.poll(0.0, {})
+    assert isinstance(order, BeginUpdate)
+    own.succeeded(0, order.attempt)
+    assert (own.served_version, fleets.served_version()) == (6, 0)
+    asyncio.run(fleets.published(Target(6, "/weights/actor/v6")))
+    judge = fleets._decisions["judge"]
+    (order,) = judge.poll(0.0, {})
+    assert isinstance(order, BeginUpdate)
+    assert order.target == Target(6, "/weights/judge/v6")
+    judge.succeeded(0, order.attempt)
+    assert fleets.served_version() == 6
+    assert fleets.versions_in_use() == {0, 6}
+
+
+def test_an_answer_of_a_trained_policy_is_no_older_than_its_rollouts_admission() -> None:
+    service = service_of(trained=["past"])
+    service.router_of("past").update(0, "http://past", 1, True)
+    asks = [m.RouteRequest(1, 1, 1, request_id="r/past", rollout_id="r", policy="past", min_version=5)]
+    request = m.ScheduleRequest(worker="rollout_worker/0", manager=service.number, timeout_s=0.0, requests=asks)
+    assert not asyncio.run(service.schedule_request(request)).scheduled
+    service.router_of("past").update(0, "http://past", 5, True)
+    assert asyncio.run(service.schedule_request(request)).scheduled
+
+
+@pytest.mark.parametrize("missing", ["actor", "judge"])
+def test_a_version_is_refused_unless_it_is_there_of_every_trained_policy(tmp_path: Path, missing: str) -> None:
+    config = ExperimentConfig(policies=[PolicyConfig("judge", trained=True)])
+    own = FleetDecisions(UpdateMode.interrupt, 10.0)
+    fleets = PolicyFleets(config, own, service_of(["judge"]), JsonHttp(None), logging.getLogger(), lambda: 0.0)
+    for role in ("actor", "judge"):
+        if role != missing:
+            (tmp_path / role / "v1").mkdir(parents=True)
+            write_manifest(tmp_path / role / "v1", Manifest(role, 1, {}))
+    target = Target(1, str(tmp_path / "actor" / "v1"))
+    if missing == "judge":
+        with pytest.raises(ManifestError, match="judge/v1"):
+            fleets.check(target)
+    else:
+        fleets.check(target)

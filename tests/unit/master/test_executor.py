@@ -122,3 +122,12 @@ async def test_a_late_call_is_named_with_its_limit() -> None:
     workers = Workers(2, fails={"right": TimeoutError()})
     with pytest.raises(ExecutionError, match=r"'right'.*model_worker/1 did not finish within 7 s"):
         await Executor(DIAMOND, {"actor": [0], "ref": [1]}, list(workers), 7.0).run()
+
+
+async def test_an_idle_policys_calls_are_left_out_and_statistics_of_others_are_named() -> None:
+    calls = [Call("train", "actor", "f"), Call("judge/train", "judge", "f", policy="judge")]
+    executor = Executor(Graph("g", tuple(calls)), {"actor": [0], "judge": [0]}, list(Workers(1)), 1.0)
+    both, own, judge = [await executor.run(idle) for idle in ((), {"judge"}, {""})]
+    assert set(own) == {"train", "time/train_s"}
+    assert set(judge) == {"policy/judge/judge/train", "policy/judge/time/train_s"}
+    assert set(both) == {*own, *judge}

@@ -25,6 +25,8 @@ CODE = """
 import asyncio
 import os
 
+from asyncrl.api import GenerationRequest
+
 calls = 0
 
 
@@ -62,6 +64,13 @@ async def waits(prompt, env, client):
 
 async def chatting(prompt, env, client):
     await client.chat([{"role": "user", "content": "?"}])
+    return 1.0
+
+
+async def judged(prompt, env, client):
+    request = GenerationRequest("r", prompt.input_ids, 1, prompt.sampling)
+    for asked in (client, client.policy("judge")):
+        await asked.generate(request)
     return 1.0
 
 
@@ -139,6 +148,12 @@ async def test_code_that_fails_on_some_answers_is_a_note(configured: Configured)
     assert outcome.error is None
     assert list(outcome.lost.values()) == [4]
     assert "every_second raised ValueError" in next(iter(outcome.lost))
+
+
+async def test_a_trained_policy_without_a_sample_is_a_note(configured: Configured) -> None:
+    settings = ("policies=[{name: judge, trained: true}]", "agent.path=CODE:judged")
+    assert await rehearse(configured(*settings)) == RehearsalOutcome()
+    assert await rehearse(configured(settings[0])) == RehearsalOutcome(untrained=["judge"])
 
 
 async def test_a_failure_reward_is_no_failure(configured: Configured) -> None:

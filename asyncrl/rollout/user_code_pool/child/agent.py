@@ -117,6 +117,9 @@ class _Client(_Asking):
     def samples(self, reward: float = 0.0) -> list[Sample]:
         return [_sample_of(raw) for raw in self._asked("samples", reward)]
 
+    def all_samples(self, reward: float = 0.0) -> list[Sample]:
+        return [_sample_of(raw) for raw in self._asked("all_samples", reward)]
+
     def endpoint(self, group: str = "") -> SimpleNamespace:
         client = self.conversation(group) if group else self
         return SimpleNamespace(**client._asked("endpoint"))
@@ -139,6 +142,8 @@ async def answer(env: Environment, client: ChatClient, name: str, args: Sequence
         kwargs["sampling"] = msgspec.convert(kwargs["sampling"], SamplingParams)
     if name == "chat":
         return await client.chat(*args, **kwargs)
+    if name == "all_samples":
+        return client.all_samples(*args)
     return client.samples(*args) if name == "samples" else client.prompt_ids(*args, **kwargs)
 
 

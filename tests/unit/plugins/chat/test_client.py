@@ -536,6 +536,32 @@ async def test_what_another_policy_says_is_recorded_nowhere(prompt: Prompt) -> N
     assert_exact(sample, policy.said[-1:])
 
 
+async def test_the_samples_of_a_trained_policy_are_those_of_its_client(prompt: Prompt) -> None:
+    policy = FakePolicy(1, vocab=600)
+    rules = ChatPolicy(policies=("past", "judge"), trained=("judge",))
+    client = EpisodeClient(policy, prompt, 0, None, rules)
+    request = GenerationRequest("r", (3, 4), 1, SamplingParams(seed=1, max_new_tokens=4))
+    judge = client.policy("judge")
+    for asked in (client, judge, judge.conversation("round/2"), judge.policy("past")):
+        await asked.generate(request)
+    assert [each.policy for each in policy.asked] == ["", "judge", "judge", "past"]
+    assert [sample.group for sample in client.samples()] == [""]
+    assert [sample.group for sample in judge.samples()] == ["judge", "judge/round/2"]
+    assert [sample.group for sample in judge.conversation("round/2").samples()] == ["judge/round/2"]
+    everything = client.all_samples(0.5)
+    assert [(sample.group, sample.reward) for sample in everything] == [
+        ("", 0.5),
+        ("judge", 0.5),
+        ("judge/round/2", 0.5),
+    ]
+    for sample, said in zip(everything, policy.said, strict=False):
+        assert_exact(sample, [said])
+    with pytest.raises(ValueError, match=r"'judge' is a trained policy, whose samples come from client\.policy"):
+        client.conversation("judge/x")
+    with pytest.raises(ValueError, match="at most 64 characters"):
+        judge.conversation("x" * 60)
+
+
 def test_a_policy_that_the_run_lacks_is_refused_by_name(prompt: Prompt) -> None:
     client = EpisodeClient(FakePolicy(1), prompt, 0, None, ChatPolicy(policies=("past",)))
     with pytest.raises(ValueError, match="policy 'future' is not one of the setting `policies`, which has past"):

@@ -125,8 +125,8 @@ def test_losses_are_those_of_the_reference_loop(
         for key in report.stats.keys() & compared:  # the loop reports none for a step without a signal
             assert stats[key] == pytest.approx(report.stats[key], abs=1e-4), key
         assert stats.get("masked/selected", 0.0) == report.stats.get("masked/selected", 0.0)
-    assert rank.state.baselines == pytest.approx(oracle.baselines)
-    assert bool(oracle.baselines) == roles
+    assert rank.state.baselines == pytest.approx(oracle.actor.baselines)
+    assert bool(oracle.actor.baselines) == roles
 
 
 def batch_of(groups: list[list[Any]], config: ExperimentConfig, version: int) -> StepBatch:

@@ -1,9 +1,11 @@
-"""Servers of `policies`: models that stay as they are, and older versions of the trained policy.
+"""Servers of `policies`: further trained policies, models that stay as they are, and older versions of the run's own.
 
 Each policy has servers, a router and `FleetDecisions` of its own, so that its servers are updated, quarantined and
-routed to as the trained policy's are, and the staleness gate never depends on them. Whenever a version of the trained
-policy is published, each server of a pool is assigned a member (`VersionPoolConfig.choose`). It is drained first, so an
-answer is of one version. Before the first version joins the pool its servers have the initial model.
+routed to as those of the run's own are. The servers of a trained one follow the versions as those do, and the staleness
+gate counts by the least version that servers of any trained policy have; it never depends on the others.
+
+Whenever a version is published, each server of a pool is assigned a member (`VersionPoolConfig.choose`). It is drained
+first, so an answer is of one version. Before the first version joins the pool its servers have the initial model.
 
 The members' folders stay on disk: the MasterWorker keeps what the same rule names, and what servers read.
 """
@@ -35,11 +37,12 @@ class _PolicyLog(logging.LoggerAdapter[logging.Logger]):
         return f"policy {(self.extra or {})['policy']}: {msg}", kwargs
 
 
-class Opponents:
+class PolicyFleets:
     """See the module's docstring.
 
     Args:
         config: names the policies; a seed decides which server gets which version.
+        own: the fleet of the run's own policy, whose least version counts too.
         http: connections to the servers.
         clock: seconds in which this process ran.
     """
@@ -47,6 +50,7 @@ class Opponents:
     def __init__(
         self,
         config: ExperimentConfig,
+        own: FleetDecisions,
         service: ManagerService,
         http: JsonHttp,
         log: logging.Logger,
@@ -54,11 +58,13 @@ class Opponents:
     ) -> None:
         self._seed, self._log = config.seed, log
         self._of_server = config.policy_of_server
+        self._trained, self._own = config.trained_policies, own
         self._decisions: dict[str, FleetDecisions] = {}
         self._runners: dict[str, FleetRunner] = {}
-        tolerance = logprob_check_tolerance(config)
+        tolerance, updates = logprob_check_tolerance(config), config.manager
         for policy in config.policies:
-            decisions = FleetDecisions(UpdateMode.finish, config.manager.update_timeout_s)
+            mode, share = (updates.update_mode, updates.update_fraction) if policy.trained else (UpdateMode.finish, 1.0)
+            decisions = FleetDecisions(mode, updates.update_timeout_s, share)
             own_log = _PolicyLog(log, {"policy": policy.name})
             checks = [LogprobCheck(tolerance, config.manager.update_timeout_s, log)] if tolerance else []
             self._decisions[policy.name] = decisions
@@ -67,26 +73,48 @@ class Opponents:
                 config=config.manager,
                 checks=checks,
                 policy=policy.name,
+                served_version=self.served_version if policy.trained else None,
                 log=own_log,
                 clock=clock,
             )
 
+    def served_version(self) -> int | None:
+        """The least version that servers of a trained policy have; None while one of these policies has no server."""
+        fleets = [self._own, *(self._decisions[name] for name in self._trained)]
+        served = [version for fleet in fleets if (version := fleet.served_version) is not None]
+        return min(served) if len(served) == len(fleets) else None
+
     def versions_in_use(self) -> set[int]:
-        """Versions of the trained policy that servers of pools serve or load."""
-        pools = {policy.name for policy in self._of_server if policy.path is None}
-        return {version for name in pools for version in self._decisions[name].versions_in_use()}
+        """Versions that servers of pools and of trained policies serve or load."""
+        versioned = {policy.name for policy in self._of_server if policy.trained or policy.path is None}
+        return {version for name in versioned for version in self._decisions[name].versions_in_use()}
 
     def registered(self, servers: Mapping[int, tuple[str, int]]) -> None:
         """Name resolution has these servers now: index to (URL, version at registration)."""
         for name, runner in self._runners.items():
             runner.registered({index: servers[index] for index in self._servers_of(name) if index in servers})
 
-    async def published(self, version: int, path: str) -> None:
-        """The trained policy's `version` is at `path`, beside older ones: assign each server of a pool its member."""
+    def check(self, target: Target) -> None:
+        """Check that the version is there of all trained policies, beside that of the run's own, which is `target`.
+
+        Raises:
+            ManifestError: one is not whole.
+        """
+        for name in self._trained:
+            verify(Path(_of_policy(target, name).path), checksums=False)
+
+    async def published(self, target: Target) -> None:
+        """`target` is a version of the run's own policy, beside older ones, and was checked: it is the goal of the
+        servers of trained policies too, and each server of a pool is assigned its member.
+        """
+        for name in self._trained:
+            self._runners[name].publish(_of_policy(target, name))
+        version, path = target.version, target.path
         for index, policy in enumerate(self._of_server):
-            member = None if policy.path is not None else policy.versions.choose(version, self._seed, index)
-            if member is not None and (target := await self._target(policy, member, Path(path).parent)) is not None:
-                self._runners[policy.name].assign(index, target)
+            stays = policy.trained or policy.path is not None
+            member = None if stays else policy.versions.choose(version, self._seed, index)
+            if member is not None and (chosen := await self._target(policy, member, Path(path).parent)) is not None:
+                self._runners[policy.name].assign(index, chosen)
 
     async def run(self) -> None:
         """Carry out what the fleets order until cancelled."""
@@ -110,3 +138,9 @@ class Opponents:
             self._log.warning("policy %s: v%d of its pool cannot be played: %s", policy.name, version, error)
             return None
         return Target(version, str(path))
+
+
+def _of_policy(target: Target, policy: str) -> Target:
+    """The same version of a further trained policy."""
+    folder = Path(target.path)
+    return Target(target.version, str(folder.parent.parent / policy / folder.name))

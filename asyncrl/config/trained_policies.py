@@ -1,0 +1,65 @@
+"""Further trained policies: their settings, their roles in the trainer, and which samples are theirs.
+
+The run's own policy has the name "" and the roles `actor`, `critic`, `ref` and so on. Those of a further policy `judge`
+are `judge`, for its actor, `judge/ref` and so on, so its weights are in `weights/judge`. A sample is of the policy that
+the role of its comparison group names (`asyncrl.api.trajectory.role_of`): the client of a policy names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from asyncrl.comm.names import ACTOR
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+
+SEPARATOR = "/"
+
+
+def role_of_policy(policy: str, role: str) -> str:
+    """Return the name in the run of a policy's `role`."""
+    if not policy:
+        return role
+    return policy if role == ACTOR else f"{policy}{SEPARATOR}{role}"
+
+
+def policy_and_role(config: ExperimentConfig, role: str) -> tuple[str, str]:
+    """Return the policy that `role` of the run belongs to, and what it is there: of `judge/ref`, `judge` and `ref`."""
+    policy, _, own = role.partition(SEPARATOR)
+    if policy not in config.trained_policies:
+        return "", role
+    return policy, own or ACTOR
+
+
+def config_of_policy(config: ExperimentConfig, name: str) -> ExperimentConfig:
+    """Return the settings of a run that trains the policy `name` alone: this run's, but for what it sets itself.
+
+    Raises:
+        ConfigError: a setting of the policy is none, or of another type.
+    """
+    if not name:
+        return config
+    policy = next(policy for policy in config.policies if policy.name == name)
+    return replace(
+        config,
+        policies=[],
+        model=replace(config.model, path=policy.path or config.model.path),
+        trainer=replace(config.trainer, train_every=policy.train_every, train_offset=policy.train_offset),
+        optimizer=_merged(f"policies: {name!r}: optimizer", config.optimizer, policy.optimizer),
+        algorithm=_merged(f"policies: {name!r}: algorithm", config.algorithm, policy.algorithm),
+    )
+
+
+def _merged(setting: str, settings: Any, given: dict[str, Any]) -> Any:
+    if not given:
+        return settings
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(settings), OmegaConf.create(given))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{setting}={given}: {str(error).partition(chr(10))[0]}") from error
+    assert isinstance(merged, DictConfig)
+    return OmegaConf.to_object(merged)

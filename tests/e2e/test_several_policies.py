@@ -1,0 +1,126 @@
+"""Two policies that are trained in one run: as the reference loop trains them, and as one policy and a frozen one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from asyncrl.algorithms.spec import Choice
+from asyncrl.api import SamplingParams
+from asyncrl.config.import_paths import load_plugin
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
+
+pytestmark = pytest.mark.slow
+STEPS = 8
+TOLERANCE = 1e-5
+CONFIG = ReferenceConfig(
+    seed=7,
+    train_batch_size=8,
+    group_size=4,
+    ppo_minibatches=2,
+    lr=1e-3,
+    sampling=SamplingParams(max_new_tokens=8, temperature=0.9),
+)
+JUDGE = replace(CONFIG, lr=3e-3, train_every=2, train_offset=1, advantage=Choice("dr_grpo"))
+AGENT = """
+from asyncrl.api import Agent, GenerationRequest
+
+
+class Match(Agent):
+    def __init__(self, tokenizer):
+        pass
+
+    async def run(self, prompt, env, client):
+        "A judge reads prompt and answer; an answer is paid by its length, the judge if its own is of the same parity."
+        judge, name = client.policy("judge"), f"{prompt.prompt_id}/{prompt.member}"
+        asked = GenerationRequest(name, prompt.input_ids, 1, prompt.sampling)
+        answer = (await client.generate(asked)).completions[0].token_ids
+        asked = GenerationRequest(f"{name}/judge", (*prompt.input_ids, *answer), 1, prompt.sampling)
+        verdict = (await judge.generate(asked)).completions[0].token_ids
+        agrees = len(verdict) % 2 == len(answer) % 2
+        return client.samples(float(len(answer) > 4)) + (judge.samples(float(agrees)) if prompt.order % 3 else [])
+"""
+
+
+@pytest.fixture(scope="module")
+def agent_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Import path of the agent."""
+    file = tmp_path_factory.mktemp("agents") / "match.py"
+    file.write_text(AGENT)
+    return f"{file}:Match"
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model: Path, agent_path: str) -> list[StepReport]:
+    """Return the reports of the reference loop, step by step."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    models = [AutoModelForCausalLM.from_pretrained(tiny_model).eval() for _ in range(2)]
+    trainer = ReferenceTrainer(
+        CONFIG,
+        models[0],
+        load_tokenizer(tiny_model),
+        ArithmeticDataset(seed=CONFIG.seed),
+        lambda data, completion: 0.0,
+        load_plugin(agent_path)(load_tokenizer(tiny_model)),
+        {"judge": Actor(JUDGE, models[1])},
+    )
+    reports = [trainer.train_step() for _ in range(STEPS)]
+    torch.set_num_threads(threads)
+    return reports
+
+
+def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their_processes(
+    oracle: list[StepReport], start_run: Any, command: Any, agent_path: str, tmp_path: Path
+) -> None:
+    run = start_run(
+        agent__path=agent_path,
+        policies="[{name: judge, trained: true, train_every: 2, train_offset: 1, optimizer: {lr: 3e-3}, "
+        "algorithm: {advantage: {name: dr_grpo}}}]",
+        trainer__parallel="d2",
+        rollout__workers=2,
+        seed=CONFIG.seed,
+        train_batch_size=CONFIG.train_batch_size,
+        group_size=CONFIG.group_size,
+        trainer__ppo_minibatches=CONFIG.ppo_minibatches,
+        optimizer__lr=CONFIG.lr,
+        optimizer__schedule="constant",
+        rollout__sampling__max_new_tokens=CONFIG.sampling.max_new_tokens,
+        rollout__sampling__temperature=CONFIG.sampling.temperature,
+        max_head_offpolicyness=0,
+        total_train_steps=STEPS,
+        eval__interval=0,
+        checkpoint__interval=0,
+    )
+    for step, worker in ((2, "policy_server/0"), (4, "model_worker/1")):
+        run.wait_for_step(step)
+        run.worker(worker).kill()
+    assert run.wait() == 0, run.output + run.logs()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    losses = np.array([row["ppo/loss_per_minibatch"] for row in rows])
+    np.testing.assert_allclose(losses, [report.losses for report in oracle], rtol=0, atol=TOLERANCE)
+    name = "policy/judge/ppo/loss_per_minibatch"
+    trained = {row["step"]: row[name] for row in rows if name in row}
+    assert trained.keys() == {report.version for report in oracle if report.others} == set(range(2, STEPS + 1, 2))
+    judged = [report.others["judge"].losses for report in oracle if report.others]
+    np.testing.assert_allclose(list(trained.values()), judged, rtol=0, atol=TOLERANCE)
+    assert np.abs(judged).max() > 1000 * TOLERANCE
+    assert {folder.name for folder in (run.run_dir / "weights").iterdir()} == {"actor", "judge"}
+    assert command("audit", run.run_dir).code == 0
+    assert command("export", run.run_dir, "--policy", "judge", tmp_path / "judge").code == 0
+    exported, published = (
+        load_file(next(folder.glob("*.safetensors")))
+        for folder in (tmp_path / "judge", run.run_dir / "weights" / "judge" / f"v{STEPS}")
+    )
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in published.items())
+    assert "trains no policy 'past'" in command("export", run.run_dir, "--policy", "past", tmp_path / "past").output

@@ -1,0 +1,188 @@
+"""Several trained policies: each trains on its own samples, with its own settings, as the reference loop has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.api import Agent, ChatClient, Environment, GenerationRequest, Prompt, Sample, SamplingParams, Trajectory
+from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.config.setting import ConfigError
+from asyncrl.config.trained_policies import config_of_policy, policy_and_role, role_of_policy
+from asyncrl.manager.settings import PolicyConfig
+from asyncrl.master.data.step_plan import Dealing, assign
+from asyncrl.master.graph.builtin import load_graph
+from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
+from asyncrl.plugins.datasets.tokenizers import load_tokenizer
+from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
+from asyncrl.trainer.batches.policy_parts import parts_of_policies
+from asyncrl.trainer.model.loading import load_causal_lm
+from asyncrl.trainer.parallel.rank_position import World
+from asyncrl.trainer.placement import model_of, placement, role_placement
+from asyncrl.trainer.roles import build_rank
+from asyncrl.trainer.trajectories.inbox import record_of
+from asyncrl.weights.checkpoints.store import read_state
+
+CONFIG = ReferenceConfig(
+    seed=3, train_batch_size=4, group_size=4, ppo_minibatches=2, lr=1e-2, sampling=SamplingParams(max_new_tokens=8)
+)
+
+
+class Match(Agent):
+    """The judge reads prompt and answer; it is paid for long verdicts, the policy for short ones."""
+
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> list[Sample]:
+        judge, name = client.policy("judge"), f"{prompt.prompt_id}/{prompt.member}"
+        result = await client.generate(GenerationRequest(name, prompt.input_ids, 1, prompt.sampling))
+        read = (*prompt.input_ids, *result.completions[0].token_ids)
+        result = await judge.generate(GenerationRequest(f"{name}/judge", read, 1, prompt.sampling))
+        paid = float(len(result.completions[0].token_ids))
+        return client.samples(-paid) + judge.samples(paid)
+
+
+class OwnSamplesAlone(Match):
+    async def run(self, prompt: Prompt, env: Environment, client: ChatClient) -> list[Sample]:
+        return [sample for sample in await super().run(prompt, env, client) if not sample.group]
+
+
+def loop_of(folder: Path, judge: ReferenceConfig, agent: Agent) -> ReferenceTrainer:
+    model, other = (load_causal_lm(folder, "float32", "eager", torch.device("cpu")) for _ in range(2))
+    return ReferenceTrainer(
+        CONFIG,
+        model,
+        load_tokenizer(folder),
+        ArithmeticDataset(num_rows=64, max_numbers=3),
+        lambda data, completion: 0.0,
+        agent,
+        {"judge": Actor(judge, other)},
+    )
+
+
+def reports_of(folder: Path, judge: ReferenceConfig, agent: Agent) -> list[StepReport]:
+    loop = loop_of(folder, judge, agent)
+    return [loop.train_step() for _ in range(4)]
+
+
+def test_a_policy_with_learning_rate_0_is_a_frozen_one(qwen_dir: Path) -> None:
+    still = reports_of(qwen_dir, replace(CONFIG, lr=0.0), Match())
+    frozen = reports_of(qwen_dir, CONFIG, OwnSamplesAlone())
+    moving = reports_of(qwen_dir, CONFIG, Match())
+    assert [report.losses for report in still] == [report.losses for report in frozen]
+    assert [report.losses for report in still] != [report.losses for report in moving]
+    assert all(np.abs(report.others["judge"].losses).max() > 1e-3 for report in still)
+    assert all(report.others["judge"].losses == () for report in frozen), "without a sample there is no step"
+
+
+def with_judge(config: ExperimentConfig, **settings: object) -> ExperimentConfig:
+    return replace(config, policies=[PolicyConfig("judge", trained=True, **settings)])  # type: ignore[arg-type]
+
+
+def test_a_policy_has_the_runs_settings_but_for_what_it_sets_itself(config: ExperimentConfig, llama_dir: Path) -> None:
+    run = with_judge(config, path=str(llama_dir), optimizer={"lr": 0.5}, algorithm={"reference": {"path": "/r"}})
+    own = config_of_policy(run, "judge")
+    assert (own.optimizer.lr, own.optimizer.beta2) == (0.5, config.optimizer.beta2)
+    assert (own.algorithm.reference.path, own.algorithm.graph) == ("/r", config.algorithm.graph)
+    assert own.model.path == str(llama_dir)
+    assert config_of_policy(run, "") is run
+    for settings, message in (({"lrr": 1}, "lrr"), ({"lr": "fast"}, "fast")):
+        with pytest.raises(ConfigError, match=f"policies: 'judge': optimizer=.*{message}"):
+            config_of_policy(with_judge(config, optimizer=settings), "judge")
+
+
+def test_the_schedule_counts_the_steps_that_train_the_policy(config: ExperimentConfig) -> None:
+    run = with_judge(replace(config, total_train_steps=7), train_every=3, train_offset=1)
+    assert run.optimizer_steps == 7 * 2
+    assert config_of_policy(run, "judge").optimizer_steps == 2 * 2  # from versions 1 and 4
+    assert [run.idle_policies(version) for version in (0, 1)] == [{"judge"}, set()]
+
+
+def test_the_graph_has_the_calls_of_each_policy_with_roles_of_its_own(
+    config: ExperimentConfig, llama_dir: Path
+) -> None:
+    run = with_judge(config, path=str(llama_dir), algorithm={"kl_coef": 0.1, "prox": "behave"})
+    graph = load_graph(run)
+    assert graph.calls[: len(load_graph(config).calls)] == load_graph(config).calls
+    own = [call for call in graph.calls if call.policy == "judge"]
+    assert [(call.name, call.role) for call in own] == [
+        ("judge/ref_inf", "judge/ref"),
+        ("judge/advantage", "judge"),
+        ("judge/actor_train", "judge"),
+    ]
+    crossing = [edge for edge in graph.edges() if ("judge" in edge.source) != ("judge" in edge.target)]
+    assert crossing == [], "keys pass within a policy"
+    assert [policy_and_role(run, role) for role in ("ref", "judge", "judge/ref")] == [
+        ("", "ref"),
+        ("judge", "actor"),
+        ("judge", "ref"),
+    ]
+    assert role_of_policy("", "actor") == "actor"
+    assert model_of(run, graph, "judge/ref") == str(llama_dir)
+    assert role_placement(run, "judge")[1].parallel is None
+    assert set(placement(run, graph).grids.values()) == {placement(run, graph).actor}
+
+
+def sample(reward: float, group: str = "", episode: int = 0) -> Sample:
+    tokens = np.array([1, 2], np.int32)
+    return Sample(
+        tokens,
+        np.array([0, 1], np.uint8),
+        np.zeros(2, np.float32),
+        np.array([-1, 0], np.int32),
+        reward,
+        group=group,
+        episode=episode,
+    )
+
+
+def rollout(number: int, *samples: Sample) -> Trajectory:
+    return Trajectory(f"r{number}", f"p{number}", number, samples)
+
+
+def test_each_policy_gets_its_own_samples_in_minibatches_of_its_own() -> None:
+    both = [sample(0.0), sample(0.0, episode=1), sample(0.0, "judge"), sample(1.0, "judge", 1)]
+    own = [sample(0.0), sample(1.0, episode=1)]
+    rollouts = [rollout(0, *own), rollout(1, *both), rollout(2, *own), rollout(3, *both)]
+    dealing = Dealing(2, 2, seed=5, policies=("judge",))
+    records = [record_of(each, 0) for each in rollouts]
+    assert [record.has_signal_of("judge", ("judge",)) for record in records] == [False, True, False, True]
+    assert [record.has_signal_of("", ("judge",)) for record in records] == [True, False, True, False]
+    dealt = [each.minibatches for each in assign(records, 1, dealing, 0)]
+    alone = [each.minibatches for each in assign(records, 1, replace(dealing, policies=()), 0)]
+    parts = list(parts_of_policies(rollouts, dealt, dealing.policies))
+    assert [part.policy for part in parts] == ["", "judge"]
+    assert [each.rollout_id for each in parts[0].trajectories] == ["r0", "r1", "r2", "r3"]
+    assert [each.rollout_id for each in parts[1].trajectories] == ["r1", "r3"]
+    assert {each.group for part in parts[1].trajectories for each in part.samples} == {"judge"}
+    assert {each.group for part in parts[0].trajectories for each in part.samples} == {""}
+    assert len(alone[0]) == 2
+    for number in range(2):  # of two passes: rollouts with a signal are dealt evenly, of each policy
+        assert {parts[0].minibatches[row][number] for row in (0, 2)} == {2 * number, 2 * number + 1}
+        assert {steps[number] for steps in parts[1].minibatches} == {2 * number, 2 * number + 1}
+    (whole,) = parts_of_policies(rollouts, alone, ())
+    assert whole.trajectories is rollouts
+
+
+def test_a_checkpoint_has_every_policy(config: ExperimentConfig, tmp_path: Path) -> None:
+    from asyncrl.trainer.messages import SaveCheckpoint
+
+    run = with_judge(config, algorithm={"advantage": {"name": "rae"}})
+    rank = build_rank(run, load_graph(run), World(), torch.device("cpu"))
+    assert rank.changing == ("actor", "judge")
+    rank.states["judge"].baselines["judge"] = 0.25
+    before = {name: tensor.clone() for name, tensor in rank.engines["judge"].state()[0].items()}
+    path = tmp_path / "v1"
+    rank.save_checkpoint(SaveCheckpoint(str(path), 1, {"version": 1}))
+    files = rank.checkpoints.share(path).result()
+    rank.checkpoints.commit(path, files, keep=1, protected=())
+    assert set(read_state(path)["roles"]) == {"actor", "judge"}
+    for tensor in rank.engines["judge"].state()[0].values():
+        tensor.zero_()
+    rank.states["judge"].baselines = {}
+    assert rank.load_checkpoint(tmp_path) == {"version": 1}
+    assert rank.states["judge"].baselines == {"judge": 0.25}
+    restored = rank.engines["judge"].state()[0]
+    assert all(torch.equal(tensor, restored[name]) for name, tensor in before.items())
