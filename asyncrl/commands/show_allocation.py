@@ -146,13 +146,11 @@ def beside_servers(config: ExperimentConfig, gpu_bytes: Mapping[str, int]) -> di
 
     Guests leave all of it while a step is trained.
     """
-    if guests_of(config.generation):
-        return dict(gpu_bytes)
     part = float(sglang_flags(config.generation).get(MEMORY_SHARE, 0.0))
-    left = dict(gpu_bytes)
+    left, guests = dict(gpu_bytes), guests_of(config.generation)
     if config.generation.backend == GenerationBackend.sglang:
         for plan in plan_workers(config):
-            if plan.kind == GENERATION_SERVER and not plan.host.name:
+            if plan.kind == GENERATION_SERVER and plan.index not in guests and not plan.host.name:
                 left |= {gpu: round(left[gpu] * (1 - part)) for gpu in plan.resources.gpus if gpu in left}
     return left
 

@@ -42,8 +42,11 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
             "generation.dtype='float32': SGLang's attention kernels for GPUs compute in 16 bits; use auto or bfloat16, "
             "or choose kernels that take float32 by generation.sglang.args={attention_backend: triton}"
         )
-    alone = [plan for plan in plans if plan.kind != MODEL_WORKER] if guests_of(generation) else plans
-    if MEMORY_SHARE not in flags and (shared := first_shared_gpu(alone)) is not None:
+    guests = guests_of(generation)  # they share with training ranks, but with no other server
+    servers_alone = [plan for plan in plans if plan.kind == GENERATION_SERVER]
+    stay = [plan for plan in plans if plan.kind != GENERATION_SERVER or plan.index not in guests]
+    shared = first_shared_gpu(servers_alone) or first_shared_gpu(stay)
+    if MEMORY_SHARE not in flags and shared is not None:
         gpu, (server, other) = shared
         yield (
             f"generation.sglang.args: {server} and {other} are both on GPU {gpu}, and SGLang takes nearly all memory "

@@ -24,8 +24,8 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
             f"{setting}: generation.sglang.urls names servers that others started, and where they run is not known; "
             "leave the urls out, or use guests=none"
         )
-    if len(guests) < config.generation.servers:
-        yield f"{setting}: so far only all {config.generation.servers} servers can be guests; use {ALL_GUESTS}"
+    if len(guests) < config.generation.servers and config.system.hosts:
+        yield f"{setting}: of servers on several hosts (system.hosts) only all can be guests; use {ALL_GUESTS}"
     if config.samples.only or config.samples.replay:
         yield f"{setting}: samples.only and samples.replay have no trainer or no servers to take turns; use guests=none"
     if config.manager.update_mode in (UpdateMode.in_place, UpdateMode.finish):

@@ -284,9 +284,16 @@ class WaitRestingRequest(Message, frozen=True):
 
 
 class WaitRestingReply(Message, frozen=True):
-    """Servers that the turn still has to wait for, in words; none: the devices are the trainer's."""
+    """Servers that the turn still has to wait for, in words; none: the devices are the trainer's.
+
+    Attributes:
+        others: servers elsewhere that serve.
+        wake_s: time that a guest took lately from its turn until it served.
+    """
 
     waits_for: list[str]
+    others: Count = 0
+    wake_s: Seconds = 0.0
 
 
 class DroppedRollout(Message, frozen=True):

@@ -184,7 +184,8 @@ def assemble(
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
     curriculum = make_curriculum(config.dataset.curriculum)
     reported = ReportState(buffer, ledger, curriculum, steps)
-    turns = DeviceTurns(peers.board, peers.manager, stall, announcer, stop, len(guests_of(config.generation)))
+    guests = guests_of(config.generation)
+    turns = DeviceTurns(peers.board, peers.manager, stall, announcer, stop, len(guests), guests.start)
     lease_s = config.manager.rollout_lease_s
     calls = frozen_calls(config, graph, peers.placement)
     ahead = AheadScorer(calls, buffer, ranks, actors[ACTOR], heads=len(heads))

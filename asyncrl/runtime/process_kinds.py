@@ -146,7 +146,9 @@ def gpus_of_servers(config: ExperimentConfig, here: Share) -> Sequence[str]:
 def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
     """The GPUs that training leaves, as many as the server has ranks; too few are shared in turn."""
     generation = config.generation
-    ours = gpus_of_servers(config, here)
+    ours, guests = gpus_of_servers(config, here), guests_of(generation)
+    if ours and index in guests and config.trainer.device != Device.cpu:
+        ours, index = here.gpus[: here.ranks] or ours, index - guests.start
     niceness = 0 if ours else _niceness(config, here)
     in_process = generation.backend == GenerationBackend.embedded
     allocator = GPU_ALLOCATOR if ours and in_process else ""

@@ -360,6 +360,11 @@ class FleetDecisions:
         """The guests that have not given their memory back."""
         return [life for life in self.servers if life.index in self.guests and life.state is not ServerState.RESTING]
 
+    @property
+    def others_serving(self) -> int:
+        """Number of servers that serve and are no guests."""
+        return sum(life.index not in self.guests for life in self._serving())
+
     def not_known_to_rest(self, registered: Mapping[int, str]) -> list[int]:
         """Those guests among the servers `registered` (URL by index) that are not known to rest at that URL."""
         resting = {life.index: life.url for life in self.servers if life.state is ServerState.RESTING}

@@ -66,6 +66,7 @@ class FleetRunner:
     Attributes:
         memory: by index the guests whose memory is released, or may be; `on_memory` records each change.
         changed: the state of a server changed.
+        wake_s: time that the guest which woke last took until it served.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class FleetRunner:
         self.memory: dict[int, GuestMemory] = {}
         self.on_memory: Callable[[int, GuestMemory | None], Awaitable[None]] = _not_recorded
         self._resident_since: dict[int, float] = {}
+        self.wake_s = 0.0
         self._updates: dict[int, asyncio.Task[None]] = {}
         self._late_checks: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -222,6 +224,8 @@ class FleetRunner:
         else:
             if served := self._decisions.succeeded(order.server, order.attempt):
                 took_ms = 1e3 * (self._clock() - began)
+                if order.rested:
+                    self.wake_s = took_ms / 1e3
                 self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
                 if order.keeps_requests and self._checks:
                     self._late_checks[order.server] = self._spawn(self._check_late(order, client))

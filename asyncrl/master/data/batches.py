@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -19,8 +22,17 @@ from asyncrl.master.turns import DeviceTurns
 
 _log = logging.getLogger(__name__)
 
+LEND_LOOK_S = 1.0
+"""Time between two looks at whether it pays to lend the devices, while the trainer keeps them."""
 HOLD_S = 10.0
 """Time that the manager may hold one question about expiring rollouts."""
+
+
+async def _at_most(waiting: Coroutine[Any, Any, object], seconds: float) -> None:
+    """Await `waiting` for so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await waiting
 
 
 class Batches:
@@ -74,11 +86,14 @@ class Batches:
                 missing = self._size - len(self._buffer)
             if missing <= 0:
                 return
-            self._turns.give()
+            lent = await self._turns.lend(missing)
             if await self.ahead.piece(version):
                 continue
+            began, before = time.monotonic(), self._buffer.received
             more = self._collector.changed(missing)
-            await self._stall.wait(more, version, "trajectories from the RolloutWorkers")
+            waiting = more if lent else _at_most(more, LEND_LOOK_S)
+            await self._stall.wait(waiting, version, "trajectories from the RolloutWorkers")
+            self._turns.waited(self._buffer.received - before, time.monotonic() - began)
 
     async def _nothing_would_expire(self, version: int) -> None:
         """Hold the step until every rollout that a later step could not train is in the buffer."""

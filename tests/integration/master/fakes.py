@@ -18,7 +18,15 @@ from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
-from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, ReceivedRollout, RunReport
+from asyncrl.manager.messages import (
+    Books,
+    ConsumedReply,
+    DroppedRollout,
+    GateBooks,
+    ReceivedRollout,
+    RunReport,
+    WaitRestingReply,
+)
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.train_loop import TrainLoop
@@ -233,10 +241,12 @@ class FakeManager:
     versions_in_use: list[int] = field(default_factory=list)
     resting: list[list[str]] = field(default_factory=list)
     rests: list[int] = field(default_factory=list)
+    others: int = 0
+    wake_s: float = 0.0
 
-    async def wait_resting(self, turn: int, timeout_s: float) -> Sequence[str]:
+    async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
         self.rests.append(turn)
-        return self.resting.pop(0) if self.resting else []
+        return WaitRestingReply(self.resting.pop(0) if self.resting else [], self.others, self.wake_s)
 
     async def report_consumed(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from asyncrl.comm.names import TrainerTurn
 from asyncrl.trainer.messages import BeginStep
 from tests.integration.master.fakes import Run, make_config, running, until
@@ -109,3 +111,27 @@ async def test_without_guests_nothing_is_announced(tmp_path: Path) -> None:
     await run.loop.run()
     assert (run.board.turns, run.manager.rests) == ([], [])
     assert "time/switch_s" not in run.rows()[0]
+
+
+async def test_guests_rest_while_others_are_sooner_and_serve_when_nobody_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.master.data.batches.LEND_LOOK_S", 0.01)
+    config = make_config(total_train_steps=3)
+    config.generation.guests, config.generation.servers = "1", 3
+    run = Run(tmp_path, config)
+    run.manager.others, run.manager.wake_s = 2, 1e6
+    async with running(run) as task:
+        await until(lambda: turns(run) == [(False, 0)])
+        await run.deliver(range(4), oldest=2)
+        await until(lambda: run.board.versions == [1])
+        asked = len(run.manager.rests)
+        await until(lambda: len(run.manager.rests) > asked + 3)
+        assert turns(run) == [(False, 0), (True, 0)], "a switch takes longer than the others need"
+        await run.deliver(range(4, 8), oldest=2)
+        await until(lambda: run.board.versions == [1, 2])
+        run.manager.others = 0
+        await until(lambda: turns(run) == [(False, 0), (True, 0), (False, 2)])
+        await run.deliver(range(8, 12), oldest=2)
+        await task
+    assert turns(run)[3:] == [(True, 2), (False, 3)]

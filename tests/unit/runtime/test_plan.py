@@ -40,6 +40,9 @@ def test_guests_are_on_the_gpus_of_the_training_ranks() -> None:
         "generation_server/1": ("1",),
         "generation_server/2": ("0",),
     }
+    config.generation.guests = "2"
+    lent = [plans_of(config, gpus=4)[f"generation_server/{index}"].resources.gpus for index in range(3)]
+    assert lent == [("2",), ("0",), ("1",)]
     config.trainer.device = Device.cpu
     assert plans_of(config, gpus=4)["generation_server/2"].resources.gpus == ("2",)
 
