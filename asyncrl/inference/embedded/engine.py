@@ -57,6 +57,8 @@ from asyncrl.weights.model_files.loading import WeightUpdateError, apply_weights
 
 logger = logging.getLogger(__name__)
 
+CHUNKED_PREFILL_SIZE = 512
+"""Default of `generation.chunked_prefill_size`."""
 COMMAND_TIMEOUT_S = 60.0
 """Longest a caller waits for a command to get its turn between two steps."""
 
@@ -76,12 +78,14 @@ class GenerationEngine:
         model: any causal LM that keeps keys, values and recurrent states in transformers' cache; proven here.
         max_running_requests: most samples decoded together.
         max_model_len: longest prompt + output in tokens; default the model's own limit.
-        max_total_tokens: bound of the KV cache in positions (rows x longest sample); default allows the full rectangle.
+        max_total_tokens: bound of the KV cache in positions: of running samples (rows x longest sample), and of what is
+            kept of earlier requests in the rest; default: of all rows at their longest.
         weight_version: label of the weights that the model has now.
         model_path: their folder; the base of adapters that come later.
         detokenize: token ids to text; needed for stop strings.
         record_routing: whether requests may ask for the experts that each token went through.
         pictures: of `model`; None: it is served text alone.
+        chunked_prefill_size: most tokens of one prompt that are computed between two decode steps.
         saves_memory: the memory of the weights may be released.
 
     Raises:
@@ -104,6 +108,7 @@ class GenerationEngine:
         detokenize: Detokenize | None = None,
         record_routing: bool = False,
         pictures: Pictures | None = None,
+        chunked_prefill_size: int = CHUNKED_PREFILL_SIZE,
         saves_memory: bool = False,
     ) -> None:
         if saves_memory:
@@ -116,7 +121,11 @@ class GenerationEngine:
             raise ValueError("max_model_len is not given, and the model's config names no longest sequence; give one")
         self.max_model_len = longest
         refuse_unserved(model, longest)
-        for name, value in (("max_running_requests", max_running_requests), ("max_model_len", self.max_model_len)):
+        for name, value in (
+            ("max_running_requests", max_running_requests),
+            ("max_model_len", self.max_model_len),
+            ("chunked_prefill_size", chunked_prefill_size),
+        ):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if limit is not None and self.max_model_len > limit:
@@ -144,8 +153,10 @@ class GenerationEngine:
         self.eos_token_ids = _eos_token_ids(model)
         self._jobs = JobTable()
         queue = AdmissionQueue(max_running_requests, self.max_total_tokens)
-        self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize)
+        room = full if max_total_tokens is None else max_total_tokens
+        self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
         self._batch.relabel(weight_version)
+        self._prefilled_before = runner.prefilled_tokens  # those of the check are nobody's
         self._memory = EngineMemory(runner)
         self._threads = torch.get_num_threads()
         self._mailbox = Mailbox()
@@ -272,10 +283,12 @@ class GenerationEngine:
     def _release_memory(self, tags: Collection[MemoryTag]) -> int:
         if not self._saves_memory:
             raise MemoryStateError("this server keeps its memory; start it as a guest (generation.guests)")
-        if self._paused is None or self._batch.samples.live:
+        if self._paused is None or self._batch.samples.live or self._batch.long_prompts.held:
             raise MemoryStateError("memory is released while the server is paused and runs nothing: pause it (abort)")
         if MemoryTag.weights in tags:
             self._replaced = None  # an update brings all of them
+        if MemoryTag.kv_cache in tags:
+            self._batch.prefills.forget()
         freed = self._memory.release(tags)
         logger.info("released %.1f MiB (%s)", freed / 2**20, ", ".join(sorted(tags)))
         return freed
@@ -307,7 +320,7 @@ class GenerationEngine:
             apply_weights(staged)
             self._memory.has_values = True
             self._replaced = replaced
-            self._batch.weights_changed()
+            self._batch.weights_changed(keep_cache=not flush_cache)
             self.model_path = path
             if version is not None:
                 self._batch.relabel(version)
@@ -380,7 +393,7 @@ class GenerationEngine:
     def _runnable(self) -> bool:
         if self._paused is not None:
             return False
-        return bool(self._batch.samples.rows) or self._batch.queue.has_admissible()
+        return self._batch.runnable
 
     def _apply_drains(self) -> None:
         """Apply changes whose predecessors have all finished (or are frozen); hold what arrived after the first that
@@ -425,7 +438,7 @@ class GenerationEngine:
         batch = self._batch
         self._stats = EngineStats(
             running=batch.samples.live,
-            waiting=len(batch.queue.waiting),
+            waiting=batch.waiting,
             paused=self._paused is not None,
             used_tokens=batch.used_tokens,
             max_total_tokens=self.max_total_tokens,
@@ -433,6 +446,8 @@ class GenerationEngine:
             prompt_tokens=batch.counts.prompt,
             cached_tokens=batch.counts.cached,
             generated_tokens=batch.counts.generated,
+            prefilled_tokens=batch.runner.prefilled_tokens - self._prefilled_before,
+            kept_tokens=batch.prefills.kept_tokens,
             finished_requests=self._jobs.finished,
             aborted_requests=self._jobs.aborted,
             retractions=self._retractions,
