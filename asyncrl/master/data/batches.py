@@ -1,4 +1,4 @@
-"""The batches of a run's steps, one after the other: what a step waits for before it can train."""
+"""The batches of a run's steps, and the wait of each step for its batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 LEND_LOOK_S = 1.0
 """Time between two looks at whether it pays to lend the devices, while the trainer keeps them."""
 HOLD_S = 10.0
-"""Time that the manager may hold one question about expiring rollouts."""
+"""Time for which the manager may hold one question about expiring rollouts."""
 
 
 async def _at_most(waiting: Coroutine[Any, Any, object], seconds: float) -> None:
@@ -36,7 +36,7 @@ async def _at_most(waiting: Coroutine[Any, Any, object], seconds: float) -> None
 
 
 class Batches:
-    """Takes each step's batch from `buffer`, once there is one, in the user's `order` if there is one.
+    """Takes each step's batch from `buffer` once it is complete, in the user's `order` if there is one.
 
     Args:
         report: reports to the manager what expired, at the version given.
@@ -61,7 +61,7 @@ class Batches:
         self.order = ConfiguredOrder(config.buffer.order)
 
     async def next(self, version: int) -> TrainBatch:
-        """The batch of the step from `version`.
+        """Wait for the batch of the step from `version` and return it.
 
         Raises:
             StopRequested, Stalled: see `StallWatch.wait`.
