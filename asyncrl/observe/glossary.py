@@ -175,6 +175,13 @@ METRICS: tuple[Metric, ...] = (
         "Near 0; else raise `rollout.user_code.processes`.",
     ),
     Metric(
+        "rollout/thread_wait_s",
+        "s",
+        "Wall time of a rollout in which at least one of its plain functions waited for a free thread of "
+        "`rollout.user_code.threads`. " + _MEAN,
+        "Near 0; else raise `rollout.user_code.threads`.",
+    ),
+    Metric(
         "rollout/failed_rewards",
         "",
         "Rewards of a rollout that failed, so that `failure_reward` was used: the mean over the rollouts that had any.",
