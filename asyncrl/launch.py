@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.commands import COMMANDS
+from asyncrl.commands.refusal import refuse
 from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 
@@ -69,9 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in warnings(config) if isinstance(config, ExperimentConfig) else ():
             print(f"warning: {line}", file=sys.stderr)
     except ConfigError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(error)
     if args.show_allocation:
         from asyncrl.commands.show_allocation import show_allocation
 

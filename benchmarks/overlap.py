@@ -1,7 +1,7 @@
 """Does generation overlap training? The demo with η = 0 and η = 4: same seed, steps and processes, in turns.
 
     python benchmarks/overlap.py [--modes interrupt retract in_place] [--steps 40] [--rounds 3] [--quick]
-                                 [--cost | --reference] [--json PATH] [setting=value ...]
+                                 [--cost | --observing | --reference] [--json PATH] [setting=value ...]
 
 With η = 0 nothing overlaps: a step waits for its rollouts (generation alone), then trains and publishes (training
 alone). So that run gives both times; those with η = 4, one for each `manager.update_mode` asked for, give the step.
@@ -19,6 +19,11 @@ no ledger, keeps no last step in memory and whose manager writes no log (`peers/
 
     cost = step as it is / step without them - 1
 
+With `--observing`: what it costs that each process writes into `observed/`. One run with η = 4, in which each process
+counts the processor seconds of its observing (`peers/watched`):
+
+    cost = seconds of observing / seconds of all that the processes do
+
 With `--reference`: what it brings that a frozen reference scores rollouts while the trainer waits for the rest. The
 demo with a KL term and η = 0, 1 and 4, each in turns with `trainer.score_ahead=false`, another first in each round.
 """
@@ -35,6 +40,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,6 +58,7 @@ CONTROL = ("gserver_manager", "master_worker")
 TITLE = re.compile(r"^asyncrl (\w+)/")
 TARGETS = {"speed-up": 1.5, "efficiency": 0.9, "control": 0.10}
 COST_TARGET = 0.02
+OBSERVING_TARGET = 0.01
 REFERENCE_ETAS = (0, 1, 4)
 
 
@@ -75,19 +82,28 @@ class Measured:
 BARE = Path(__file__).parent / "peers" / "bare"
 """On PYTHONPATH it leaves out what lets a run go on after deaths, as far as no setting does."""
 
+WATCHED = BARE.with_name("watched")
+
 
 def run(
-    eta: int, mode: str, steps: int, root: Path, overrides: list[str], *, bare: bool = False, name: str = ""
+    eta: int,
+    mode: str,
+    steps: int,
+    root: Path,
+    overrides: list[str],
+    *,
+    bare: bool = False,
+    name: str = "",
+    environment: Mapping[str, str] = os.environ,
 ) -> Measured:
     """One run of the demo, in a trial of its `name`; `bare`: without what lets it go on after deaths."""
     trial = f"eta{eta}-{mode}{'-bare' * bare}{name}"
     run_dir = root / "overlap" / trial
     settings = [f"max_head_offpolicyness={eta}", f"manager.update_mode={mode}", f"total_train_steps={steps}"]
     settings += ["experiment_name=overlap", f"trial_name={trial}", f"fileroot={root}", *SETTINGS, *overrides]
-    environment = dict(os.environ)
     if bare:
         settings.append("checkpoint.in_memory=false")
-        environment["PYTHONPATH"] = python_path(BARE)
+        environment = {**environment, "PYTHONPATH": python_path(BARE)}
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings]
     process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
     metrics = run_dir / "metrics.jsonl"
@@ -207,6 +223,33 @@ def costs(steps: int, count: int, eta: int, mode: str, overrides: list[str]) -> 
     return rounds
 
 
+def observing(steps: int, eta: int, mode: str, overrides: list[str]) -> str:
+    """Processor seconds of a run's processes, and those of their observing."""
+    with tempfile.TemporaryDirectory() as folder:
+        root, told = Path(folder), Path(folder) / "told"
+        told.mkdir()
+        watched = {**os.environ, "PYTHONPATH": python_path(WATCHED), "OBSERVING_FOLDER": str(told)}
+        run(eta, mode, steps, root, overrides, environment=watched)
+        observed = next(root.glob("overlap/*/observed"))
+        counts = {each["process"]: each for each in (json.loads(file.read_text()) for file in told.iterdir())}
+        used = {}
+        for file in observed.glob("*.jsonl"):
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            used[file.stem] = max(line.get("cpu_s", 0.0) for line in lines)
+    if used.keys() != counts.keys():
+        raise SystemExit(f"observed/ has {sorted(used)}, and {sorted(counts)} counted their observing")
+    lines = [f"{'process':24}{'CPU-seconds':>14}{'observing':>12}{'of it inline':>14}{'cost':>9}"]
+    for name, total in sorted(used.items()):
+        thread, inline = (counts[name].get(kind, 0.0) for kind in ("thread", "inline"))
+        cost = (thread + inline) / total
+        lines.append(f"{name:24}{total:>14.2f}{thread + inline:>12.3f}{inline:>14.3f}{cost:>9.2%}")
+    together = sum(each.get(kind, 0.0) for each in counts.values() for kind in ("thread", "inline"))
+    cost = together / sum(used.values())
+    met = "met" if cost < OBSERVING_TARGET else "MISSED"
+    lines.append(f"together {cost:.2%} of {sum(used.values()):.1f} s, target below {OBSERVING_TARGET:.0%}   {met}")
+    return "\n".join(lines)
+
+
 def cost_table(rounds: list[tuple[Measured, Measured]]) -> str:
     """Every round, and the medians of their ratios: of a step's time, and of all processes' CPU-seconds for it, which
     other work on the machine changes less."""
@@ -277,12 +320,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of 20 steps")
     parser.add_argument("--eta", type=int, default=4)
     parser.add_argument("--cost", action="store_true", help="measure what it costs that any process may die")
+    parser.add_argument("--observing", action="store_true", help="measure what observing costs")
     parser.add_argument("--reference", action="store_true", help="measure what a reference brings that scores ahead")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     steps, count = (20, 1) if args.quick else (args.steps, args.rounds)
     overrides = [f"model.path={ensure_base_model(load_supervised('sft'))}", *args.overrides]
+    if args.observing:
+        print(observing(steps, args.eta, args.modes[0], overrides))
+        return
     if args.cost:
         pairs = costs(steps, count, args.eta, args.modes[0], overrides)
         print(cost_table(pairs))

@@ -4,7 +4,8 @@
     python benchmarks/screenshots.py ~/.cache/asyncrl/async_ppo/trial0 docs [--pages Overview Samples] [--dark]
 
 It needs Debian's `chromium` and the package `playwright` (of the dev extra). Each page of the run's report is a
-picture, `dashboard_<page>.png`; that of the overview is `dashboard.png`.
+picture, `dashboard_<page>.png`; that of the overview is `dashboard.png`. Samples are of the newest step that has any,
+and a picture for each of `COLOURS`, by which their tokens are coloured.
 """
 
 from __future__ import annotations
@@ -15,12 +16,24 @@ import sys
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 from asyncrl.commands.dashboard import main as dashboard
 
 PAGES = ("Overview", "Learning", "Speed", "Samples", "Health")
+COLOURS = {"version": "", "log-probability": "_logprob"}
 WIDTH, HEIGHT = 1440, 1000
+SAMPLES_HEIGHT = 640
+
+
+def samples(page: Page, file: Path) -> None:
+    """Take the pictures of the samples of the newest step."""
+    steps = page.locator("select option").all_inner_texts()
+    page.select_option("select", label=steps[-1])
+    whole = {"x": 0, "y": 0, "width": WIDTH, "height": SAMPLES_HEIGHT}
+    for colour, suffix in COLOURS.items():
+        page.get_by_role("button", name=colour).click()
+        page.screenshot(path=file.with_stem(file.stem + suffix), clip=whole)
 
 
 def main() -> None:
@@ -48,7 +61,10 @@ def main() -> None:
             )
             page.wait_for_timeout(500)  # curves and the timeline are drawn
             own = "" if name == "Overview" else f"_{name.lower()}"
-            page.screenshot(path=args.out / f"dashboard{own}.png")
+            if name == "Samples":
+                samples(page, args.out / f"dashboard{own}.png")
+            else:
+                page.screenshot(path=args.out / f"dashboard{own}.png")
         browser.close()
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.commands.refusal import refuse
 from asyncrl.verify.audit.documents import Documents
 from asyncrl.verify.audit.folders import check_checkpoints, check_weights, role_folders, versions_in
 from asyncrl.verify.audit.history import read_ledger, surviving
@@ -19,7 +19,6 @@ from asyncrl.verify.audit.rules import Replay
 LEDGER_DIR, METRICS_FILE, SAMPLES_DIR = "ledger", "metrics.jsonl", "samples"
 CHECKPOINTS_DIR, WEIGHTS_DIR = "checkpoints", "weights"
 EXIT_FOUND = 1
-EXIT_USAGE = 2
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ def main(argv: Sequence[str], program: str) -> int:
     parser.add_argument("run", type=Path, help="folder of the run, <fileroot>/<experiment>/<trial>")
     run_dir: Path = parser.parse_args(argv).run.expanduser()
     if not (run_dir / LEDGER_DIR).is_dir():
-        print(f"error: {run_dir} has no folder {LEDGER_DIR!r}: give the folder of a run", file=sys.stderr)
-        return EXIT_USAGE
+        return refuse(f"{run_dir} has no folder {LEDGER_DIR!r}: give the folder of a run")
     found = audit(run_dir)
     for line in found.notes:
         print(f"note: {line}")

@@ -23,8 +23,9 @@ from rich.console import Console
 
 from asyncrl.comm import names
 from asyncrl.commands.audit import Audit, audit
-from asyncrl.commands.before_start.experiment_args import RL_ONLY, refuse
+from asyncrl.commands.before_start.experiment_args import RL_ONLY
 from asyncrl.commands.before_start.input_checks import resolve_length
+from asyncrl.commands.refusal import refuse
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import LEDGER_DIR, run_dir_of

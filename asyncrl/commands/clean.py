@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from asyncrl.commands.refusal import refuse
 from asyncrl.config.run_dir import (
     ANNOUNCED_DIR,
     CHECKPOINTS_DIR,
@@ -24,7 +24,7 @@ from asyncrl.config.run_dir import (
     versions_in,
 )
 from asyncrl.observe.history import History, State
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 
 _MIB = 1 << 20
 
@@ -41,22 +41,22 @@ def main(argv: Sequence[str], program: str) -> int:
     try:
         history = History(args.run)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(error)
     if history.state is State.running:
-        print(f"error: {history.folder} is running; end it first", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(f"{history.folder} is running; end it first")
     found = [history.folder] if args.all else list(superfluous(history.folder))
     if not found:
         print(f"{history.folder} has nothing that it does not need; --all removes the whole folder")
         return EXIT_OK
+    size = sum(map(_size, found)) / _MIB
     for path in found:
         print(f"{_size(path) / _MIB:10.1f} MiB  {path}")
-    if not args.yes and not _confirmed(sum(map(_size, found)) / _MIB):
+    if not args.yes and not _confirmed(size):
         print("nothing was removed")
         return EXIT_FAILED
     for path in found:
         shutil.rmtree(path)
+    print(f"{size:10.1f} MiB  removed")
     return EXIT_OK
 
 

@@ -12,16 +12,16 @@ import ipaddress
 import os
 import secrets
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.commands.refusal import refuse
 from asyncrl.observe.dashboard.page import html
 from asyncrl.observe.dashboard.page_data import Decode, page_data
 from asyncrl.observe.dashboard.server import Dashboard, serve
 from asyncrl.observe.history import History
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
+from asyncrl.runtime.exit_codes import EXIT_OK
 
 PORT = 8265
 LEAST_TOKEN = 16
@@ -46,8 +46,7 @@ def main(argv: Sequence[str], program: str) -> int:
         token = token_of(args.token_file)
         histories = [History(run) for run in args.runs]
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(error)
     decoders = [_decoder(history) for history in histories]
     if args.report is not None:
         pages = zip(histories, decoders, strict=True)
@@ -70,8 +69,7 @@ async def _serve(
     try:
         await serve(Dashboard(histories, decoders, token=token, host=host), port, ready, stop)
     except OSError as error:
-        print(f"error: --port {port}: {error.strerror}; choose another, or 0 for a free one", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(f"--port {port}: {error.strerror}; choose another, or 0 for a free one")
     return EXIT_OK
 
 

@@ -9,14 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.config.run_dir import CONFIG_FILE
+
 
 def main(argv: Sequence[str], program: str) -> int:
     """The command line; returns the exit code."""
     of = next((item for item in argv if not item.startswith("-")), None)
-    if of is None or Path(of).expanduser().exists() or "/" in of:
+    if of is None or "/" in of or _is_run(Path(of)):
         from asyncrl.commands import doctor_run
 
         return doctor_run.main(argv, program)
     from asyncrl.commands import doctor_experiment
 
     return doctor_experiment.main(argv, program)
+
+
+def _is_run(path: Path) -> bool:
+    """True for a run's folder or a file of one; `fileroot=.` leaves a folder with the name of the experiment."""
+    return path.is_file() or (path / CONFIG_FILE).is_file()

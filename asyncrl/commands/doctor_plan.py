@@ -11,10 +11,11 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.commands.refusal import refuse
 from asyncrl.observe.doctor.bottleneck import STARVED
 from asyncrl.observe.doctor.measured import Measured, measure
 from asyncrl.observe.history import History
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
+from asyncrl.runtime.exit_codes import EXIT_OK
 from asyncrl.simulator.measured_run import MeasuredRun, NotMeasured, measured_run
 from asyncrl.simulator.plan import Candidate, Plan, plan
 
@@ -37,8 +38,7 @@ def show_plan(history: History, devices: int, as_json: bool) -> int:
             task = bar.add_task("simulating", total=None)
             found = plan(run, devices, lambda done, total: bar.update(task, completed=done, total=total))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(error)
     if as_json:
         print(json.dumps(_as_json(history, run, found) | {"no_cores": _lacked_cores(measured)}))
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.commands.refusal import refuse
 from asyncrl.observe.doctor import Diagnosis, Finding, Level, examine
 from asyncrl.observe.history import History
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_OK
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 
 _STYLE = {Level.problem: "bold red", Level.bottleneck: "bold yellow", Level.remark: "bold green"}
 _BAR = 10
@@ -41,8 +41,7 @@ def main(argv: Sequence[str], program: str) -> int:
     try:
         history = History(args.run)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(error)
     if args.plan is not None:
         from asyncrl.commands.doctor_plan import show_plan  # the simulator takes a second to import
 

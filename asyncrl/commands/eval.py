@@ -28,6 +28,7 @@ from asyncrl.commands.before_start.hub import is_hub_name, resolve_hub_names
 from asyncrl.commands.before_start.input_checks import check_prompts
 from asyncrl.commands.before_start.same_data import keep_inputs
 from asyncrl.commands.eval_answers import write_answers
+from asyncrl.commands.refusal import refuse
 from asyncrl.config.evaluation_sets import evaluation_sets
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment
@@ -79,8 +80,7 @@ def main(argv: Sequence[str], program: str) -> int:
     try:
         code = _evaluate(args, scratch)
     except (ConfigError, TrialError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        refuse(error)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         code = EXIT_INTERRUPTED
@@ -156,7 +156,7 @@ def _write_answers(config: ExperimentConfig, out: Path, rows: Sequence[Mapping[s
         wanted = int(measured[each.name][f"eval/{each.name}/prompts"]) * each.n_samples
         if written[each.name] != wanted:
             missing = True
-            print(f"error: {out} has {written[each.name]} of {wanted} answers to {each.name}", file=sys.stderr)
+            refuse(f"{out} has {written[each.name]} of {wanted} answers to {each.name}")
     return not missing
 
 

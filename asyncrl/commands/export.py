@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.commands.refusal import refuse
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_OK
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str], program: str) -> int:
         run, out = args.run.expanduser(), args.out.expanduser()
         step = export(run, args.step, out, adapter=args.adapter, policy=args.policy)
     except (ExportError, WeightUpdateError, ManifestError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        refuse(error)
         return EXIT_FAILED
     named = f"the policy {args.policy}" if args.policy else "the policy"
     print(f"{args.out}: {named} after {step} steps of {args.run}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
+from asyncrl.commands.refusal import refuse
+from asyncrl.runtime.exit_codes import EXIT_OK
 
 TEMPLATES = ("README.md", "mine.yaml", "reward.py", "agent.py", "test_project.py")
 ROWS_FILE = "rows.jsonl"
@@ -30,12 +30,10 @@ def main(argv: Sequence[str], program: str) -> int:
     folder = parser.parse_args(argv).folder.expanduser()
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            print(f"error: {folder} is not an empty folder; give a new one", file=sys.stderr)
-            return EXIT_CONFIG
+            return refuse(f"{folder} is not an empty folder; give a new one")
         write_project(folder)
     except OSError as error:
-        print(f"error: {folder}: {error.strerror or error}", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(f"{folder}: {error.strerror or error}")
     print(f"{folder} has a project: see its README.md, or begin with")
     print(f"    cd {folder} && {program} mine --config-dir .")
     return EXIT_OK

@@ -20,7 +20,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,9 +29,10 @@ from pathlib import Path
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolver
 from asyncrl.comm.name_resolve.errors import NameEntryExists, NameEntryNotFound
+from asyncrl.commands.refusal import refuse
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import CONFIG_FILE, read_run_config
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from asyncrl.runtime.launchers import WorkerHandle, open_backend
 from asyncrl.runtime.process.hardware import LOOPBACK, visible_gpus
 from asyncrl.runtime.process.worker import open_resolver
@@ -73,8 +73,7 @@ def main(argv: Sequence[str], program: str) -> int:
         with open_resolver(config, run_dir) as resolver:
             return asyncio.run(_Joined(config, run_dir, resolver).run(args.kind, args.count, host))
     except (JoinError, NameResolveError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(error)
 
 
 def joinable(run_dir: Path, kind: str, host: str) -> tuple[ExperimentConfig, str]:

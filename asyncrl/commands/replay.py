@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.commands.before_start.checks import validate
-from asyncrl.commands.before_start.experiment_args import RL_ONLY, parse, refuse
+from asyncrl.commands.before_start.experiment_args import RL_ONLY, parse
 from asyncrl.commands.before_start.input_checks import check_data, check_graph, resolve_length
+from asyncrl.commands.refusal import refuse
 from asyncrl.commands.train import train
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment

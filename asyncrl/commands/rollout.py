@@ -16,11 +16,12 @@ from rich.console import Console
 
 from asyncrl.comm.files.private_files import PRIVATE_UMASK
 from asyncrl.commands.before_start.checks import validate
-from asyncrl.commands.before_start.experiment_args import RL_ONLY, parse, refuse
+from asyncrl.commands.before_start.experiment_args import RL_ONLY, parse
 from asyncrl.commands.before_start.input_checks import check_prompts, resolve_length
 from asyncrl.commands.before_start.reachable import check_reachable
 from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.commands.before_start.same_data import keep_data_record, keep_inputs
+from asyncrl.commands.refusal import refuse
 from asyncrl.commands.train import with_model
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import load_experiment

@@ -18,11 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from asyncrl.commands.refusal import refuse
 from asyncrl.config.run_dir import ANSWERS_DIR, SAMPLES_DIR
 from asyncrl.config.suggestions import did_you_mean
 from asyncrl.observe.samples import Row, answer_files, read_samples, sample_files, step_of
 
-EXIT_USAGE = 2
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red")
 """Colours of generated text by version, in turn: versions that meet in one sample follow each other."""
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
@@ -37,31 +37,25 @@ def main(argv: Sequence[str], program: str) -> int:
     folder = folder / inside if (folder / inside).is_dir() else folder
     files = sample_files(folder) if args.eval is None else answer_files(folder)
     if importlib.util.find_spec("pyarrow") is None:
-        print("error: show reads Parquet: pip install 'asyncrl[data]'", file=sys.stderr)
-        return EXIT_USAGE
+        return refuse("show reads Parquet: pip install 'asyncrl[data]'")
     if not folder.is_dir():
-        print(f"error: {args.run}: no such folder", file=sys.stderr)
-        return EXIT_USAGE
+        return refuse(f"{args.run}: no such folder")
     if not files:
-        print(
-            f"error: {args.run} holds no {'samples' if args.eval is None else 'answers of evaluations'}: give the "
-            f"folder of a run with the setting samples.{setting}=1 or more",
-            file=sys.stderr,
+        return refuse(
+            f"{args.run} holds no {'samples' if args.eval is None else 'answers of evaluations'}: give the folder of a "
+            f"run with the setting samples.{setting}=1 or more"
         )
-        return EXIT_USAGE
     if args.eval:
         known = sorted({file.parent.name for file in files})
         files = [file for file in files if file.parent.name == args.eval]
         if not files:
             hint = did_you_mean(args.eval, known) or ";"
-            print(f"error: --eval {args.eval}: no such set{hint} there are {', '.join(known)}", file=sys.stderr)
-            return EXIT_USAGE
+            return refuse(f"--eval {args.eval}: no such set{hint} there are {', '.join(known)}")
     console = Console(highlight=False, markup=False, soft_wrap=True, no_color="NO_COLOR" in os.environ or None)
     try:
         shown = _show(args, files, console)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return refuse(error)
     if not shown:
         print(f"none of the samples in {folder} fits", file=sys.stderr)
     return 0

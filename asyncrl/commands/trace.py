@@ -8,16 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.commands.refusal import refuse
 from asyncrl.observe.history import History
 from asyncrl.observe.timeline import Timeline, timeline
 from asyncrl.observe.timeline.chrome import chrome_trace
 from asyncrl.observe.timeline.spans import LAST_STEPS
 from asyncrl.observe.timeline.svg import svg_picture
-from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
+from asyncrl.runtime.exit_codes import EXIT_OK
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -49,11 +49,9 @@ def main(argv: Sequence[str], program: str) -> int:
             size = out.stat().st_size / 1e6
             print(f"{out}: {len(trace['traceEvents'])} events, {size:.1f} MB; open it in https://ui.perfetto.dev")
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}; give another file or folder", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(f"{error.filename}: {error.strerror}; give another file or folder")
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+        return refuse(error)
     return EXIT_OK
 
 

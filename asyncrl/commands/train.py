@@ -18,6 +18,7 @@ from asyncrl.commands.before_start.reachable import check_reachable
 from asyncrl.commands.before_start.rehearse import rehearsed
 from asyncrl.commands.before_start.same_data import check_same_data, keep_data_record, keep_inputs
 from asyncrl.commands.before_start.space import space_line
+from asyncrl.commands.refusal import refuse
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
 from asyncrl.config.run_dir import EXIT_FILE, LOGS_DIR, run_dir_of
@@ -57,8 +58,7 @@ def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = 
         check_place(config)
         return _run_rl(with_model(config, folder), console, again, detached)
     except (BaseModelError, TrialError, ConfigError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        refuse(error)
         if isinstance(error, TrialHeld):
             return EXIT_HELD
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED

@@ -21,6 +21,8 @@ _SUMS = {
     "generation_tokens_total": "generated_total",
     "prompt_tokens_total": "prompt_total",
     "cached_tokens_total": "cached_total",
+    "prefilled_tokens_total": "prefilled_total",
+    "kept_tokens": "kept_tokens",
     "num_retracted_reqs_total": "retracted_total",
     "num_retracted_requests_total": "retracted_total",
     "num_aborted_requests_total": "aborted_total",

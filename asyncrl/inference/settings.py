@@ -39,6 +39,13 @@ class GenerationConfig:
     dtype: Dtype = setting(Dtype.auto, "type of weights and KV cache; auto: bfloat16 on GPUs, float32 on CPUs")
     max_running_requests: int = setting(256, "sequences decoded together (embedded engine)", minimum=1)
     max_total_tokens: int = setting(65536, "KV cache (embedded engine)", unit="tokens", minimum=16)
+    chunked_prefill_size: int = setting(
+        512,
+        "most tokens of one prompt that are computed between two decode steps, so that a long prompt does not hold up "
+        "other samples for its whole length (embedded engine)",
+        unit="tokens",
+        minimum=16,
+    )
     picture_memory: float = setting(
         0.5,
         "host memory for pictures as they were sent, which a server keeps for later requests (embedded engine); 0.5 "
@@ -139,8 +146,10 @@ def finds_stop_strings(generation: GenerationConfig) -> bool:
     return not generation.sglang.urls and sglang_flags(generation).get("skip_tokenizer_init") is False
 
 
-def caches_prefixes(generation: GenerationConfig) -> bool:
-    """Return True if the servers keep the prefixes of past requests for later ones, as SGLang's radix cache does."""
+def wants_prefix_first(generation: GenerationConfig) -> bool:
+    """Return True if the servers compute what the requests of one batch share once only where an earlier request had
+    it, as with SGLang's radix cache; the embedded engine does either way.
+    """
     if generation.backend == GenerationBackend.embedded:
         return False
     return not sglang_flags(generation).get("disable_radix_cache")

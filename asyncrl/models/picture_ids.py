@@ -81,6 +81,13 @@ class PictureIds:
         """The picture whose rows begin with the id `first`; None if there is none."""
         return self._by_first.get(first)
 
+    def of_row(self, row: int) -> SeenPicture | None:
+        """The picture that has the row of this id; None if there is none."""
+        for first in range(row, self.first - 1, -1):
+            if (seen := self.at(first)) is not None:
+                return seen if row < first + seen.rows else None
+        return None
+
     def seen(self, picture: Picture) -> SeenPicture:
         """`picture` prepared for the model; the same object as long as somebody holds it. For any thread.
 

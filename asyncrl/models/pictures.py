@@ -163,9 +163,9 @@ class Pictures:
         for each in rows:
             if found and each < found[-1].first + found[-1].rows:
                 continue
-            seen = self.ids.at(each)
+            seen = self.ids.of_row(each)
             if seen is None:
-                raise ValueError(f"id {each} is no token, and no first row of a picture that is held")
+                raise ValueError(f"id {each} is no token, and no row of a picture that is held")
             found.append(seen)
         return found
 

@@ -175,6 +175,13 @@ METRICS: tuple[Metric, ...] = (
         "Near 0; else raise `rollout.user_code.processes`.",
     ),
     Metric(
+        "rollout/thread_wait_s",
+        "s",
+        "Wall time of a rollout in which at least one of its plain functions waited for a free thread of "
+        "`rollout.user_code.threads`. " + _MEAN,
+        "Near 0; else raise `rollout.user_code.threads`.",
+    ),
+    Metric(
         "rollout/failed_rewards",
         "",
         "Rewards of a rollout that failed, so that `failure_reward` was used: the mean over the rollouts that had any.",
@@ -783,6 +790,18 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("prompt_total", "generation_server", "tokens", "Tokens of prompts that the server has taken in."),
     Figure(
         "cached_total", "generation_server", "tokens", "Tokens of prompts that the server found in its prefix cache."
+    ),
+    Figure(
+        "prefilled_total",
+        "generation_server",
+        "tokens",
+        "Tokens of prompts that the embedded engine computed, those that several samples share once.",
+    ),
+    Figure(
+        "kept_tokens",
+        "generation_server",
+        "tokens",
+        "Positions of the embedded engine's KV cache that hold earlier requests for later ones that begin alike.",
     ),
     Figure(
         "retracted_total", "generation_server", "samples", "Samples that lost their place, as the KV cache was full."

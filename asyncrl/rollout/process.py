@@ -19,7 +19,7 @@ from asyncrl.comm.request_reply import RequestServer
 from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.config.same_code import how_found, loaded_sources
 from asyncrl.config.setting import ConfigError
-from asyncrl.inference.settings import caches_prefixes, finds_stop_strings
+from asyncrl.inference.settings import finds_stop_strings, wants_prefix_first
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.models.routers import routing_shape_of
@@ -92,7 +92,7 @@ class RolloutWorker(AsyncWorker):
                     vocab_size=self._components.vocab_size,
                     decode=self._components.tokenizer.decode_all,
                     servers_stop=finds_stop_strings(self.config.generation),
-                    servers_cache=caches_prefixes(self.config.generation) and mode != UpdateMode.in_place,
+                    servers_cache=wants_prefix_first(self.config.generation) and mode != UpdateMode.in_place,
                     pictures=pictures_taken(self.config) is not None,
                     routing=routing_shape_of(str(self.config.model.path)) if self.config.moe.replay_routing else None,
                 ) as client,

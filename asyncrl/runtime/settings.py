@@ -111,6 +111,11 @@ class SystemConfig:
         "on other hosts than the launcher's then, names are in etcd, and model, versions, data and your files of code "
         "reach each host once, over HTTP, from those that have them",
     )
+    version_deltas: bool = setting(
+        True,
+        "system.shared_filesystem=false: versions whose weights have 16 bits or less reach a host as what changed "
+        "since one that it has; false: as whole files, for links of more than 10 Gb/s",
+    )
     launcher_args: list[str] = setting(
         help="further arguments of ssh or srun, e.g. ['-F', 'my_ssh_config'] or ['--account=mine']; ray: "
         "['--address=HOST:PORT'], auto or local",

@@ -206,12 +206,14 @@ class ModelWorker(Worker):
             NotStarted: none of the awaited processes made progress for `system.start_timeout_s`.
         """
         if self.index:
-            waiting = self.start_wait(names.MODEL_WORKER, f"name {names.TRAINING_WORLD_KEY!r} of the first rank")
+            key = f"name {names.TRAINING_WORLD_KEY!r} of the first rank"
+            waiting = self.start_wait(names.MODEL_WORKER, key, whom="the first training rank")
             while names.TRAINING_WORLD_KEY not in self.resolver.get_subtree(names.TRAINING_WORLD_KEY):
                 waiting.look()
                 self.stop_requested.wait(_MEET_LOOK_S)
             return
-        waiting = self.start_wait(names.MODEL_WORKER, f"all {ranks} ranks to begin")
+        everyone = f"all {ranks} ranks to begin"
+        waiting = self.start_wait(names.MODEL_WORKER, everyone, whom=everyone)
         given_up = f"{names.INCARNATIONS}/{names.MODEL_WORKER}"
         while True:
             there, least = waiting.living(), self.resolver.get_subtree(given_up)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from peers.after_import import python_path
 
 from asyncrl.observe.metrics import read_rows
 from asyncrl.simulator.lengths import parting
@@ -108,8 +109,7 @@ def real_run(run: Run, model_path: Path, steps: int, root: Path) -> RealRun:
     settings = [f"model.path={model_path}", f"train_batch_size={B}", f"rollout.max_concurrent={IN_FLIGHT}"]
     settings += [f"fileroot={folder}", "experiment_name=fit", "trial_name=run", f"total_train_steps={steps}"]
     command = [sys.executable, "-m", "asyncrl.launch", "async_ppo", *settings, *SETTINGS, *run.settings]
-    path = os.pathsep.join(filter(None, (str(RECORDED), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"RECORDED_GROUPS": str(groups), "PYTHONPATH": path}
+    environment = os.environ | {"RECORDED_GROUPS": str(groups), "PYTHONPATH": python_path(RECORDED)}
     process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
     run_dir = folder / "fit" / "run"
     before = _accounts(process, run_dir / "metrics.jsonl", WARM_UP)

@@ -48,22 +48,11 @@ def even_digits(data, completion):
 """
 
 
-@pytest.mark.parametrize("stop", ["kill the tree", "ctrl-c"])
-def test_a_stopped_run_goes_on_and_trains_no_prompt_twice(
-    start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate], stop: str
-) -> None:
+def test_a_killed_run_goes_on_and_trains_no_prompt_twice(start_run: Any, gate: Callable[[int], Gate]) -> None:
     held = gate(7)  # the checkpoint of v4 is there until that of v8 is
     first = start_run(total_train_steps=100_000, **held.settings)
     first.wait_for_file("checkpoints/v4")
-    if stop == "kill the tree":
-        first.kill_tree()
-    else:
-        ctrl_c(first)
-        assert first.wait() == 130, first.output
-        assert newest_state(first)["version"] == first.summary()["steps"], "the last step is saved"
-        books = first.summary()["books"]
-        assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
-        assert first.survivors() == []
+    first.kill_tree()
     held.open()
     begun = newest_state(first)["version"]
     assert begun >= 4
@@ -273,3 +262,45 @@ def trained_prompts(run_dir: Path) -> dict[tuple[int, int], set[tuple[str, float
             if line["kind"] == "trained":
                 steps.setdefault((line["lineage"], line["step"]), set()).add((line["prompt"], line["reward"]))
     return steps
+
+
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorial_resume.md"
+COMMAND = re.compile(r"^python -m asyncrl\.launch (.*?)(?: +#.*)?$", re.MULTILINE)
+
+
+def test_the_tutorial_on_stopping_and_continuing_holds(
+    start_run: Any, ctrl_c: Any, gate: Callable[[int], Gate], command: Any, tmp_path: Path
+) -> None:
+    """Its commands in its order, on a tiny model: stop, continue, other settings, the books, the policy."""
+    begin, longer, _another, _anew, *afterwards = COMMAND.findall(TUTORIAL.read_text(encoding="utf-8"))
+    held = gate(12)
+    version, small = 0, ["eval.size=8", "eval.sampling.max_new_tokens=16"]
+    for words, told in (
+        (begin, ""),
+        (begin, "continuing from checkpoint v{version}"),
+        (longer, "optimizer.lr"),
+    ):
+        experiment, *given = words.split()
+        settings = {"total_train_steps": None, "eval.interval": 0} | dict(word.split("=") for word in given)
+        held.let_make(version + 12)
+        run = start_run(experiment, **settings, **held.settings)
+        run.wait_for_step(version + 11)
+        assert told.format(version=version) in run.output
+        ctrl_c(run)
+        assert run.wait() == 130, run.output
+        version = run.summary()["steps"]
+        assert [row["step"] for row in run.rows()] == list(range(1, version + 1))
+        books = run.summary()["books"]
+        assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
+        assert run.survivors() == []
+        state = newest_state(run)
+        assert state["version"] == version, "the last step is saved"
+        assert len(used_prompts(state)) == version * BATCH, "each step uses B prompts that no other step used"
+    assert [words.split()[0] for words in afterwards] == ["audit", "export", "eval"]
+    for words in afterwards:
+        own = words.replace("~/.cache/asyncrl/long/trial0", str(run.run_dir)).replace(
+            "my-model", str(tmp_path / "mine")
+        )
+        ended = command(*own.split(), *(small if own.startswith("eval") else []))
+        assert ended.code == 0, ended.output
+        assert "nothing found" in ended.output or not own.startswith("audit")

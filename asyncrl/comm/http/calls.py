@@ -107,8 +107,13 @@ class JsonHttp:
             return None
         return decoded_reply(url, answer.status, content, reply)
 
-    async def pieces(self, url: str, *, silence_s: float) -> AsyncGenerator[bytes]:
+    async def pieces(
+        self, url: str, *, silence_s: float, begin: int = 0, end: int | None = None
+    ) -> AsyncGenerator[bytes]:
         """The body of `url`, which may be of any length, piece by piece as it comes; close it if it is not read out.
+
+        Args:
+            begin, end: the range of bytes that is asked for; None: to the last.
 
         Raises:
             HttpUnreachable: no connection, or it broke before the whole body was there.
@@ -117,10 +122,12 @@ class JsonHttp:
         """
         limits = aiohttp.ClientTimeout(sock_connect=min(CONNECT_TIMEOUT_S, silence_s), sock_read=silence_s)
         tls, proofs = self._proofs(url)
-        headers = {**(proofs or {}), "Accept-Encoding": "identity"}
+        headers, expected = {**(proofs or {}), "Accept-Encoding": "identity"}, HTTPStatus.OK
+        if begin or end is not None:
+            headers["Range"], expected = f"bytes={begin}-{'' if end is None else end - 1}", HTTPStatus.PARTIAL_CONTENT
         try:
             async with self._open().get(url, headers=headers, ssl=tls, timeout=limits, allow_redirects=False) as answer:
-                if answer.status != HTTPStatus.OK:
+                if answer.status != expected:
                     raise HttpRefused(url, answer.status, await answer.content.read(_SHOWN_BYTES))
                 async for piece in answer.content.iter_chunked(PIECE_BYTES):
                     yield piece

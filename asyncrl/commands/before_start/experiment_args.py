@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from asyncrl.runtime.exit_codes import EXIT_CONFIG
 
 RL_ONLY = "{!r} is an experiment of supervised training; give one of reinforcement learning"
 
@@ -32,10 +29,3 @@ def parse(argv: Sequence[str], program: str, description: str) -> ExperimentArgs
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of your own experiments")
     found = parser.parse_intermixed_args(argv)
     return ExperimentArgs(found.experiment, found.overrides, found.config_dir)
-
-
-def refuse(message: str) -> int:
-    """Print what is wrong, each line as an error; returns the exit code."""
-    for line in message.splitlines():
-        print(f"error: {line}", file=sys.stderr)
-    return EXIT_CONFIG

@@ -12,7 +12,7 @@ import uvloop
 from transformers import AutoTokenizer
 
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.embedded.engine import GenerationEngine
+from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
 from asyncrl.inference.embedded.host import load_model
 from asyncrl.inference.embedded.serving.server import serve
 from asyncrl.models.parity import UnsupportedModelError
@@ -33,6 +33,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the computation")
     parser.add_argument("--max-running-requests", type=int, default=64)
     parser.add_argument("--max-total-tokens", type=int, help="bound of the KV cache; default rows x context length")
+    parser.add_argument(
+        "--chunked-prefill-size", type=int, default=CHUNKED_PREFILL_SIZE, help="longest part of a prompt"
+    )
     parser.add_argument("--context-length", type=int, help="longest prompt + output; default the model's own")
     parser.add_argument("--weight-version", default="default", help="label of the weights at the start")
     parser.add_argument("--record-routing", action="store_true", help="report the experts that each token used")
@@ -57,6 +60,7 @@ async def run(options: argparse.Namespace) -> None:
         model_path=str(Path(options.model_path)),
         detokenize=None if tokenizer is None else tokenizer.decode_all,
         record_routing=options.record_routing,
+        chunked_prefill_size=options.chunked_prefill_size,
         pictures=None if options.text_only else Pictures.of(model, path),
     )
     engine.start()

@@ -50,6 +50,8 @@ from asyncrl.weights.model_files.loading import WeightUpdateError, apply_weights
 
 logger = logging.getLogger(__name__)
 
+CHUNKED_PREFILL_SIZE = 512
+"""Default of `generation.chunked_prefill_size`."""
 COMMAND_TIMEOUT_S = 60.0
 """Longest a caller waits for a command to get its turn between two steps."""
 
@@ -69,12 +71,14 @@ class GenerationEngine:
         model: any causal LM that keeps keys, values and recurrent states in transformers' cache; proven here.
         max_running_requests: most samples decoded together.
         max_model_len: longest prompt + output in tokens; default the model's own limit.
-        max_total_tokens: bound of the KV cache in positions (rows x longest sample); default allows the full rectangle.
+        max_total_tokens: bound of the KV cache in positions: of running samples (rows x longest sample), and of what is
+            kept of earlier requests in the rest; default: of all rows at their longest.
         weight_version: label of the weights that the model has now.
         model_path: their folder; the base of adapters that come later.
         detokenize: token ids to text; needed for stop strings.
         record_routing: whether requests may ask for the experts that each token went through.
         pictures: of `model`; None: it is served text alone.
+        chunked_prefill_size: most tokens of one prompt that are computed between two decode steps.
 
     Raises:
         UnsupportedModelError: the engine would not compute what transformers does; says why and what to use.
@@ -96,6 +100,7 @@ class GenerationEngine:
         detokenize: Detokenize | None = None,
         record_routing: bool = False,
         pictures: Pictures | None = None,
+        chunked_prefill_size: int = CHUNKED_PREFILL_SIZE,
     ) -> None:
         self._pictures, self.takes_pictures = pictures, pictures is not None
         limit = context_limit(model.config)
@@ -104,7 +109,11 @@ class GenerationEngine:
             raise ValueError("max_model_len is not given, and the model's config names no longest sequence; give one")
         self.max_model_len = longest
         refuse_unserved(model, longest)
-        for name, value in (("max_running_requests", max_running_requests), ("max_model_len", self.max_model_len)):
+        for name, value in (
+            ("max_running_requests", max_running_requests),
+            ("max_model_len", self.max_model_len),
+            ("chunked_prefill_size", chunked_prefill_size),
+        ):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if limit is not None and self.max_model_len > limit:
@@ -132,8 +141,10 @@ class GenerationEngine:
         self.eos_token_ids = _eos_token_ids(model)
         self._jobs = JobTable()
         queue = AdmissionQueue(max_running_requests, self.max_total_tokens)
-        self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize)
+        room = full if max_total_tokens is None else max_total_tokens
+        self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
         self._batch.relabel(weight_version)
+        self._prefilled_before = runner.prefilled_tokens  # those of the check are nobody's
         self._threads = torch.get_num_threads()
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
@@ -268,7 +279,7 @@ class GenerationEngine:
                 )
             apply_weights(staged)
             self._replaced = replaced
-            self._batch.weights_changed()
+            self._batch.weights_changed(keep_cache=not flush_cache)
             self.model_path = path
             if version is not None:
                 self._batch.relabel(version)
@@ -341,7 +352,7 @@ class GenerationEngine:
     def _runnable(self) -> bool:
         if self._paused is not None:
             return False
-        return bool(self._batch.samples.rows) or self._batch.queue.has_admissible()
+        return self._batch.runnable
 
     def _apply_drains(self) -> None:
         """Apply changes whose predecessors have all finished (or are frozen); hold what arrived after the first that
@@ -384,7 +395,7 @@ class GenerationEngine:
         batch = self._batch
         self._stats = EngineStats(
             running=batch.samples.live,
-            waiting=len(batch.queue.waiting),
+            waiting=batch.waiting,
             paused=self._paused is not None,
             used_tokens=batch.used_tokens,
             max_total_tokens=self.max_total_tokens,
@@ -392,6 +403,8 @@ class GenerationEngine:
             prompt_tokens=batch.counts.prompt,
             cached_tokens=batch.counts.cached,
             generated_tokens=batch.counts.generated,
+            prefilled_tokens=batch.runner.prefilled_tokens - self._prefilled_before,
+            kept_tokens=batch.prefills.kept_tokens,
             finished_requests=self._jobs.finished,
             aborted_requests=self._jobs.aborted,
             retractions=self._retractions,

@@ -105,6 +105,7 @@ class EmbeddedHost:
             detokenize=_detokenizer(path),
             record_routing=self._config.moe.replay_routing,
             pictures=self._pictures(model, path),
+            chunked_prefill_size=generation.chunked_prefill_size,
         )
 
     def _pictures(self, model: PreTrainedModel, path: Path) -> Pictures | None:

@@ -159,6 +159,10 @@ class EngineStats:
     max_running_requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    prefilled_tokens: int = 0
+    """Distinct tokens of prompts that were computed."""
+    kept_tokens: int = 0
+    """Positions of the KV cache that hold rows of earlier requests, beside `used_tokens`."""
     generated_tokens: int = 0
     finished_requests: int = 0
     aborted_requests: int = 0

@@ -23,6 +23,7 @@ from typing import Any
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.request_reply.messages import R, Request
 from asyncrl.master.graph.types import Call, Graph
+from asyncrl.runtime.process.worker import CannotContinue
 from asyncrl.trainer.messages import MoveColumns, RunCall
 
 Stats = dict[str, Any]
@@ -30,6 +31,10 @@ Stats = dict[str, Any]
 
 class ExecutionError(RuntimeError):
     """A call failed or was late; the message names the call, its role and the worker."""
+
+
+class LateCall(ExecutionError, CannotContinue):
+    """A call was not answered in time."""
 
 
 class Executor:
@@ -116,7 +121,8 @@ class Executor:
             return await self._workers[worker].call(request, timeout_s=self._timeout_s)
         except TimeoutError as error:
             where = f"{_named(request)} on model_worker/{worker}"
-            raise ExecutionError(f"{where} did not finish within {self._timeout_s:g} s") from error
+            late = f"{where} did not finish within {self._timeout_s:g} s (limit: system.stall_timeout_s)"
+            raise LateCall(f"{late}; look at what it does (py-spy dump), or raise the limit") from error
         except Exception as error:
             raise ExecutionError(f"{_named(request)} on model_worker/{worker} failed: {error}") from error
 

@@ -12,6 +12,16 @@ from asyncrl.observe.doctor.measured import FEWEST_STEPS, Measured, measure
 from asyncrl.observe.doctor.standing import standing
 from asyncrl.observe.history import History
 
+TOLD = 0.01
+"""Share of the time below which a part is not told."""
+PARTS = {
+    "train": "training",
+    "publish": "publishing weights",
+    "memory_checkpoint": "keeping the step",
+    "wait_eval": "waiting for evaluations",
+    "other": "other",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class RunStage:
@@ -61,9 +71,7 @@ def examine(history: History) -> Diagnosis:
 def stages(m: Measured) -> list[RunStage]:
     """The stages of a run with the share of time in which each is in use."""
     listed = [
-        RunStage(
-            "trainer", 1 - m.wait, f"{m.trainer_s:.2f} of {m.step_s:.2f} s a step; training {m.parts['train']:.2f}"
-        ),
+        RunStage("trainer", 1 - m.wait, f"{m.trainer_s:.2f} of {m.step_s:.2f} s a step; {_parts(m)}"),
         RunStage(
             "gate full", m.idle, f"{m.idle_s:.2f} s a step; η = {m.eta} lets {(m.eta + 1) * m.batch} rollouts live"
         ),
@@ -84,5 +92,19 @@ def stages(m: Measured) -> list[RunStage]:
             figures += f", KV cache {100 * server.kv_share:.0f} %"
         if server.tokens_s is not None:
             figures += f", {server.tokens_s:,.0f} tokens/s"
+        if server.updating >= TOLD:
+            figures += f", {100 * server.updating:.0f} % of the time in weight updates"
         listed.append(RunStage(server.name, server.running / most if most else None, figures))
+    age = f"at most {m.greatest_age:.0f} versions, η = {m.eta}"
+    if m.stale:
+        age += f"; {100 * m.stale:.0f} % of the rollouts dropped as too old"
+    listed.append(
+        RunStage("age of tokens", min(1.0, m.greatest_age / m.eta) if m.eta else float(m.greatest_age > 0), age)
+    )
     return listed
+
+
+def _parts(m: Measured) -> str:
+    """What the trainer's seconds of a step are spent on."""
+    told = {name: seconds for name, seconds in m.parts.items() if name in PARTS and seconds >= TOLD * m.step_s}
+    return ", ".join(f"{PARTS[name]} {seconds:.2f}" for name, seconds in told.items())

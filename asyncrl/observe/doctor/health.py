@@ -62,7 +62,7 @@ def _drops(history: History) -> Iterator[Finding]:
             Level.problem,
             "Rollouts are dropped as too old",
             f"{stale} of {admitted} rollouts since step {first} were older than η = {eta} allows when their "
-            "turn came, which selects against long answers.",
+            f"turn came, which selects against long answers{_lengths(history, first)}.",
             f"Set on_stale=wait, or max_head_offpolicyness={eta + 1}, or rollout.pacing=deadline.",
         )
     filtered = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
@@ -75,6 +75,15 @@ def _drops(history: History) -> Iterator[Finding]:
             f"{sum(filtered.values())} of {admitted} groups since step {first}, most of them as {reason!r}.",
             "The prompts are too easy or too hard for this policy, or the filter is too strict: look at the rewards.",
         )
+
+
+def _lengths(history: History, first: int) -> str:
+    """Mean lengths of the answers that were received since step `first` and of those that were trained."""
+    rows = [row for step, row in history.rows.items() if step >= first and "rollout/received_len_mean" in row]
+    if not rows:
+        return ""
+    received, trained = (_mean([row[f"rollout/{name}"] for row in rows]) for name in ("received_len_mean", "len_mean"))
+    return f" (received ones have {received:.0f} tokens on average, trained ones {trained:.0f})"
 
 
 def _learning(rows: Sequence[Row]) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import log
 from statistics import median
 
+from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.observe.history import History, Process, Rollout
 from asyncrl.observe.history.history import Row
 
@@ -39,6 +40,8 @@ CALLS = {
     "tool_s": "tool",
     "agent_wait_s": "a place for user code",
     "env_wait_s": "a place for user code",
+    "process_wait_s": "a place for user code",
+    "thread_wait_s": "a place for user code",
 }
 """Metrics of a rollout's seconds, and what they are spent on."""
 
@@ -89,6 +92,8 @@ class Measured:
             and had no core.
         evaluations: share of the versions that are evaluated; `evaluating` is the share of the servers' samples that
             are an evaluation's.
+        greatest_age: of a trained token, in versions.
+        stale: share of the admitted rollouts that were dropped as too old.
         saturation: 0 where twice the samples give twice the tokens a second, 1 where they give no more; None: the
             number of samples hardly varied.
     """
@@ -113,6 +118,7 @@ class Measured:
     evaluating: float
     saturation: float | None
     greatest_age: float
+    stale: float
     missing: tuple[str, ...] = field(default=())
 
     @property
@@ -206,6 +212,7 @@ def measure(history: History) -> Measured | None:
         for each in history.processes.values()
         if each.kind == "generation_server" and each.between(begin, end)
     )
+    admitted, dropped = history.ledger.dropped_since(first)
     places = int(history.setting("rollout.max_concurrent", 0)) * int(history.setting("rollout.workers", 1))
     return Measured(
         steps=(first, last),
@@ -228,6 +235,7 @@ def measure(history: History) -> Measured | None:
         evaluating=_evaluating(history, servers, begin, end),
         saturation=_saturation(history, begin, end),
         greatest_age=max(row.get("staleness/max", 0.0) for row in rows),
+        stale=dropped.get(DropReason.stale, 0) / max(1, admitted),
         missing=() if servers else ("generation servers (no lines of them in observed/)",),
     )
 

@@ -7,6 +7,7 @@ from statistics import median
 
 from asyncrl.observe.doctor.finding import Finding, Level
 from asyncrl.observe.history import History, Process, State
+from asyncrl.observe.history.ledger import Rollout
 
 AT_WORK = frozenset({"ready", "serves", "plays", "waits for the master"})
 SILENT_S = 10.0
@@ -41,7 +42,9 @@ def standing_lines(history: History, verdict: Finding | None) -> list[str]:
     if history.steps:
         if verdict is None or verdict.level is Level.remark:
             return []
-        return [f"{verdict.title}: {verdict.advice or verdict.sentence} {verdict.gain}".strip()]
+        stalled = verdict.kind == "stalled"
+        what = f"{verdict.sentence} {verdict.advice}" if stalled else verdict.advice or verdict.sentence
+        return [f"{verdict.title}: {what} {verdict.gain}".strip()]
     doing = [f"{name} {stage} ({seconds:.0f} s)" for name, stage, seconds in progress(history)]
     if len(doing) > MOST_LINES:
         doing = [*doing[: MOST_LINES - 1], f"and {len(doing) - MOST_LINES + 1} other processes"]
@@ -76,13 +79,35 @@ def _doing(history: History) -> str:
 def _starting(history: History) -> Finding:
     doing = _doing(history)
     waiting = [name for name, stage, _ in progress(history) if not stage.startswith("waits")]
+    silent = [*_silent(history), *_never_heard_of(history)]
+    waiting += [name for name in silent if name not in waiting]
     return Finding(
         "no-step-yet",
         Level.remark,
         "No train step yet",
-        (doing or _all_at_work(history)) + ".",
+        (doing or _all_at_work(history)) + "." + (f" Silent: {', '.join(silent)}." if silent else ""),
         f"The others wait for {', '.join(waiting)}; see its log." if waiting and len(waiting) <= 3 else "",
     )
+
+
+def _silent(history: History) -> list[str]:
+    """Processes that should still write, and have not for some seconds."""
+    return [p.name for p in _workers(history) if history.now - p.last["at"] > SILENT_S and not p.last.get("ended")]
+
+
+def _never_heard_of(history: History) -> list[str]:
+    """Servers and RolloutWorkers of the run that wrote nothing, though the other processes did some seconds ago."""
+    heard = {process.name: process for process in _workers(history)}
+    begun = min((process.last["since"] for process in heard.values()), default=history.now)
+    if history.now - begun <= SILENT_S:
+        return []
+    expected = {"generation_server": "generation.servers", "rollout_worker": "rollout.workers"}
+    return [
+        f"{kind}/{index}"
+        for kind, setting in expected.items()
+        for index in range(int(history.setting(setting) or 0))
+        if f"{kind}/{index}" not in heard
+    ]
 
 
 def _stalled(history: History) -> Finding | None:
@@ -91,8 +116,7 @@ def _stalled(history: History) -> Finding | None:
     times = [row["time/step_s"] for row in history.rows.values() if "time/step_s" in row]
     if since < max(LONG_S, TIMES_A_STEP * (median(times) if times else 0.0)):
         return None
-    now = history.now
-    silent = [p.name for p in _workers(history) if now - p.last["at"] > SILENT_S and not p.last.get("ended")]
+    silent, now = _silent(history), history.now
     doing = _doing(history)
     gate = next((p.last for p in _workers(history) if p.kind == "gserver_manager"), {})
     counters = ""
@@ -101,6 +125,14 @@ def _stalled(history: History) -> Finding | None:
             f" The manager counts {gate.get('rollouts_running', 0):.0f} rollouts under way and "
             f"{gate.get('finished_untrained', 0):.0f} that wait to be trained."
         )
+    advice = f"Look at the log of {silent[0] if silent else 'the process named first'}; py-spy dump shows where it is."
+    if (oldest := _longest_under_way(history)) is not None:
+        counters += (
+            f" The rollout of prompt {oldest.prompt} on {oldest.worker} has been under way for "
+            f"{now - oldest.admitted_at:.0f} s, longer than any other."
+        )
+        if not silent:
+            advice = f"Look at the log of {oldest.worker}; rollout.rollout_timeout_s ends rollouts that take too long."
     return Finding(
         "stalled",
         Level.problem,
@@ -108,8 +140,14 @@ def _stalled(history: History) -> Finding | None:
         f"no step since {since:.0f} s, after step {newest}; {doing or 'all processes wait'}."
         + (f" Silent: {', '.join(silent)}." if silent else "")
         + counters,
-        f"Look at the log of {silent[0] if silent else 'the process named first'}; py-spy dump shows where it is.",
+        advice,
     )
+
+
+def _longest_under_way(history: History) -> Rollout | None:
+    """The rollout that has been played for longest, which a step may wait for."""
+    under_way = [each for each in history.rollouts.values() if each.finished_at is None and each.end is None]
+    return min(under_way, key=lambda each: each.admitted_at, default=None)
 
 
 def _died(history: History) -> Finding:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -199,7 +199,7 @@ class UserCodeRunner:
                 "or run it in a process (run_in: process), which can be killed",
                 how="hangs in too many threads",
             )
-        async with self._places:
+        async with self._thread():
             with self.told(code):
                 running = self._threads.run(partial(_checked, code, function))
                 try:
@@ -213,6 +213,16 @@ class UserCodeRunner:
                     if not running.done():
                         self._abandoned[code.label] = self._abandoned.get(code.label, 0) + 1
                         running.add_done_callback(partial(self._came_back, code.label))
+
+    @contextlib.asynccontextmanager
+    async def _thread(self) -> AsyncIterator[None]:
+        """Within: one of the threads is taken. Waiting for it is timed."""
+        with timed(Activity.thread_wait):
+            await self._places.acquire()
+        try:
+            yield
+        finally:
+            self._places.release()
 
     def _came_back(self, label: str, _: object) -> None:
         with contextlib.suppress(RuntimeError):  # the worker has ended meanwhile

@@ -30,6 +30,8 @@ class Activity(StrEnum):
     """Waiting for a free process for an agent."""
     process_wait = auto()
     """Waiting for a free process of `rollout.user_code.processes` for a reward or a tool."""
+    thread_wait = auto()
+    """Waiting for a free thread of `rollout.user_code.threads` for a plain function."""
     reward = auto()
     tool = auto()
 

@@ -274,13 +274,16 @@ class Worker(ABC):
             lease_s = None if state in ("done", "failed") else self.config.system.lease_s
             self.resolver.add(names.status_key(self.kind, self.index), value, lease_s=lease_s, replace=True)
 
-    def start_wait(self, kind: str, what: str, *, while_alive: bool = False) -> StartWait:
+    def start_wait(self, kind: str, what: str, *, whom: str = "", while_alive: bool = False) -> StartWait:
         """Return a wait for `what` processes of `kind` do while they start.
 
         Their progress counts as this process's progress.
+
+        Args:
+            whom: it waits for, in the words for people.
         """
         limit = StartLimit("system.start_timeout_s", self.config.system.start_timeout_s)
-        observer.stage(f"waits for {what} of a {kind}")
+        observer.stage(f"waits for {whom or f'{what} of a {kind}'}")
         return StartWait(
             self.resolver, kind, what, limit, while_alive=while_alive, progressed=self._note_progress_of_others
         )
@@ -339,7 +342,8 @@ class AsyncWorker(Worker):
             NotStarted: no process of `kind` makes progress for `system.start_timeout_s`.
             StopRequested: a stop was requested.
         """
-        waiting = await asyncio.to_thread(self.start_wait, kind, f"name {key!r}", while_alive=while_alive)
+        whom = key.removeprefix(f"{names.WORKERS}/") if key.startswith(f"{names.WORKERS}/") else f"{kind} ({key})"
+        waiting = await asyncio.to_thread(self.start_wait, kind, f"name {key!r}", whom=whom, while_alive=while_alive)
         return await await_name(self.resolver, key, waiting.look, self.stop)
 
     @abstractmethod

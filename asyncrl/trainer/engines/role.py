@@ -81,8 +81,8 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
         """Count the operations of what this rank computes; called once the model is as it is trained."""
         try:
             self._flops = FlopCount(self.root, trunk)
-        except NotCounted as error:
-            _log.info("rank/mfu is not told: %s", error)
+        except (NotCounted, AttributeError, KeyError, TypeError) as error:  # a figure for people must not end a run
+            _log.info("rank/mfu is not told: %s: %s", type(error).__name__, error)
 
     def _count(self, micro_batch: MicroBatch) -> None:
         """Count a forward pass over `micro_batch`, and where gradients are recorded its backward pass."""

@@ -160,8 +160,8 @@ def _products(text: nn.Module, config: PretrainedConfig, first: int | None) -> I
         share = _chosen_experts(config) if EXPERTS in name.split(".") else 1.0
         layer = _layer(f"{name}.")
         inputs = first is not None and (layer is None or layer >= first)
-        for parameter in module.parameters(recurse=False):
-            if parameter.dim() >= 2:
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= 2 and not own.endswith("bias"):  # experts have a bias each
                 yield name, _product(parameter, share, inputs=inputs)
 
 

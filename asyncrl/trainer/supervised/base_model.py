@@ -119,7 +119,7 @@ def ensure_base_model(config: SFTConfig) -> Path:
             if not _is_model(folder):  # else another launch has made it meanwhile
                 _copy(shipped, folder) if _is_model(shipped := shipped_dir(config)) else _make(config, folder)
     elif folder.parents[1] != Path(config.fileroot).expanduser().resolve():
-        note = f"base model: {folder}, cached there; fileroot={config.fileroot} has none of this recipe"
+        note = f"base model: {folder} (fileroot={config.fileroot} has none of its own)"
         Console(highlight=False).print(note, markup=False, soft_wrap=True)
     return folder
 

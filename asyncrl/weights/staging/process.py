@@ -7,7 +7,8 @@ code with its own.
 
     POST /stage       have a folder here; see `asyncrl.weights.staging.messages`
     GET  /manifest    ?folder=v7                           of a folder that is here
-    GET  /file        ?folder=v7&name=model.safetensors    one of its files
+    GET  /file        ?folder=v7&name=model.safetensors    one of its files, or a range of its bytes
+    GET  /delta       ...&base=v5&sum=5f1d3c2a90b1e6d4     what changed in it since v5, where it had this checksum
     POST /same_code   compare the code of another host with that of this one
     POST /observed    append lines of another host's `observed/`; on the launcher's host
 
@@ -75,7 +76,8 @@ class StagingServer(AsyncWorker):
         folder = self.run_dir / STAGED_DIR / str(self.index)
         is_home = self.index == LAUNCHER_HOST
         home = ObservedHome(self.run_dir) if is_home else None
-        service = StagingService(folder, self.http_security, self._has, home)
+        deltas = self.config.system.version_deltas
+        service = StagingService(folder, self.http_security, self._has, home, deltas=deltas)
         lease_s = self.config.system.lease_s
         try:
             url = await service.http.start(self.config.system.host)
@@ -137,6 +139,7 @@ class StagingService:
         root, on_launch_folder: see `Store`.
         security: the run's token and certificate; None if the run has no secret.
         home: receives the lines of other hosts' processes; None on other hosts than the launcher's.
+        deltas: see `Store`.
     """
 
     def __init__(
@@ -145,16 +148,19 @@ class StagingService:
         security: HttpSecurity | None,
         on_launch_folder: Callable[[str, Path], None],
         home: ObservedHome | None = None,
+        *,
+        deltas: bool = True,
     ) -> None:
         token, tls = (None, None) if security is None else (security.token, security.server_context())
         self._peers = JsonHttp(security)
         self._home = home
         self._sources = KnownSources()
-        self.store = Store(root, self._peers, on_launch_folder)
+        self.store = Store(root, self._peers, on_launch_folder, deltas=deltas)
         routes = {
             "/stage": HttpRoute(self._stage, "POST"),
             "/manifest": HttpRoute(_of_copy(self._manifest, self.store), "GET"),
             "/file": HttpRoute(_of_copy(self._file, self.store), "GET"),
+            "/delta": HttpRoute(_of_copy(self._delta, self.store), "GET"),
             "/same_code": HttpRoute(self._same_code, "POST", _MAX_SUMS_BYTES),
             "/observed": HttpRoute(self._observed, "POST", _MAX_OBSERVED_BYTES),
         }
@@ -192,14 +198,14 @@ class StagingService:
         name = request.query.get("name", "")
         if name not in copy.files:
             raise Refused(404, {"error": f"the folder has no file {name[:200]!r}"}, "unknown_folder")
-        response = web.StreamResponse()
-        with (copy.path / name).open("rb", buffering=0) as file:
-            response.content_length = os.fstat(file.fileno()).st_size
-            await response.prepare(request)
-            while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-                await response.write(piece)
-        await response.write_eof()
-        return response
+        return await _sent(request, copy.path / name)
+
+    async def _delta(self, request: web.BaseRequest, copy: Copy) -> web.StreamResponse:
+        folder, name, base, wanted = (request.query.get(key, "") for key in ("folder", "name", "base", "sum"))
+        path = await self.store.delta(folder, name, base, wanted)
+        if path is None:
+            raise Refused(404, {"error": f"no delta of {name[:200]!r} from {base[:200]!r}"}, "no_delta")
+        return await _sent(request, path)
 
     async def _same_code(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         asked = _decoded(body, SameCodeRequest)
@@ -218,6 +224,29 @@ class StagingService:
         except OSError as error:
             raise Refused(507, {"error": f"observed/: {error.strerror or error}"}, "not_written") from error
         return json_response(ObservedReply(at, self._home.id))
+
+
+async def _sent(request: web.BaseRequest, path: Path) -> web.StreamResponse:
+    """Answer with the file, or with the range of its bytes that the request asks for."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            asked = request.http_range
+        except ValueError as error:
+            raise Refused(400, {"error": str(error)}, "malformed") from error
+        begin, end, _ = asked.indices(size)
+        partial = asked != slice(None, None, 1)
+        response = web.StreamResponse(status=206 if partial else 200)
+        if partial:
+            response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
+        response.content_length = left = max(0, end - begin)
+        file.seek(begin)
+        await response.prepare(request)
+        while left and (piece := await asyncio.to_thread(file.read, min(left, PIECE_BYTES))):
+            left -= len(piece)
+            await response.write(piece)
+    await response.write_eof()
+    return response
 
 
 def _decoded(body: bytes, kind: type[T]) -> T:

@@ -6,6 +6,7 @@ removes its own; the launch's folders are served in place. Elsewhere all folders
     <root>/v7/      a copy
     <root>/model/   the initial model, on other hosts than the publisher's
     <root>/inputs/  inputs of RolloutWorkers, likewise; kept when the server dies, as they may be read at any time
+    <root>/deltas/  what changed between two versions, made or fetched once; removed with either of them
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import os
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
+from urllib.parse import quote
 
 import msgspec
 
@@ -26,10 +29,12 @@ from asyncrl.comm.files.retry_write import no_retry
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.plugins.datasets.tokenizers import model_files
 from asyncrl.weights import atomic_dir
-from asyncrl.weights.staging.fetch import fetch_folder, sum_of
+from asyncrl.weights.staging.delta import write_delta
+from asyncrl.weights.staging.fetch import Former, fetch_folder, sum_of
 from asyncrl.weights.staging.messages import INPUTS, MODEL, OF_THE_LAUNCH, StageRequest
 from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, ManifestError, file_entry, read_manifest, verify
 
+_DELTAS = "deltas"
 Key: TypeAlias = tuple[str, str]
 """Identity of a folder's content: its name, and its path on this disk or the checksum of its manifest."""
 
@@ -55,18 +60,23 @@ class Store:
         root: folder of the copies; versions and a model left there are removed.
         http: connections to other hosts.
         on_launch_folder: called with the name and the path of each folder of `OF_THE_LAUNCH` once it is complete.
+        deltas: whether versions are fetched as what changed since one that is here.
     """
 
-    def __init__(self, root: Path, http: JsonHttp, on_launch_folder: Callable[[str, Path], None]) -> None:
+    def __init__(
+        self, root: Path, http: JsonHttp, on_launch_folder: Callable[[str, Path], None], *, deltas: bool = True
+    ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         for former in root.iterdir():  # of servers before this one; who still reads holds the files
             if former.name != INPUTS:
                 shutil.rmtree(former, ignore_errors=True)
-        self._root, self._http, self._on_launch_folder = root, http, on_launch_folder
+        self._root, self._http, self._on_launch_folder, self._deltas = root, http, on_launch_folder, deltas
         self._copies: dict[str, Copy] = {}
         self._coming: dict[Key, asyncio.Task[Copy]] = {}
         self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._readers: Counter[str] = Counter()
+        self._encoding: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._useless: set[Path] = set()
 
     def place_of(self, folder: str) -> Path:
         """Return the path at which a copy of the folder is kept."""
@@ -95,6 +105,48 @@ class Store:
         await asyncio.gather(*coming, return_exceptions=True)
         await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
+    async def delta(self, folder: str, name: str, base: str, base_sum: str) -> Path | None:
+        """Return the file of what changed in file `name` of `folder` since `base`, made at the first call.
+
+        None: `base` is not here or its file has another checksum than `base_sum`, or the delta is of no use.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        new, old = self._copies.get(folder), self._former(base)
+        if new is None or old is None or name not in new.files:
+            return None
+        if (entry := old.manifest.files.get(name)) is None or entry.xxh3 != base_sum:
+            return None
+        path = self._delta_file(folder, base, name)
+        with self.reading(base):
+            async with self._encoding[path]:
+                if path in self._useless:
+                    return None
+                if not path.exists():
+                    await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+                    part = path.with_name(path.name + ".part")
+                    if not await asyncio.to_thread(write_delta, old.path / name, new.path / name, part):
+                        self._useless.add(path)
+                        return None
+                    part.rename(path)
+        return path
+
+    def _delta_file(self, folder: str, base: str, name: str) -> Path:
+        return self._root / _DELTAS / f"{base}-{folder}" / quote(name, safe="")
+
+    def _former(self, name: str) -> Former | None:
+        """The version `name`, if it is here."""
+        copy = None if name in OF_THE_LAUNCH else self._copies.get(name)
+        return None if copy is None else Former(name, copy.path, read_manifest(copy.path))
+
+    def _newest_other(self, folder: str) -> Former | None:
+        """The newest version here beside `folder`, where that is a version too."""
+        versions = {name: int(name[1:]) for name in self._copies.keys() - OF_THE_LAUNCH if name != folder}
+        if folder in OF_THE_LAUNCH or not versions:
+            return None
+        return self._former(max(versions, key=lambda name: versions[name]))
+
     @contextmanager
     def reading(self, folder: str) -> Iterator[None]:
         """Keep the folder from being removed within this block."""
@@ -122,7 +174,14 @@ class Store:
             present = await asyncio.to_thread(_whole_copy_at, self._root / folder)
         if present is not None and present.manifest_sum == request.manifest_sum:
             return present
-        await fetch_folder(self._http, request.source, folder, request.manifest_sum, self._root / folder)
+        former = self._newest_other(folder)
+        delta_file = None
+        if former is not None and self._deltas:
+            delta_file = partial(self._delta_file, folder, former.name)
+        with self.reading(former.name) if former is not None else nullcontext():
+            await fetch_folder(
+                self._http, request.source, folder, request.manifest_sum, self._root / folder, former, delta_file
+            )
         return await asyncio.to_thread(_copy_at, self._root / folder)
 
     def _take_in(self, folder: str, path: Path, present: Copy | None) -> Copy:
@@ -148,6 +207,10 @@ class Store:
         for folder in self._copies.keys() - busy.union(wanted):
             del self._copies[folder], self._writing[folder]
             await asyncio.to_thread(atomic_dir.remove, self._root / folder)
+            for deltas in (self._root / _DELTAS).glob("*"):
+                if folder in deltas.name.split("-"):
+                    await asyncio.to_thread(shutil.rmtree, deltas, ignore_errors=True)
+                    self._useless = {path for path in self._useless if path.parent != deltas}
 
     def _ended(self, key: Key, done: asyncio.Task[Copy]) -> None:
         """Forget a finished task: later requests for the folder start a new one."""

@@ -7,15 +7,14 @@ too, but makes training compute more.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import json
 import os
-import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
+
+from after_import import after_import
 
 AGENT = "asyncrl.plugins.agents.single_turn"
 
@@ -33,27 +32,5 @@ def _recording(module: ModuleType, file: str) -> None:
     module.SingleTurnAgent.run_group = run_group
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Changes the agent's module right after it is imported."""
-
-    def __init__(self, file: str) -> None:
-        self._file = file
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == AGENT else None
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def executed(module: ModuleType) -> None:
-            execute(module)
-            _recording(module, self._file)
-
-        spec.loader.exec_module = executed  # type: ignore[method-assign]
-        return spec
-
-
 if groups := os.environ.get("RECORDED_GROUPS"):
-    sys.meta_path.insert(0, _Finder(groups))
+    after_import({AGENT: partial(_recording, file=groups)})

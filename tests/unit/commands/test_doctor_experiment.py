@@ -29,6 +29,19 @@ def test_what_can_start_is_told_check_by_check(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_of_runs_with_an_experiments_name_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `fileroot=.` leaves it."""
+    (tmp_path / "async_ppo" / "trial0").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "async_ppo", "reward.path=nothing:here"]) == 2
+    assert "no module or file 'nothing'" in told(capsys)["settings"]
+    (tmp_path / "async_ppo" / "config.yaml").write_text("{}")
+    assert main(["doctor", "async_ppo"]) == 1
+    assert "died, step 0" in capsys.readouterr().out
+
+
 def test_a_wrong_setting_is_told_and_nothing_else_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "async_ppo", "reward.path=nothing:here"]) == 2
     lines = told(capsys)

@@ -188,3 +188,24 @@ def test_distinct_pictures_leave_no_more_than_the_limit(vlm_folder: Folder, monk
     assert engine.stats().encoded_pictures == 60
     assert 0 < ids._recent_bytes <= limit
     assert len(ids._by_first) == len(ids._seen) == len(ids._recent) < 5
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "internvl"])
+def test_the_next_turn_over_a_picture_computes_its_new_tokens_alone(kind: str, vlm_folder: Folder) -> None:
+    folder = vlm_folder(kind)
+    engine = _engine(folder, max_running_requests=2, max_total_tokens=600)
+    plain, pictures = _load(folder)
+    request = _ask("t0", folder, "<u>how ", picture(1), "?<end><a>")
+    known = 0
+    for turn, shown in enumerate((picture(2, 112, 56), picture(1), None)):
+        (output,) = _run(engine, request)
+        expected = _expected(plain, pictures, request, output.output_ids)
+        assert output.logprobs == pytest.approx(expected, abs=2e-4)
+        assert output.cached_tokens == known
+        history = (*request.input_ids, *output.output_ids)
+        known = len(history) - 1
+        more = render(folder, "<end><u>", *([] if shown is None else [shown]), "red<end><a>")
+        moved = tuple(each.shifted(len(history)) for each in more.placed)
+        spec = replace(request.sampling, seed=turn)
+        request = GenerationInput(f"t{turn + 1}", (*history, *more.ids), spec, pictures=(*request.pictures, *moved))
+    assert engine.stats().encoded_pictures == 2

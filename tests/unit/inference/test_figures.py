@@ -30,7 +30,8 @@ class Engine:
     def stats(self) -> EngineStats:
         return EngineStats(
             running=5, waiting=2, used_tokens=30, max_total_tokens=120, generated_tokens=70, retractions=1,
-            prompt_tokens=40, cached_tokens=10, busy_seconds=1.5, gen_throughput=9.0,
+            prompt_tokens=40, cached_tokens=10, prefilled_tokens=25, kept_tokens=60,
+            busy_seconds=1.5, gen_throughput=9.0,
         )  # fmt: skip
 
 
@@ -49,6 +50,8 @@ def test_the_embedded_engine_shows_all_figures() -> None:
         "tokens_per_s": 9,
         "prompt_total": 40,
         "cached_total": 10,
+        "prefilled_total": 25,
+        "kept_tokens": 60,
         "generated_total": 70,
         "aborted_total": 0,
         "retracted_total": 1,

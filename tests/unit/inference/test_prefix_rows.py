@@ -59,9 +59,13 @@ def test_every_prefix_is_a_path_that_sees_itself_alone(
                 bias = tree_bias(made.ends_BU, made.depths_BU, Reach(window), torch.zeros(0))[:, 0] == 0.0
                 age = made.depths_BU[:, :, None] - made.depths_BU[:, None, :]
                 assert torch.equal(bias, sees & (age < window))
-        for slot, row, path in zip(made.slots_N.tolist(), made.rows_N.tolist(), made.paths_NL, strict=True):
+        to = made.targets
+        for slot, row in zip(to.slots_N.tolist(), to.rows_N.tolist(), strict=True):
             prefix = found[slot // 3]
-            path = path[: len(prefix)]
+            own = to.slots_M == slot
+            assert to.positions_M[own].tolist() == list(range(len(prefix)))
+            assert set(to.rows_M[own].tolist()) == {row}
+            path = to.places_M[own]
             filled[slot] = tuple(made.tokens_BU[row, path].tolist())
             assert made.depths_BU[row, path].tolist() == list(range(len(prefix)))
             for length, place in enumerate(path.tolist(), 1):
@@ -218,6 +222,7 @@ def test_after_an_interruption_every_distinct_prefix_is_prefilled_once() -> None
     again = [(*prompt, *output.output_ids) for output in outputs]
     assert len({len(output.output_ids) for output in outputs}) == 1
     assert len(set(again)) > 3, "they have parted"
+    engine._batch.weights_changed()  # what was cached is gone
     before = engine._batch.runner.prefilled_tokens
     later = engine.submit(Job(tuple(replace(each, input_ids=ids) for each, ids in zip(inputs, again, strict=True))))
     engine.step()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.master.graph.executor import ExecutionError, Executor
+from asyncrl.master.graph.executor import ExecutionError, Executor, LateCall
 from asyncrl.master.graph.types import Call, Graph
 from asyncrl.trainer.messages import CallStats, RunCall
 
@@ -120,7 +120,7 @@ async def test_a_failure_names_call_role_and_worker_and_cancels_the_rest() -> No
 
 async def test_a_late_call_is_named_with_its_limit() -> None:
     workers = Workers(2, fails={"right": TimeoutError()})
-    with pytest.raises(ExecutionError, match=r"'right'.*model_worker/1 did not finish within 7 s"):
+    with pytest.raises(LateCall, match=r"'right'.*model_worker/1 did not finish within 7 s"):
         await Executor(DIAMOND, {"actor": [0], "ref": [1]}, list(workers), 7.0).run()
 
 

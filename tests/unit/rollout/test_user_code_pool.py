@@ -385,6 +385,33 @@ async def test_slow_calls_are_named_and_times_are_the_rollouts_wherever_its_part
     assert any(message.startswith("reward my.py:score took ") for message in caplog.messages)
 
 
+async def test_a_wait_for_a_free_thread_is_no_time_of_the_call() -> None:
+    """The second call waits for the thread while the first runs, and is not called slow for it."""
+    begun, go = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def blocks() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        assert go.wait(LIMIT_S)
+
+    intervals: list[tuple[Activity, float, float]] = []
+    async with UserCodeRunner(UserCodeConfig(threads=1)) as runner:
+        first = asyncio.create_task(runner.call(in_thread(), blocks))
+        async with asyncio.timeout(LIMIT_S):
+            await begun.wait()
+        with metered() as meter:
+            meter.add_interval = lambda *interval: intervals.append(interval)  # type: ignore[method-assign]
+            second = asyncio.create_task(runner.call(in_thread(), int))
+            await asyncio.sleep(0)
+        freed = time.monotonic()
+        go.set()
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(first, second)
+    (waited,) = (each for each in intervals if each[0] is Activity.thread_wait)
+    (ran,) = (each for each in intervals if each[0] is Activity.reward)
+    assert waited[1] <= freed <= waited[2] <= ran[1]
+
+
 async def test_a_call_runs_from_when_a_process_is_free(
     runner: UserCodeRunner, hostile: Callable[..., Code], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

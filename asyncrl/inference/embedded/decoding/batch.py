@@ -12,7 +12,6 @@ This class runs on one thread and knows neither clocks nor sockets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +19,8 @@ import torch
 from asyncrl.api.generation import FinishReason
 from asyncrl.inference.embedded.decoding.admission import AdmissionQueue
 from asyncrl.inference.embedded.decoding.decode_rows import IDLE_STEPS, RowTable
-from asyncrl.inference.embedded.decoding.prefix_rows import Prefix
+from asyncrl.inference.embedded.decoding.long_prompts import LongPrompts
+from asyncrl.inference.embedded.decoding.prefills import Prefills, TokenCounts
 from asyncrl.inference.embedded.decoding.sequence import Sequence
 from asyncrl.inference.embedded.decoding.slot_rows import SlotRows
 from asyncrl.inference.embedded.model.model_io import ModelRunner
@@ -33,18 +33,6 @@ OnFinish = Callable[[Sequence, GenerationOutput], None]
 CHANGE_SHARE = 16
 """A batch is reorganised as soon as one row in so many has left or could join: a join costs a prefill forward, which
 for a small model is most of a decode step, while a hole costs its share of the steps until then."""
-
-
-@dataclass
-class TokenCounts:
-    """Tokens since the engine began."""
-
-    prompt: int = 0
-    cached: int = 0
-    """Of `prompt`, those whose keys and values were not computed for their sample alone."""
-    generated: int = 0
-    decoded_rows: int = 0
-    """Rows that the model has computed; of samples that share one it is fewer than `generated`."""
 
 
 class Lengths:
@@ -79,16 +67,27 @@ class DecodeBatch:
         queue: queue and admission rule.
         on_finish: called once for every sample, with its output.
         detokenize: ids to text, needed for stop strings.
+        room: positions of the KV cache for running samples and for what is kept of earlier ones.
+        part: most tokens of one prompt that are computed between two decode steps.
     """
 
     def __init__(
-        self, runner: ModelRunner, queue: AdmissionQueue, on_finish: OnFinish, detokenize: Detokenize | None
+        self,
+        runner: ModelRunner,
+        queue: AdmissionQueue,
+        on_finish: OnFinish,
+        detokenize: Detokenize | None,
+        *,
+        room: int,
+        part: int,
     ) -> None:
         self.runner, self.queue = runner, queue
         self._on_finish, self._detokenize = on_finish, detokenize
         self._table = RowTable(queue.max_running, runner.vocab_size, runner.device)
         self.samples = SlotRows(runner)
         self.counts = TokenCounts()
+        self.prefills = Prefills(runner, self.samples, self.counts, room, queue.max_running)
+        self.long_prompts = LongPrompts(self.prefills, part)
         self.version = ""
         self.weights_epoch = 0
         self.steps = 0
@@ -96,6 +95,16 @@ class DecodeBatch:
         self._spent_columns: list[int] = []
         self._reorganised_at = 0
         self._watched: list[Sequence] = []
+
+    @property
+    def runnable(self) -> bool:
+        """True if a step would do something."""
+        return bool(self.samples.rows or self.long_prompts.held) or self.queue.has_admissible()
+
+    @property
+    def waiting(self) -> int:
+        """Number of samples that have not joined yet."""
+        return len(self.queue.waiting) + len(self.long_prompts.held)
 
     @property
     def used_tokens(self) -> int:
@@ -111,6 +120,7 @@ class DecodeBatch:
         """Advance every running sample by one token, after admitting what fits."""
         if self._reorganisation_due():
             self._reorganise()
+        self.long_prompts.advance(self.weights_epoch)
         if not self.samples.rows:
             return
         count, slots = len(self.samples.rows), len(self.samples.slots)
@@ -140,15 +150,16 @@ class DecodeBatch:
         cached, before = self._current_lengths().longest + self.steps, len(self.samples.slots)
         copies = self.samples.part(differing)
         self.runner.cache.reserve(len(self.samples.slots), cached + 1, before, cached)
-        self._copy(copies, cached)
+        self.samples.copy(copies, cached)
 
     def _reorganisation_due(self) -> bool:
         """True if admitting new samples and closing holes is worth its cost: at least one row in `CHANGE_SHARE` would
         change, the last reorganisation was long ago, or nothing is running.
         """
-        live = self.samples.live
-        arrivals = min(len(self.queue.waiting), self.queue.max_running - live) if self.queue.has_admissible() else 0
-        changes = self.samples.holes + arrivals
+        live, ready = self.samples.live, len(self.long_prompts.ready)
+        free = self.queue.max_running - live - len(self.long_prompts.held)
+        arrivals = min(len(self.queue.waiting), free) if self.queue.has_admissible() else 0
+        changes = self.samples.holes + arrivals + ready
         if changes == 0:
             return False
         return (
@@ -167,11 +178,12 @@ class DecodeBatch:
         self._spent_columns = []
         samples = self.samples
         running = samples.running
-        admitted = self._without_empty(self.queue.admit(running))
+        admitted = self._without_empty(self.queue.admit([*running, *self.long_prompts.held]))
+        admitted = self.long_prompts.sift(admitted, self.weights_epoch)
         if samples.holes > len(admitted) and (moved := samples.pack_rows()):
             self._table.move(samples.indices(list(moved)), samples.indices(list(moved.values())))
         if len(samples.slots.holes) > len({sequence.context for sequence in admitted}):
-            self._copy(samples.pack_slots(), self._longest_cached(running))
+            samples.copy(samples.pack_slots(), self._longest_cached(running))
         if admitted:
             self._join(admitted, running)
         running = samples.running
@@ -201,9 +213,10 @@ class DecodeBatch:
             self.samples.enter(sequences)
         live_length = self._longest_cached(running)
         longest = max(len(sequence.prefix) for sequence in admitted)
+        self.prefills.announce(admitted, self.weights_epoch)
         self.runner.cache.reserve(len(self.samples.slots), max(live_length, longest) + 1, live_slots, live_length)
         self._table.join(admitted)
-        self._fill_slots(admitted, running)
+        self.prefills.fill(admitted, running, self.weights_epoch)
 
     def _longest_cached(self, running: list[Sequence]) -> int:
         return max(map(self._cached_positions, running), default=0)
@@ -211,51 +224,13 @@ class DecodeBatch:
     def _cached_positions(self, sequence: Sequence) -> int:
         return len(sequence.prefix) + self.steps - sequence.joined_at
 
-    def _fill_slots(self, admitted: list[Sequence], running: list[Sequence]) -> None:
-        """Copy the prefix from a running sample that has it, else prefill it; what several share is prefilled once.
-
-        Recurrent states are of a sample's whole length, so that one that has gone on since it joined has none of its
-        prefix to give.
-        """
-        epoch, donating = self.weights_epoch, [] if self.runner.cache.states else running
-        donors = {s.prefix_hash: s for s in donating if s.weights_epoch == epoch}
-        fresh: dict[Prefix, list[Sequence]] = {}
-        copies: dict[int, int] = {}
-        longest = 0
-        for sequence in admitted:
-            self.counts.prompt += len(sequence.request.input_ids)
-            donor = donors.get(sequence.prefix_hash)
-            if donor is not None and donor.prefix == sequence.prefix != ():
-                copies[sequence.slot] = donor.slot
-                longest = max(longest, len(sequence.prefix))
-                self._count_cached(sequence, len(sequence.prefix))
-            else:
-                fresh.setdefault(sequence.prefix, []).append(sequence)
-        self._copy(copies, longest)
-        if not fresh:
-            return
-        slots_of = {prefix: sorted({sequence.slot for sequence in alike}) for prefix, alike in fresh.items()}
-        for prefix, shared in self.runner.prefill(slots_of).items():
-            first, *others = fresh[prefix]
-            self._count_cached(first, shared)
-            for sequence in others:
-                self._count_cached(sequence, len(prefix))
-
-    def _count_cached(self, sequence: Sequence, tokens: int) -> None:
-        """Note that so many positions of the sample's prefix were not computed for it alone."""
-        sequence.cached_tokens = tokens
-        self.counts.cached += tokens
-
-    def _copy(self, sources: dict[int, int], length: int) -> None:
-        """Copy the first `length` positions of slots; `sources` has by target the slot to copy."""
-        if sources:
-            indices = self.samples.indices
-            self.runner.cache.move(indices(list(sources)), indices(list(sources.values())), length)
-
     def _leave(self, sequences: list[Sequence], finish: Finish | None) -> None:
         """Take samples out of the batch and hand out their outputs; with no `finish` the last token tells it."""
         outputs = self._outputs(sequences)
         self._read_routing(sequences)
+        if finish is None or finish.reason != FinishReason.abort:
+            for sequence, (tokens, _) in zip(sequences, outputs, strict=True):
+                self.prefills.keep_answer(sequence, tokens, self._cached_positions(sequence))
         self._vacate(sequences)
         for sequence, (tokens, logprobs) in zip(sequences, outputs, strict=True):
             ending = _natural_end(sequence, tokens) if finish is None else finish
@@ -281,7 +256,7 @@ class DecodeBatch:
             start = sequence.request.routing_from + (0 if read is None else len(read))
             end = self._cached_positions(sequence)
             if end > start:
-                fresh = self.runner.routing.read(sequence.slot, start, end)
+                fresh = self.runner.routing.choices(sequence.slot, start, end)
                 sequence.routing = fresh if read is None else np.concatenate((read, fresh))
 
     def _vacate(self, sequences: list[Sequence]) -> None:
@@ -315,15 +290,18 @@ class DecodeBatch:
         running = [sequence for sequence in self.samples.running if matches(sequence)]
         if running:
             self._leave(running, Finish(FinishReason.abort))
+        held = [sequence for sequence in self.long_prompts.held if matches(sequence)]
+        self.long_prompts.take(held)
         queued = [sequence for sequence in self.queue.waiting if matches(sequence)]
         for sequence in queued:
             self.queue.waiting.remove(sequence)
+        for sequence in (*held, *queued):
             partial = bool(sequence.tokens)
             output = sequence.output(
                 sequence.tokens, sequence.logprobs, self.version, Finish(FinishReason.abort, queued=not partial)
             )
             self._on_finish(sequence, output)
-        return len(running) + len(queued)
+        return len(running) + len(held) + len(queued)
 
     @torch.inference_mode()
     def retract(self) -> int:
@@ -337,7 +315,10 @@ class DecodeBatch:
             sequence.joined_at = self.steps
             sequence.retractions += 1
             sequence.set_prefix()
-        self.queue.waiting.extendleft(reversed(running))
+        held = self.long_prompts.held
+        self.long_prompts.take(held)
+        waiting = sorted((*running, *held), key=lambda sequence: sequence.arrival)
+        self.queue.waiting.extendleft(reversed(waiting))
         return len(running)
 
     def relabel(self, version: str) -> None:
@@ -347,10 +328,13 @@ class DecodeBatch:
             sequence.relabel(version, self.steps)
 
     @torch.inference_mode()
-    def weights_changed(self) -> None:
-        """Keys and values cached so far belong to older weights: nobody may copy them any more."""
+    def weights_changed(self, *, keep_cache: bool = False) -> None:
+        """Keys and values cached so far belong to older weights: nobody may copy them any more, but with `keep_cache`
+        later turns of the samples that have them."""
         self.weights_epoch += 1
         self.runner.weights_changed()
+        if not keep_cache:
+            self.prefills.forget()
         if not self.samples.running:
             self.runner.cache.scrub()
 

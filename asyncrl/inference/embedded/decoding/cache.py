@@ -16,13 +16,14 @@ masked, so they weigh nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from asyncrl.inference.embedded.decoding.prefix_rows import Targets
 from asyncrl.inference.embedded.model.states import SlotStates, StateLayer
 from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory
 
@@ -32,6 +33,8 @@ STEP_DIVISOR = 16
 """Long slots grow by this fraction of their length, so that a re-layout stays a few percent of the decode steps'
 work."""
 BUFFER_GROWTH = 1.25
+SHRINK = 2
+"""Buffers are given back only where they have so many times what is needed."""
 
 
 def plan_length(current: int, needed: int, most: int) -> int:
@@ -52,22 +55,34 @@ def plan_length(current: int, needed: int, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """The next forward is of rows of prefixes (`prefix_rows`): slot `slots_N[i]` takes what row `rows_N[i]` has at the
-    places `paths_NL[i]`. `width`: tokens of a row."""
+    """The next forward is of rows of prefixes (`prefix_rows`).
 
-    slots_N: Tensor
-    rows_N: Tensor
-    paths_NL: Tensor
+    Attributes:
+        targets: where each position that a slot takes comes from and goes to.
+        sources_B: a slot that has what was computed before of each row.
+        before: positions of it that are read, of the longest; 0: nothing was computed before.
+        width: tokens of a row.
+    """
+
+    targets: Targets
+    sources_B: Tensor
+    before: int
     width: int
 
-    @property
-    def length(self) -> int:
-        """Positions that are written to every slot."""
-        return self.paths_NL.shape[1]
 
-    def along_paths(self, states_BU: Tensor) -> Tensor:
-        """Gather from `[B, U, ...]` what the slots take, `[N, L, ...]`."""
-        return states_BU[self.rows_N[:, None], self.paths_NL]
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """The next forward is of a part of one prefix, which no slot takes yet.
+
+    Attributes:
+        known: keys and values before the part, by layer, `[1, kv_heads, positions, dim]`.
+        made: what the forward leaves, by layer, in the form of `SlotCache.read`.
+        states: recurrent states after the part.
+    """
+
+    known: dict[object, tuple[Tensor, Tensor]]
+    made: dict[object, list[Tensor]] = field(default_factory=dict)
+    states: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +124,23 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         assert self.keys is not None
         assert self.values is not None
         plan = self._owner.plan
+        if isinstance(plan, PartPlan):
+            both = (key_states, value_states)
+            plan.made[self] = [states[0].clone(memory_format=torch.contiguous_format) for states in both]
+            if (before := plan.known.get(self)) is None:
+                return both
+            return torch.cat((before[0], key_states), 2), torch.cat((before[1], value_states), 2)
         if isinstance(plan, PrefillPlan):
+            index = self._owner.prefill_index(self.keys.shape[1])
             for slots, states in ((self.keys, key_states), (self.values, value_states)):
-                slots[plan.slots_N, :, : plan.length] = plan.along_paths(states.transpose(1, 2)).transpose(1, 2)
-            return key_states, value_states
+                written = plan.targets.gather(states.transpose(1, 2))
+                slots.view(-1, slots.shape[3]).index_copy_(0, index, written.reshape(-1, slots.shape[3]))
+            if not plan.before:
+                return key_states, value_states
+            known, values = (
+                slots[:, :, : plan.before].index_select(0, plan.sources_B) for slots in (self.keys, self.values)
+            )
+            return torch.cat((known, key_states), 2), torch.cat((values, value_states), 2)
         index = self._owner.write_index(self.keys.shape[1])
         for slots, states in ((self.keys, key_states), (self.values, value_states)):
             slots.view(-1, slots.shape[3]).index_copy_(0, index, states.reshape(-1, slots.shape[3]))
@@ -138,6 +166,18 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         for slots in (self.keys, self.values):
             if slots is not None:
                 slots[targets, :, :length] = slots[sources, :, :length]
+
+    def read(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """Copies of the positions `[start, end)` of a slot, `[kv_heads, end - start, dim]`."""
+        return [slots[slot, :, start:end].clone() for slots in (self.keys, self.values) if slots is not None]
+
+    def write(self, targets: Sequence[int], start: int, rows: Iterator[Tensor], length: int) -> None:
+        """Write the first `length` positions of what `read` gave to slots `targets`, from position `start`."""
+        for slots in (self.keys, self.values):
+            if slots is not None:
+                states = next(rows)[:, :length]
+                for target in targets:
+                    slots[target, :, start : start + length] = states
 
     def scrub(self) -> None:
         """Zero the slots, so that nothing computed with earlier weights (a NaN, say) lingers."""
@@ -178,6 +218,12 @@ class CacheExtension(Protocol):
     def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
         """As `SlotLayer.move`."""
 
+    def read(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """As `SlotLayer.read`, of any shape whose dimension before the last is that of the positions."""
+
+    def write(self, targets: Sequence[int], start: int, rows: Iterator[Tensor], length: int) -> None:
+        """As `SlotLayer.write`."""
+
 
 class SlotCache(Cache):
     """The slots of every layer, their common layout, and the plan of the forward to come.
@@ -186,6 +232,12 @@ class SlotCache(Cache):
         memories: what each layer of the model keeps.
         device: where the model lives.
         max_total_tokens: bound of rows x length.
+
+    Attributes:
+        tokens: positions that are allocated.
+        state_rows: slots for which recurrent states are allocated; 0 where the model has none.
+        make_room: called before one of these grows, with both as they will be.
+        spare_room: True: the next `reserve` gives back what is far more than it needs.
     """
 
     def __init__(self, memories: Sequence[LayerMemory], device: torch.device, max_total_tokens: int) -> None:
@@ -198,12 +250,14 @@ class SlotCache(Cache):
         self.limit = max_total_tokens
         """Bound of rows x length."""
         self.length = 0
-        self.tokens = 0
-        self.plan: PrefillPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
+        self.tokens = self.state_rows = 0
+        self.plan: PrefillPlan | PartPlan | DecodePlan = DecodePlan(0, torch.empty(0, dtype=torch.long, device=device))
         """Plan of the writes of the next forward pass."""
         self._spares: dict[int, Tensor] = {}
         self._bases: dict[int, Tensor] = {}
         self._index: tuple[int, Tensor] | None = None
+        self.make_room: Callable[[int, int], None] = lambda tokens, states: None
+        self.spare_room = False
 
     def _layer(self, memory: LayerMemory) -> SlotLayer | StateLayer:
         if not memory.states:
@@ -212,31 +266,67 @@ class SlotCache(Cache):
 
     def reserve(self, rows: int, length: int, live_rows: int, live_length: int) -> None:
         """Make room for `rows` x `length`, keeping the first `live_length` positions of the first `live_rows` slots."""
-        for states in self.states:
-            states.reserve(rows, live_rows)
         planned = plan_length(self.length, length, self.limit // rows)
-        if planned == self.length and rows * planned <= self.tokens:
+        laid_out = planned == self.length and rows * planned <= self.tokens
+        if laid_out and not self.spare_room and (rows <= self.state_rows or not self.states):
             return
-        self.length = planned
-        if rows * planned > self.tokens:
-            self.tokens = max(rows * planned, min(self.limit, int(rows * planned * BUFFER_GROWTH)))
+        tokens = self._allocation(self.tokens, rows * planned, self.limit)
+        states = self._allocation(self.state_rows, rows if self.states else 0, None)
+        if tokens > self.tokens or states > self.state_rows:
+            self.make_room(tokens, states)
+        self.spare_room = False
+        if states != self.state_rows:
+            self.state_rows = states
+            for each in self.states:
+                each.resize(states, live_rows)
+        if laid_out and tokens == self.tokens:
+            return
+        self.length, self.tokens = planned, tokens
         self._bases.clear()
         for layer in (*self._slot_layers, *self.companions):
             layer.relayout(live_rows, min(live_length, planned))
+
+    def _allocation(self, now: int, needed: int, most: int | None) -> int:
+        """Positions or rows to allocate where there are `now` and `needed` ones are in use, at most `most`."""
+        wanted = int(needed * BUFFER_GROWTH)
+        wanted = wanted if most is None else max(needed, min(most, wanted))
+        return wanted if needed > now or (self.spare_room and now >= SHRINK * wanted) else now
 
     def swap_spare(self, buffer: Tensor) -> Tensor:
         """Hand out a buffer like `buffer`, of the present size, and keep `buffer` as the next spare."""
         spare = self._spares.get(buffer.shape[1])
         self._spares[buffer.shape[1]] = buffer
-        if spare is None or len(spare) < self.tokens:
+        if spare is None or len(spare) != self.tokens:
             return buffer.new_zeros(self.tokens, buffer.shape[1])
         return spare
 
     def begin_prefill(self, plan: PrefillPlan) -> None:
         """Set the plan: whole prefixes."""
-        self.plan = plan
+        self.plan, self._index = plan, None
         for states in self.states:
-            states.begin_prefill()
+            states.begin_prefill(plan.sources_B if plan.before else None)
+
+    def begin_part(self, rows: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """Set the plan: a part of one prefix.
+
+        Args:
+            rows: what is before it, in the form of `read`; none: nothing is.
+            states: after what is before it, in the form of `read_states`; none: nothing is.
+        """
+        if not self.length:
+            self.reserve(1, 1, 0, 0)  # the forward tells the layers' shapes
+        known, left = iter(rows), iter(states)
+        layers = [layer for layer in self._slot_layers if layer.keys is not None] if rows else []
+        self.plan = PartPlan({layer: (next(known)[None], next(known)[None]) for layer in layers})
+        for each in self.states:
+            each.begin_part(left if states else None)
+
+    def part(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What the part's forward has left: as `read` and as `read_states`."""
+        plan = self.plan
+        assert isinstance(plan, PartPlan)
+        layers = (*self._slot_layers, *self.companions)
+        return [tensor for layer in layers for tensor in plan.made.get(layer, ())], plan.states
 
     def begin_decode(self, rows: int, positions: Tensor) -> None:
         """Set the plan: one token for each of the first `rows` slots, at `positions[R]`."""
@@ -249,8 +339,10 @@ class SlotCache(Cache):
         """Keep what the planned forward has made of the states; keys and values are in their slots already."""
         plan = self.plan
         for states in self.states:
-            if isinstance(plan, PrefillPlan):
-                states.end_prefill(plan.slots_N, plan.rows_N)
+            if isinstance(plan, PartPlan):
+                plan.states.extend(states.end_part())
+            elif isinstance(plan, PrefillPlan):
+                states.end_prefill(plan.targets.slots_N, plan.targets.rows_N)
             else:
                 states.end_decode(plan.rows)
 
@@ -260,14 +352,28 @@ class SlotCache(Cache):
             return self._index[1]
         plan = self.plan
         assert isinstance(plan, DecodePlan)
-        base = self._bases.get(kv_heads)
-        if base is None:
-            count = self.tokens // self.length * kv_heads
-            base = (torch.arange(count, device=self._device) * self.length).view(-1, kv_heads)
-            self._bases[kv_heads] = base
-        index = (base[: plan.rows] + plan.positions[:, None]).view(-1)
+        index = (self._begins(kv_heads)[: plan.rows] + plan.positions[:, None]).view(-1)
         self._index = (kv_heads, index)
         return index
+
+    def prefill_index(self, kv_heads: int) -> Tensor:
+        """As `write_index`, of the positions that the planned prefill writes, `[M * kv_heads]`."""
+        if self._index is not None and self._index[0] == kv_heads:
+            return self._index[1]
+        plan = self.plan
+        assert isinstance(plan, PrefillPlan)
+        index = (self._begins(kv_heads)[plan.targets.slots_M] + plan.targets.positions_M[:, None]).view(-1)
+        self._index = (kv_heads, index)
+        return index
+
+    def _begins(self, kv_heads: int) -> Tensor:
+        """The flat index of the first position of every head of every slot, `[rows, kv_heads]`."""
+        begins = self._bases.get(kv_heads)
+        if begins is None:
+            count = self.tokens // self.length * kv_heads
+            begins = (torch.arange(count, device=self._device) * self.length).view(-1, kv_heads)
+            self._bases[kv_heads] = begins
+        return begins
 
     def decode_slots(self) -> list[Tensor] | None:
         """Keys and values of every layer for the planned decode step; None before the first forward allocated them."""
@@ -286,6 +392,26 @@ class SlotCache(Cache):
             layer.move(targets, sources, length)
         for states in self.states:
             states.copy(targets, sources)
+
+    def read(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """Copies of what the positions `[start, end)` of a slot have."""
+        return [rows for layer in (*self._slot_layers, *self.companions) for rows in layer.read(slot, start, end)]
+
+    def write(self, targets: Sequence[int], start: int, rows: Sequence[Tensor], length: int) -> None:
+        """Write the first `length` positions of what `read` gave to slots `targets`, from position `start`."""
+        left = iter(rows)
+        for layer in (*self._slot_layers, *self.companions):
+            layer.write(targets, start, left, length)
+
+    def read_states(self, slot: int) -> list[Tensor]:
+        """Copies of the states of a slot."""
+        return [state for states in self.states for state in states.read_states(slot)]
+
+    def write_states(self, targets: Sequence[int], held: Sequence[Tensor]) -> None:
+        """Write what `read_states` gave to slots `targets`."""
+        left = iter(held)
+        for states in self.states:
+            states.write_states(targets, left)
 
     def clear(self, slots: Tensor) -> None:
         """Have `slots` begin with no token; keys and values of the former samples there are masked anyway."""

@@ -15,11 +15,14 @@ own ancestors only, and a sample's keys are those along its path.
 A token sees those before it whose subtree it is in: in the trie's pre-order a subtree is a range, so that where it ends
 is all that a mask needs (`RowTensors.ends_BU`).
 
+A prefix may go on from what its slot has already (its base): then the row has the rest alone, each token of which sees
+the base too. Prefixes of one row have the same base.
+
 What sharing saves is a token's work in everything but attention; what it costs is a mask over the whole row, where a
 prefix alone needs half of its own square. So a prefix joins the row before it if it saves more than that
 (`rows_of`): those with nothing but a first token in common stay apart.
 
-Shapes: B = rows, U = tokens of the longest, N = slots to fill, L = longest prefix.
+Shapes: B = rows, U = tokens of the longest, N = slots to fill, M = positions that are written to them.
 """
 
 from __future__ import annotations
@@ -42,11 +45,13 @@ MOST_SHARED_TOKENS = 4096
 
 @dataclass(slots=True)
 class PrefixRow:
-    """Prefixes in lexicographic order, what each shares with the one before it, and how many tokens they have so."""
+    """Prefixes in lexicographic order, what each shares with the one before it, how many tokens they have so, and the
+    length of their base; `shared` and `size` do not count it."""
 
     prefixes: list[Prefix]
     shared: list[int]
     size: int
+    base: int = 0
 
     @property
     def branching(self) -> bool:
@@ -61,42 +66,85 @@ class PrefixRow:
             shared: tokens in common.
             pairs: of a query and a key, whose attention costs as much as all else that is done for a token.
         """
-        joined = self.size + len(prefix) - shared
+        own = len(prefix) - self.base
+        joined = self.size + own - shared
         before = self.size**2 if self.branching else self.size**2 // 2
-        return joined <= MOST_SHARED_TOKENS and joined**2 - before - len(prefix) ** 2 // 2 < shared * pairs
+        return joined <= MOST_SHARED_TOKENS and joined**2 - before - own**2 // 2 < shared * pairs
 
     def add(self, prefix: Prefix, shared: int) -> None:
         """Let `prefix` join."""
         self.prefixes.append(prefix)
         self.shared.append(shared)
-        self.size += len(prefix) - shared
+        self.size += len(prefix) - self.base - shared
 
 
-def rows_of(prefixes: Iterable[Prefix], pairs: int | None) -> list[PrefixRow]:
-    """The rows of distinct `prefixes`; `pairs` as of `PrefixRow.pays`, None for a row each."""
+def rows_of(
+    prefixes: Iterable[Prefix], pairs: int | None, bases: Mapping[Prefix, int] | None = None
+) -> list[PrefixRow]:
+    """The rows of distinct `prefixes`.
+
+    Args:
+        prefixes: each longer than its base.
+        pairs: as of `PrefixRow.pays`; None: a row for each.
+        bases: lengths of bases; of those that are not in it 0.
+    """
     rows: list[PrefixRow] = []
     for prefix in sorted(prefixes):
-        if rows and pairs is not None:
-            shared = _common(rows[-1].prefixes[-1], prefix)
-            if shared and rows[-1].pays(prefix, shared, pairs):
+        base = 0 if bases is None else bases.get(prefix, 0)
+        if rows and pairs is not None and rows[-1].base == base:
+            shared = common_length(rows[-1].prefixes[-1], prefix) - base
+            if shared > 0 and rows[-1].pays(prefix, shared, pairs):
                 rows[-1].add(prefix, shared)
                 continue
-        rows.append(PrefixRow([prefix], [0], len(prefix)))
+        rows.append(PrefixRow([prefix], [0], len(prefix) - base, base))
     return rows
 
 
 def batches_of(rows: Sequence[PrefixRow], most: int, *, ragged: bool) -> list[list[PrefixRow]]:
     """Rows that are computed together, shortest first, of at most `most` tokens with their padding, but one row at
-    least; those that need no mask by themselves, and without `ragged` none that need padding."""
+    least; those that need no mask by themselves, those with a base, and without `ragged` none that need padding."""
+
+    def order(row: PrefixRow) -> tuple[bool, bool, int, int]:
+        about = row.size.bit_length() if ragged and row.base else row.size
+        return (row.branching, row.base > 0, about, row.base)
+
     batches: list[list[PrefixRow]] = []
-    for row in sorted(rows, key=lambda row: (row.branching, row.size)):
+    for row in sorted(rows, key=order):
         batch = batches[-1] if batches else [row]
-        alike = row.branching == batch[0].branching and (ragged or row.size == batch[0].size)
-        if batches and alike and (len(batch) + 1) * row.size <= most:
+        alike = (row.branching, row.base > 0) == (batch[0].branching, batch[0].base > 0)
+        alike &= ragged or row.size == batch[0].size
+        count, size, base = len(batch) + 1, max(row.size, *(each.size for each in batch)), max(row.base, batch[-1].base)
+        fits = count * size <= most and (base == 0 or count * size * (base + size) <= MOST_SHARED_TOKENS**2)
+        if batches and alike and fits:
             batch.append(row)
         else:
             batches.append([row])
     return batches
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The positions that a prefill writes.
+
+    Attributes:
+        slots_N: slots, each with its row in `rows_N`.
+        rows_N: see `slots_N`.
+        slots_M: slot of each position that is written.
+        positions_M: its position there.
+        rows_M: the row that it comes from.
+        places_M: its place in the row.
+    """
+
+    slots_N: Tensor
+    rows_N: Tensor
+    slots_M: Tensor
+    positions_M: Tensor
+    rows_M: Tensor
+    places_M: Tensor
+
+    def gather(self, states_BU: Tensor) -> Tensor:
+        """What is written, `[M, ...]`, from `[B, U, ...]`."""
+        return states_BU[self.rows_M, self.places_M]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +157,13 @@ class RowTensors:
     """`depths_BU`, or three positions of each token, `[3, B, U]`."""
     ends_BU: Tensor | None
     """One past the last token of the subtree that each token is the root of; None where no row branches."""
-    slots_N: Tensor
-    rows_N: Tensor
-    paths_NL: Tensor
-    """Places in its row of the tokens of a slot's prefix; 0 after its end."""
+    bases_B: Tensor
+    before: int
+    """The longest base."""
+    sources_B: Tensor
+    """A slot of each row."""
+    targets: Targets
+    """Where the slots' prefixes are in the rows."""
 
     @classmethod
     def of(
@@ -122,38 +173,36 @@ class RowTensors:
         device: torch.device,
         positions_of: Callable[[Prefix], NDArray[np.int64]] | None = None,
     ) -> RowTensors:
-        """Lay `rows` out, each prefix for every slot that `slots_of` has for it.
+        """Lay `rows` out, each prefix for every slot that `slots_of` has for it, which have its base.
 
         Args:
             positions_of: gives three positions `[3, L]` of the tokens of a prefix; None: they are the depths.
         """
         width = max(row.size for row in rows)
-        length = max(len(prefix) for row in rows for prefix in row.prefixes)
         tokens_BU: list[list[int]] = []
         depths_BU: list[list[int]] = []
         ends_BU: list[list[int]] = []
         positions_3BU = None if positions_of is None else np.zeros((3, len(rows), width), np.int64)
-        slots_N: list[int] = []
-        rows_N: list[int] = []
-        paths_NL: list[list[int]] = []
+        slots: list[tuple[int, int]] = []
+        written: list[NDArray[np.int64]] = []
         for number, row in enumerate(rows):
             tokens: list[int] = []
             depths: list[int] = []
             ends = [width] * width
             path: list[int] = []
             for prefix, shared in zip(row.prefixes, row.shared, strict=True):
-                start = len(tokens)
+                start, known = len(tokens), row.base + shared
                 for place in path[shared:]:
                     ends[place] = start
                 if positions_3BU is not None and positions_of is not None:
-                    positions_3BU[:, number, start : start + len(prefix) - shared] = positions_of(prefix)[:, shared:]
-                tokens += prefix[shared:]
-                depths += range(shared, len(prefix))
+                    positions_3BU[:, number, start : start + len(prefix) - known] = positions_of(prefix)[:, known:]
+                tokens += prefix[known:]
+                depths += range(known, len(prefix))
                 path = [*path[:shared], *range(start, len(tokens))]
-                own = slots_of[prefix]
-                slots_N += own
-                rows_N += [number] * len(own)
-                paths_NL += [path + [0] * (length - len(path))] * len(own)
+                for slot in slots_of[prefix]:
+                    slots.append((slot, number))
+                    ones = np.ones(len(path), np.int64)
+                    written.append(np.stack((ones * slot, np.arange(row.base, len(prefix)), ones * number, path)))
             padding = [0] * (width - len(tokens))
             tokens_BU.append(tokens + padding)
             depths_BU.append(depths + padding)
@@ -166,11 +215,22 @@ class RowTensors:
         ends_tensor = there(ends_BU) if branching else None
         depths_there = there(depths_BU)
         positions = depths_there if positions_3BU is None else torch.from_numpy(positions_3BU).to(device)
+        slots_there = there([list(pair) for pair in zip(*slots, strict=True)])
+        written_there = torch.from_numpy(np.concatenate(written, axis=1)).to(device)
         return cls(
-            there(tokens_BU), depths_there, positions, ends_tensor, there(slots_N), there(rows_N), there(paths_NL)
+            there(tokens_BU),
+            depths_there,
+            positions,
+            ends_tensor,
+            there([row.base for row in rows]),
+            max(row.base for row in rows),
+            there([slots_of[row.prefixes[0]][0] for row in rows]),
+            Targets(*slots_there, *written_there),
         )
 
 
-def _common(a: Prefix, b: Prefix) -> int:
+def common_length(a: Prefix, b: Prefix) -> int:
     """Tokens that both begin with."""
+    if a == b:
+        return len(a)
     return next(compress(count(), map(ne, a, b)), min(len(a), len(b)))

@@ -31,6 +31,10 @@ class Sequence:
     routing: NDArray[np.int16] | None = None
     """Experts chosen at the positions from `request.routing_from` on, as far as they are read from its slot."""
     cached_tokens: int = 0
+    known_before: int | None = None
+    """Positions of the prefix that were known before parts of it were computed for this sample; None: none were."""
+    in_parts: bool = True
+    """False if there is no room to prefill it in parts."""
     retractions: int = 0
     row: int = -1
     """Row of the batch's state; it changes as neighbours leave."""
@@ -80,6 +84,7 @@ class Sequence:
         """Fix what a prefill has to cover: the prompt and what was generated before a retraction, less the last
         token."""
         prompt = self.prompt
+        self.known_before, self.in_parts = None, True
         self.prefix = prompt[:-1] if not self.tokens else (*prompt, *self.tokens[:-1])
         self.prefix_hash = hash(self.prefix)
 

@@ -122,6 +122,11 @@ class SlotRows:
         self._changed = True
         return self.slots.pack()
 
+    def copy(self, sources: dict[int, int], length: int) -> None:
+        """Copy the first `length` positions of slots; `sources` has by target the slot to copy."""
+        if sources:
+            self._runner.cache.move(self.indices(list(sources)), self.indices(list(sources.values())), length)
+
     def indices(self, numbers: list[int]) -> Tensor:
         """`numbers` on the model's device, `[len(numbers)]`."""
         return torch.tensor(numbers, dtype=torch.long, device=self._runner.device)

@@ -148,6 +148,23 @@ def tree_bias(ends_BU: Tensor, depths_BU: Tensor, reach: Reach | None, like: Ten
     return _additive(allowed, like)[:, None]
 
 
+def after_base_bias(
+    bases_B: Tensor, before: int, depths_BU: Tensor, ends_BU: Tensor | None, reach: Reach | None, like: Tensor
+) -> Tensor:
+    """Additive mask `[B, 1, U, before + U]` of rows that go on from a base: a token sees the base of its row, which is
+    the first `bases_B[b]` of the `before` keys that come first, and in the row what `tree_bias` says, or where no row
+    branches (`ends_BU` None) those before it; all within `reach` where one is given."""
+    places = torch.arange(depths_BU.shape[1], device=like.device)
+    known = torch.arange(before, device=like.device)
+    base = (known < bases_B[:, None])[:, None, :].expand(-1, len(places), -1)
+    own = places[:, None] >= places
+    own = own.expand(len(bases_B), -1, -1) if ends_BU is None else own & (places[:, None] < ends_BU[:, None, :])
+    if reach is not None:
+        first = reach.first(depths_BU)[:, :, None]
+        base, own = base & (known >= first), own & (depths_BU[:, None, :] >= first)
+    return _additive(torch.cat((base, own), dim=-1), like)[:, None]
+
+
 def decode_bias(position_R: Tensor, length: int, reach: Reach | None, like: Tensor) -> Tensor:
     """Additive mask `[R, 1, 1, length]`: row r sees keys up to its own position, within `reach` where one is given."""
     keys = torch.arange(length, device=like.device)

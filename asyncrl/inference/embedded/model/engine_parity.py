@@ -1,5 +1,5 @@
 """The engine against transformers at load: prompts that branch into slots, steps of decoding, a slot that is copied in
-between, a prompt scored.
+between, prompts that go on from the copy, a prompt scored.
 
 A model that this passes is served; every other is refused with its name, the reason and what serves it. What only shows
 in longer sequences than the parity check has is proven on a copy with short lengths (`asyncrl.models.short_lengths`).
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -91,18 +92,20 @@ def check_parity(runner: ModelRunner, longest: int) -> None:
     model, subject, sharing = runner.model, _Subject(runner), runner.pairs_per_token
     own = "" if attention_is_replaceable(model) else "it has an attention of its own; "
     fault, hint = "", ""
-    # An attention may go by places in a row, not by positions, as MPT's does.
-    for pairs_per_token in dict.fromkeys((sharing, None)):
+    # An attention may go by places in a row, not by positions, as MPT's does; a scan may begin afresh at every prefill.
+    for pairs_per_token, goes_on in dict.fromkeys(product((sharing, None), (True, False))):
         reach = longest if pairs_per_token is None else max(longest, runner.prefill_tokens)
         short = subject.with_short_lengths(reach)
         for pattern in range(len(runner.patterns)):
-            hint, found = "", subject.fault(pattern, pairs_per_token)
+            hint, found = "", subject.fault(pattern, pairs_per_token, goes_on)
             if found is None and short is not None:
                 hint = f"generation.context_length={short.shortest - 1} or less, or "
-                found = short.fault(pattern, pairs_per_token)
+                found = short.fault(pattern, pairs_per_token, goes_on)
             if found is None:
                 if pairs_per_token != sharing:
                     _log.info("%s: %sprefixes in common are prefilled for each sample", type(model).__name__, own)
+                if not goes_on:
+                    _log.info("%s: every prompt is prefilled from its beginning", type(model).__name__)
                 return
             fault = found
     raise _refusal(model, f"{own}{fault}", hint)
@@ -153,15 +156,16 @@ class _Subject:
         """The shortest length that was lowered."""
         return min(self._lengths.values())
 
-    def fault(self, pattern: int, pairs_per_token: int | None) -> str | None:
+    def fault(self, pattern: int, pairs_per_token: int | None, goes_on: bool) -> str | None:
         """Describe how the runner's results for the sequences are wrong; None if they are right.
 
         Args:
             pattern: which of the runner's it is set to.
             pairs_per_token: as of the runner, which is set to it.
+            goes_on: as of the runner, which is set to it.
         """
         runner = self._runner
-        runner.pattern, runner.pairs_per_token = pattern, pairs_per_token
+        runner.pattern, runner.pairs_per_token, runner.goes_on = pattern, pairs_per_token, goes_on
         try:
             difference = self._difference(self._sequences, self.plain)
         except torch.OutOfMemoryError:
@@ -202,7 +206,8 @@ def _sequences(model: PreTrainedModel) -> list[list[int]]:
     first = [*probes[:2], *forked[:2]]  # they join as branches of one row
     held = first[-1][: len(first[-1]) - 1 - STEPS + _LATE]  # by its slot when the others join, one of them as its copy
     empty = probes[0][: STEPS + 1]  # of which nothing is prefilled
-    return [*first, *probes[2:], *forked[2:], [*held, *empty], empty]
+    later = [[*held, *more, *empty] for more in (probes[2][:2], probes[0][:2], probes[0][:3])]  # that go on from it
+    return [*first, *probes[2:], *forked[2:], [*held, *empty], *later, empty]
 
 
 def _refusal(model: PreTrainedModel, reason: str, other: str = "") -> UnsupportedModelError:
@@ -246,17 +251,21 @@ def _decoded(runner: ModelRunner, sequences: Sequence[Tokens]) -> list[Tensor]:
 def _join(
     runner: ModelRunner, prompts: Sequence[tuple[int, ...]], rows: range, held: Mapping[tuple[int, ...], int]
 ) -> None:
-    """Copy the prompts of `rows` from rows before them that hold them, and prefill the others."""
+    """Copy what rows before them hold of the prompts of `rows`, and prefill the rest."""
     live = max((len(tokens) for tokens in held), default=0)
     runner.cache.reserve(rows.stop, max(live, max(len(prompts[row]) for row in rows)) + 1, rows.start, live)
     slots_of: dict[tuple[int, ...], list[int]] = {}
+    bases: dict[tuple[int, ...], int] = {}
     for row in rows:
-        if (source := held.get(prompts[row])) is not None:
-            target, source_1 = (torch.tensor([slot], device=runner.device) for slot in (row, source))
-            runner.cache.move(target, source_1, len(prompts[row]))
-        else:
-            slots_of.setdefault(prompts[row], []).append(row)
-    runner.prefill(slots_of)
+        prompt = prompts[row]
+        base = next((tokens for tokens in held if prompt[: len(tokens)] == tokens), ())
+        if base and (runner.goes_on or len(base) == len(prompt)):
+            target, source_1 = (torch.tensor([slot], device=runner.device) for slot in (row, held[base]))
+            runner.cache.move(target, source_1, len(base))
+            bases[prompt] = len(base)
+        if bases.get(prompt, 0) < len(prompt) or not prompt:
+            slots_of.setdefault(prompt, []).append(row)
+    runner.prefill(slots_of, bases)
 
 
 @torch.inference_mode()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from asyncrl.inference.embedded.decoding.cache import PrefillPlan, SlotCache
-from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, RowTensors, batches_of, rows_of
+from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, PrefixRow, RowTensors, batches_of, rows_of
 from asyncrl.inference.embedded.model.cached_attention import (
     Reach,
+    after_base_bias,
     causal_bias,
     decode_bias,
     install_attention,
@@ -126,6 +129,8 @@ class ModelRunner:
         self.prefill_tokens = PREFILL_TOKENS_CPU if model.device.type == "cpu" else PREFILL_TOKENS
         self.pairs_per_token: int | None = None if self.cache.states else PAIRS_PER_WIDTH * _width(model)
         """Cost of a token in attention pairs, for `PrefixRow.pays`; None if prefixes are not shared."""
+        self.goes_on = True
+        """False if the model computes a prefix from its beginning only; the parity check finds it."""
         self.prefilled_tokens = 0
         """Distinct tokens of prefixes that were computed."""
         self._like = torch.zeros(0, dtype=model.dtype, device=model.device)
@@ -171,28 +176,62 @@ class ModelRunner:
         self.cache.end_forward()
         return logits
 
-    def prefill(self, slots_of: Mapping[Prefix, Sequence[int]]) -> dict[Prefix, int]:
+    def prefill(
+        self, slots_of: Mapping[Prefix, Sequence[int]], bases: Mapping[Prefix, int] | None = None
+    ) -> dict[Prefix, int]:
         """Compute keys, values and states of the prefixes and store each in its slots; an empty prefix has none.
 
+        Args:
+            slots_of: slots of each prefix.
+            bases: how many tokens of a prefix its slots have already, fewer than all; of those that are not in it none.
+
         Returns:
-            How much of each prefix was computed for another one anyway.
+            How much of each prefix was computed for another one anyway, its base not counted.
         """
         if empty := slots_of.get(()):
             self.cache.clear(torch.tensor(empty, device=self.device))
-        rows = rows_of(filter(None, slots_of), self.pairs_per_token)
+        rows = rows_of(filter(None, slots_of), self.pairs_per_token, bases)
         for batch in batches_of(rows, self.prefill_tokens, ragged=not self.cache.states):
-            positions_of = self.pictures.positions if self.pictures is not None and self.three_positions else None
-            self._prefill(RowTensors.of(batch, slots_of, self.device, positions_of))
+            self._prefill(RowTensors.of(batch, slots_of, self.device, self._positions_of))
         self.prefilled_tokens += sum(row.size for row in rows)
         return {prefix: shared for row in rows for prefix, shared in zip(row.prefixes, row.shared, strict=True)}
 
+    def prefill_part(
+        self, prefix: Prefix, base: int, rows: Sequence[Tensor], states: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Compute `prefix[base:]` for no slot yet.
+
+        Args:
+            prefix: the tokens up to the end of the part.
+            base: where it begins.
+            rows: what is before it, as `SlotCache.read` gives it.
+            states: as `SlotCache.read_states` gives them.
+
+        Returns:
+            Rows and states of the part, in the same forms.
+        """
+        part = PrefixRow([prefix], [0], len(prefix) - base, base)
+        self.cache.begin_part(rows, states)
+        self._forward(RowTensors.of([part], {prefix: [0]}, self.device, self._positions_of))
+        self.prefilled_tokens += part.size
+        return self.cache.part()
+
+    @property
+    def _positions_of(self) -> Callable[[Prefix], NDArray[np.int64]] | None:
+        return self.pictures.positions if self.pictures is not None and self.three_positions else None
+
     def _prefill(self, rows: RowTensors) -> None:
+        self.cache.begin_prefill(PrefillPlan(rows.targets, rows.sources_B, rows.before, rows.tokens_BU.shape[1]))
+        self._forward(rows)
+
+    def _forward(self, rows: RowTensors) -> None:
+        """Compute `rows` as the cache plans it."""
         width = rows.tokens_BU.shape[1]
-        self.cache.begin_prefill(PrefillPlan(rows.slots_N, rows.rows_N, rows.paths_NL, width))
+        plain = rows.ends_BU is None and rows.before == 0
         with self._holding(rows.tokens_BU):
             self._logits_with_slots(
                 rows.tokens_BU,
-                attention_mask=self._prefill_mask(width) if rows.ends_BU is None else self._tree_mask(rows),
+                attention_mask=self._prefill_mask(width) if plain else self._drawn_mask(rows),
                 position_ids=rows.positions,
                 logits_to_keep=1,
             )
@@ -201,14 +240,18 @@ class ModelRunner:
         """Within it the model knows the pictures in `ids`."""
         return nullcontext() if self.pictures is None else self.pictures.holding(ids, keep=True)
 
-    def _tree_mask(self, rows: RowTensors) -> Tensor | dict[str, Tensor | None] | None:
-        """Return the attention mask of rows whose prefixes branch."""
-        assert rows.ends_BU is not None
+    def _drawn_mask(self, rows: RowTensors) -> Tensor | dict[str, Tensor | None] | None:
+        """Return the attention mask of rows whose prefixes branch or go on from a base."""
         window = self._pattern.window
-        full, windowed = (
-            tree_bias(rows.ends_BU, rows.depths_BU, reach, self._like) if wanted else None
-            for reach, wanted in ((None, window is None or self._pattern.mixed), (window, window is not None))
-        )
+
+        def drawn(reach: Reach | None) -> Tensor:
+            if rows.before:
+                return after_base_bias(rows.bases_B, rows.before, rows.depths_BU, rows.ends_BU, reach, self._like)
+            assert rows.ends_BU is not None
+            return tree_bias(rows.ends_BU, rows.depths_BU, reach, self._like)
+
+        full = drawn(None) if window is None or self._pattern.mixed else None
+        windowed = None if window is None else drawn(window)
         return AttentionMasks(full, windowed, self._pattern.mixed).argument()
 
     def decode(self, tokens_R: Tensor, positions_R: Tensor, full_rows: bool, deltas_R: Tensor | None = None) -> Tensor:

@@ -7,14 +7,14 @@ per_token` numbers a position, and what a sample is told are the choices behind 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.inference.embedded.decoding.cache import PrefillPlan, SlotCache
+from asyncrl.inference.embedded.decoding.cache import PartPlan, PrefillPlan, SlotCache
 from asyncrl.models.routers import RoutingShape
 
 
@@ -35,8 +35,12 @@ class RoutingSlots:
         parts = [self._of_layer(recorded.get(layer)) for layer in range(self._shape.layers)]
         tokens = max(len(part) for part in parts)
         choices = torch.cat([part.expand(tokens, -1) for part in parts], dim=1)
-        if isinstance(plan, PrefillPlan):
-            self._slots[plan.slots_N, : plan.length] = plan.along_paths(choices.view(-1, plan.width, self._width))
+        if isinstance(plan, PartPlan):
+            plan.made[self] = [choices]
+        elif isinstance(plan, PrefillPlan):
+            targets = plan.targets
+            written = targets.gather(choices.view(-1, plan.width, self._width))
+            self._slots[targets.slots_M, targets.positions_M] = written
         else:
             self._slots[torch.arange(plan.rows, device=self._device), plan.positions] = choices
 
@@ -45,7 +49,7 @@ class RoutingSlots:
             return torch.zeros(1, self._shape.per_token, dtype=torch.int16, device=self._device)
         return chosen.to(torch.int16)
 
-    def read(self, slot: int, start: int, end: int) -> NDArray[np.int16]:
+    def choices(self, slot: int, start: int, end: int) -> NDArray[np.int16]:
         """A copy of the choices at positions `[start, end)` of a slot, `[end - start, layers, per_token]`."""
         choices = np.array(self._slots[slot, start:end].cpu().numpy())
         return choices.reshape(-1, self._shape.layers, self._shape.per_token)
@@ -60,3 +64,13 @@ class RoutingSlots:
     def move(self, targets: Tensor, sources: Tensor, length: int) -> None:
         """As `SlotLayer.move`."""
         self._slots[targets, :length] = self._slots[sources, :length]
+
+    def read(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """As `SlotLayer.read`, `[end - start, layers * per_token]`."""
+        return [self._slots[slot, start:end].clone()]
+
+    def write(self, targets: Sequence[int], start: int, rows: Iterator[Tensor], length: int) -> None:
+        """As `SlotLayer.write`."""
+        choices = next(rows)[:length]
+        for target in targets:
+            self._slots[target, start : start + length] = choices

@@ -14,7 +14,7 @@ Shapes: R = rows of the decode batch, B = rows of a prefill, N = slots to fill.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ States = Mapping[Hashable, Tensor]
 """States by name, `[rows, ...]` each."""
 Place = tuple[nn.Module, str]
 """An attribute of a module."""
-
-GROWTH = 1.25
-"""Buffers are made larger than asked by this factor, so that slots that come one by one seldom move them."""
 
 
 class SlotStates(ABC):
@@ -46,24 +43,36 @@ class SlotStates(ABC):
     def exposed(self) -> States:
         """States as the last forward has left them."""
 
-    def reserve(self, rows: int, live_rows: int) -> None:
-        """Make room for `rows` slots, keeping the first `live_rows`."""
-        if rows <= self._capacity:
-            return
-        self._capacity = int(rows * GROWTH)
+    def resize(self, capacity: int, live_rows: int) -> None:
+        """Have room for `capacity` slots, keeping the first `live_rows`."""
+        self._capacity = capacity
         for name, buffer in self._buffers.items():
-            grown = buffer.new_zeros(self._capacity, *buffer.shape[1:])
-            grown[:live_rows] = buffer[:live_rows]
-            self._buffers[name] = grown
+            other = buffer.new_zeros(capacity, *buffer.shape[1:])
+            other[:live_rows] = buffer[:live_rows]
+            self._buffers[name] = other
 
-    def begin_prefill(self) -> None:
-        """Have the next forward start afresh in all rows."""
-        self.expose({})
+    def begin_prefill(self, sources_B: Tensor | None) -> None:
+        """Have the next forward start from the states of slots `sources_B`, one a row; None: afresh in all rows."""
+        if sources_B is None:
+            self.expose({})
+        else:
+            self.expose({name: buffer.index_select(0, sources_B) for name, buffer in self._buffers.items()})
 
     def end_prefill(self, slots_N: Tensor, rows_N: Tensor) -> None:
         """Give slot `slots_N[i]` the state in which the forward has left row `rows_N[i]`."""
         for name, states_B in self.exposed().items():
             self._buffer(name, states_B)[slots_N] = states_B[rows_N]
+
+    def begin_part(self, held: Iterator[Tensor] | None) -> None:
+        """Have the next forward of one row start from what `read_states` gave; None: afresh."""
+        self.expose({} if held is None else {name: next(held)[None].clone() for name in self._buffers})
+
+    def end_part(self) -> list[Tensor]:
+        """The states in which the forward has left its row, as `read_states` gives them."""
+        exposed = self.exposed()
+        for name, states in exposed.items():
+            self._buffer(name, states)
+        return [exposed[name][0].clone() for name in self._buffers]
 
     def begin_decode(self, rows: int) -> None:
         """Have the next forward go on in the first `rows` slots."""
@@ -86,6 +95,17 @@ class SlotStates(ABC):
         """Copy the states of slots `sources` to slots `targets`."""
         for buffer in self._buffers.values():
             buffer[targets] = buffer[sources]
+
+    def read_states(self, slot: int) -> list[Tensor]:
+        """Copies of the states of a slot."""
+        return [buffer[slot].clone() for buffer in self._buffers.values()]
+
+    def write_states(self, targets: Sequence[int], held: Iterator[Tensor]) -> None:
+        """Write what `read_states` gave to slots `targets`."""
+        for buffer in self._buffers.values():
+            state = next(held)
+            for target in targets:
+                buffer[target] = state
 
     def clear(self, slots: Tensor) -> None:
         """Have `slots` begin with no token."""

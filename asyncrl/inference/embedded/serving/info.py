@@ -46,7 +46,7 @@ def server_info(engine: GenerationEngine, name: str, has_text: bool) -> dict[str
         "version": f"asyncrl-{__version__}",
         "tp_size": 1,
         "dp_size": 1,
-        "disable_radix_cache": True,  # what is cached under older weights is never copied to new requests
+        "disable_radix_cache": True,  # older weights' rows serve the next turns of their samples alone
         "internal_states": [_load(engine)],
     }
 

@@ -31,6 +31,7 @@ class EngineCollector(Collector):
             ("num_paused_reqs", "Samples frozen by a pause", stats.running if stats.paused else 0),
             ("num_used_tokens", "Positions of the KV cache in use", stats.used_tokens),
             ("token_usage", "Share of the KV cache in use", stats.used_tokens / stats.max_total_tokens),
+            ("kept_tokens", "Positions of the KV cache that are kept for later requests", stats.kept_tokens),
             ("cache_hit_rate", "Share of prompt tokens copied instead of prefilled", cached_share),
             ("gen_throughput", "Generated tokens per second", stats.gen_throughput),
             *(() if kept is None else (("kept_picture_bytes", "Bytes of pictures that are kept", kept.nbytes),)),
@@ -38,6 +39,7 @@ class EngineCollector(Collector):
         counters = (
             ("prompt_tokens", "Prompt tokens", stats.prompt_tokens),
             ("cached_tokens", "Prompt tokens copied instead of prefilled", stats.cached_tokens),
+            ("prefilled_tokens", "Distinct tokens of prompts that were computed", stats.prefilled_tokens),
             ("generation_tokens", "Generated tokens", stats.generated_tokens),
             ("num_requests", "Finished samples", stats.finished_requests),
             ("num_aborted_requests", "Aborted samples", stats.aborted_requests),

@@ -86,7 +86,7 @@ function learning(view) {
 
 function speed(view) {
   const { run } = view, times = Object.keys(run.series).filter((name) => name.startsWith("time/") && name.endsWith("_s"));
-  const calls = ["generate", "reward", "env", "tool", "env_wait", "agent_wait"].map((name) => [`rollout/${name}_s`, name.replace("_", " ")]);
+  const calls = ["generate", "reward", "env", "tool", "env_wait", "agent_wait", "process_wait", "thread_wait"].map((name) => [`rollout/${name}_s`, name.replace("_", " ")]);
   return [
     ...findings(run, 4), stepBar(5, run), stages(7, run), timelineCard(run, view),
     chart(4, "Step", "seconds", [["time/step_s", "step"], ["time/train_s", "trains"], ["time/wait_for_batch_s", "waits"]], view),
@@ -148,6 +148,7 @@ function health(view) {
     bytes(each.rss), each.cpu === null ? "–" : each.cpu.toFixed(2), `${each.late_s.toFixed(2)} s`, each.loop_late_s === null ? "–" : `${each.loop_late_s.toFixed(2)} s`]);
   const memory = { ...view, smoothing: 0, runs: run.processes.map((each) => ({ name: each.name, series: { step: each.at, rss: each.rss_at } })), colour: (one) => RUN_COLOURS[run.processes.findIndex((each) => each.name === one.name) % RUN_COLOURS.length] };
   const servers = run.processes.filter((each) => each.name.startsWith("generation_server"));
+  const ranks = run.processes.filter((each) => each.name.startsWith("model_worker"));
   const figures = ["running", "queued", "max_running", "kv_share", "tokens_per_s", "retracted_total"];
   return [
     ...findings(run, 9),
@@ -159,6 +160,9 @@ function health(view) {
     chart(5, "Memory", "MiB over seconds", [["rss", "memory"]], memory),
     ...(servers.length ? [card(12, "Servers", "their newest figures", table(["server", ...figures.map((name) => name.replaceAll("_", " "))],
       servers.map((each) => [each.name, ...figures.map((name) => number(each.figures[name]))]), figures.map((_, column) => column + 1)))] : []),
+    ...(ranks.length ? [card(12, "Training ranks", "share of the device's peak in the newest step's calls; memory in use, and at most", table(["rank", "MFU", "peak", "resident", "GPU", "GPU at most", "GPU has"],
+      ranks.map((each) => [each.name, each.figures.mfu === undefined ? "–" : `${(100 * each.figures.mfu).toFixed(1)} %`, each.figures.peak_flops === undefined ? "–" : `${number(each.figures.peak_flops / 1e12)} TFLOP/s`,
+        ...[each.rss, each.figures.gpu_used, each.figures.gpu_peak, each.figures.gpu_bytes].map((size) => size === undefined ? "–" : bytes(size))]), [1, 2, 3, 4, 5, 6]))] : []),
     ...(run.restarts.length ? [card(12, "Restarts", null, table(["time", "what"], run.restarts.map((each) => [new Date(1000 * each.time).toLocaleTimeString(),
       each.restarted ? `${each.restarted} ${each.reason || ""}` : `${each.went_on} went on after ${each.seconds} s`])))] : []),
     ...(run.remarks.length ? [card(12, "Remarks", null, element("pre", {}, run.remarks.join("\n")))] : []),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import time
 from dataclasses import replace
@@ -60,11 +61,33 @@ def test_a_healthy_run_has_no_problem(run: Path, capsys: pytest.CaptureFixture[s
     assert "steps" in capsys.readouterr().out
 
 
+def test_stages_tell_of_what_is_wrong_with_none_of_them(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Publishing, weight updates and ages: what a user may fear, with its figure."""
+    main([str(run)], "asyncrl")
+    told = " ".join(capsys.readouterr().out.split())
+    assert "training 0.3" in told
+    assert "of the time in weight updates" in told
+    assert re.search(r"age of tokens █+ +\d+ % at most \d versions, η = 2", told)
+
+
 def test_rewards_that_are_all_the_same_teach_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_rows(run, lambda _, row: row.update({"reward/std": 0.0, "reward/frac_zero_std": 1.0, "reward/mean": 1.0}))
     assert "the rewards are all the same (mean 1)" in problems(run)["nothing-learnt"]
     assert main([str(run)], "asyncrl") == 1
     assert "troubleshooting.md#nothing-learnt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("waits_for", ["thread", "process", "agent", "env"])
+def test_waiting_for_a_place_for_user_code_is_not_taken_for_slow_generation(waits_for: str, tmp_path: Path) -> None:
+    VirtualRun(Knobs(reward_s=3.0, steps=20), tmp_path / "run").play()
+
+    def waits(_: int, row: dict[str, Any]) -> None:
+        row[f"rollout/{waits_for}_wait_s"] = row.pop("rollout/reward_s") - 0.1
+
+    change_rows(tmp_path / "run", waits)
+    first = examine(History(tmp_path / "run")).findings[0]
+    assert first.kind == "blocked-user-code"
+    assert "waiting for a thread or process" in first.sentence
 
 
 def test_an_entropy_that_collapses_is_told(run: Path) -> None:
@@ -159,6 +182,25 @@ def test_a_run_without_a_step_says_which_process_is_not_ready(tmp_path: Path) ->
     assert found.advice == "The others wait for generation_server/0; see its log."
 
 
+def test_a_run_without_a_step_says_which_server_has_never_been_heard_of(tmp_path: Path) -> None:
+    """As one that hangs before its first line, while all others are at work."""
+    run = tmp_path / "run"
+    VirtualRun(Knobs(steps=0), run)._write()
+    (run / "config.yaml").write_text(
+        '{"total_train_steps": 5, "generation": {"servers": 2}, "rollout": {"workers": 1}}'
+    )
+    for file in (run / "observed").glob("*"):
+        file.unlink()
+    lock, now = hold(run), time.time()
+    for name, stage in (("generation_server-0", "serves"), ("rollout_worker-0", "plays"), ("model_worker-0", "ready")):
+        write(run / "observed" / f"{name}.jsonl", {"at": now, "pid": 1, "stage": stage, "since": now - 40})
+    found = examine(History(run)).verdict
+    os.close(lock)
+    assert found is not None
+    assert found.sentence.endswith("Silent: generation_server/1.")
+    assert found.advice == "The others wait for generation_server/1; see its log."
+
+
 def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: Path) -> None:
     run = tmp_path / "run"
     VirtualRun(Knobs(steps=0), run)._write()
@@ -174,16 +216,41 @@ def test_a_run_whose_processes_have_not_told_anything_yet_is_starting(tmp_path: 
 def test_a_run_that_stands_still_names_the_silent_process(run: Path) -> None:
     lock = hold(run)
     history = History(run)
-    stands = max(step.at for step in history.steps.values()) + 500
+    ended = max(step.at for step in history.steps.values())
+    stands = ended + 500
+    with (run / "ledger" / "000001.jsonl").open() as lines:
+        admitted = json.loads(next(line for line in lines if '"kind":"admitted"' in line))
+    (run / "ledger" / "000001.jsonl").open("a").write(
+        "".join(json.dumps(admitted | {"rollout": name, "prompt": prompt, "at": ended + after}) + "\n"
+                for name, prompt, after in (("new", "e0-7", -90), ("straggler", "e0-5", -100)))
+    )  # fmt: skip
     write(run / "observed" / "model_worker-0.jsonl",
           {"at": stands - 400, "pid": 1, "stage": "computes actor_train", "since": stands - 450})  # fmt: skip
     write(run / "observed" / "master_worker-0.jsonl",
           {"at": stands, "pid": 2, "stage": "trains step 31", "since": stands - 450})  # fmt: skip
     told = problems(run)["stalled"]
+    history = History(run)
+    (shown,) = standing_lines(history, examine(history).verdict)
     os.close(lock)
+    assert "no step since 500 s, after step 30" in shown, "the terminal says it as well"
+    assert shown.endswith("py-spy dump shows where it is.")
     assert "no step since 500 s, after step 30" in told
     assert "model_worker/0" in told.partition("Silent: ")[2]
     assert "master_worker/0 trains step 31 since 450 s" in told
+    assert "The rollout of prompt e0-5 on" in told
+    assert "has been under way for 600 s" in told
+
+
+def test_a_run_that_waits_for_one_rollout_says_what_ends_it(run: Path) -> None:
+    lock = hold(run)
+    stands = max(step.at for step in History(run).steps.values()) + 500
+    for file in (run / "observed").glob("*.jsonl"):
+        write(file, {"at": stands, "pid": 1, "stage": "plays", "since": stands - 600})
+    found = examine(History(run)).findings[0]
+    os.close(lock)
+    assert found.kind == "stalled"
+    assert "Silent" not in found.sentence
+    assert found.advice.startswith("Look at the log of rollout_worker/0; rollout.rollout_timeout_s ends rollouts")
 
 
 def test_a_slow_server_of_two_is_named(tmp_path: Path) -> None:

@@ -10,20 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
+from safetensors.torch import load_file
 
 from asyncrl.comm.http import calls as http_module
-from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
+from asyncrl.comm.http.calls import HttpError, HttpRefused, HttpUnreachable, JsonHttp
 from asyncrl.comm.http.server import HttpRoute, HttpServer
 from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.same_code import loaded_sources
 from asyncrl.observe.forwarding import HostClock, ObservedHome, ObservedLines
+from asyncrl.weights.model_files.tensor_file import write_tensors
 from asyncrl.weights.staging import client as client_module
-from asyncrl.weights.staging import fetch
+from asyncrl.weights.staging import fetch, store
 from asyncrl.weights.staging.client import StagingClient, source_failed
 from asyncrl.weights.staging.messages import INPUTS, MODEL, StageReply, StageRequest
 from asyncrl.weights.staging.process import StagingService, send_observed
-from asyncrl.weights.versions.manifest import Manifest, file_entry, read_manifest, verify, write_manifest
+from asyncrl.weights.versions.manifest import Manifest, TensorEntry, file_entry, read_manifest, verify, write_manifest
 
 LARGE = bytes(range(256)) * (3 << 12)  # three pieces
 Handler = Callable[[web.BaseRequest, bytes], Awaitable[web.StreamResponse]]
@@ -251,6 +254,98 @@ async def test_code_of_another_host_is_compared_with_that_of_this_one(
         await http.close()
 
 
+def publish_bf16(folder: Path, version: int) -> Path:
+    """A version in bf16, of which little changes from one to the next."""
+    folder.mkdir(parents=True)
+    weights = torch.randn(100_000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights[: 100 * version : 7] += 1
+    write_tensors(folder / "model.safetensors", {"w": weights})
+    (folder / "config.json").write_text("{}")
+    files = {name: file_entry(folder / name) for name in ("model.safetensors", "config.json")}
+    tensors = {"w": TensorEntry((100_000,), "BF16", "model.safetensors")}
+    write_manifest(folder, Manifest("actor", version, files, tensors))
+    return folder
+
+
+async def test_a_later_version_comes_as_what_changed_is_passed_on_and_goes_with_it(
+    start_host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, second, third = hosts = [await start_host(name) for name in ("one", "two", "three")]
+    sums = {}
+    for version in (1, 2):
+        name = f"v{version}"
+        folder = publish_bf16(tmp_path / "published" / name, version)
+        sums[name] = (await origin.stage(name, path=str(folder), keep=("v1",))).manifest_sum
+    fetched: list[str] = []
+    really, write_delta = JsonHttp.pieces, store.write_delta
+
+    def counted(http: JsonHttp, url: str, **how: Any) -> Any:
+        fetched.append(url.partition("?")[0].rpartition("/")[2])
+        return really(http, url, **how)
+
+    monkeypatch.setattr(JsonHttp, "pieces", counted)
+    for host, source in ((second, origin), (third, second)):
+        await host.stage("v1", origin.url, manifest_sum=sums["v1"])
+        fetched.clear()
+        copy = Path((await host.stage("v2", source.url, manifest_sum=sums["v2"], keep=("v1",))).path)
+        assert fetched == ["manifest", "delta"], "the configuration did not change"
+        assert verify(copy).version == 2
+        assert (copy / "config.json").samefile(copy.parent / "v1" / "config.json")
+        monkeypatch.setattr(store, "write_delta", None)  # the second passes on what it got
+    monkeypatch.setattr(store, "write_delta", write_delta)
+    assert load_file(copy / "model.safetensors")["w"][0] == load_file(copy.parent / "v1" / "model.safetensors")["w"][0]
+    sizes = [file.stat().st_size for host in hosts for file in (host.disk / "staged" / "deltas").rglob("model*")]
+    assert len(sizes) == 3
+    assert max(sizes) < 0.1 * (copy / "model.safetensors").stat().st_size
+    folder = publish_bf16(tmp_path / "published" / "v3", 3)
+    await origin.stage("v3", path=str(folder))
+    assert listed(origin.disk / "staged") == ["deltas", "v3"]
+    assert listed(origin.disk / "staged" / "deltas") == []
+
+
+@pytest.mark.parametrize("fault", ["the host's former file is damaged", "the source's is", "the source has it no more"])
+async def test_where_a_delta_leads_wrong_the_whole_file_comes(start_host: Any, tmp_path: Path, fault: str) -> None:
+    origin, host = await start_host("one"), await start_host("two")
+    first = await origin.stage("v1", path=str(publish_bf16(tmp_path / "published" / "v1", 1)))
+    former = Path((await host.stage("v1", origin.url, manifest_sum=first.manifest_sum)).path) / "model.safetensors"
+    keep = () if fault == "the source has it no more" else ("v1",)
+    second = await origin.stage("v2", path=str(publish_bf16(tmp_path / "published" / "v2", 2)), keep=keep)
+    damaged = {"the host's former file is damaged": former, "the source's is": Path(first.path) / "model.safetensors"}
+    if (file := damaged.get(fault)) is not None:
+        content = bytearray(file.read_bytes())
+        content[5000] ^= 1
+        file.write_bytes(content)
+    copy = Path((await host.stage("v2", origin.url, manifest_sum=second.manifest_sum)).path)
+    assert verify(copy).version == 2
+    assert not list((host.disk / "staged").rglob("deltas/*/model*"))
+
+
+async def test_a_large_file_comes_in_streams_each_of_which_goes_on_where_it_was_cut_off(
+    start_host: Any, published: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin, host = await start_host("one"), await start_host("two")
+    first = await origin.stage("v1", path=str(published))
+    monkeypatch.setattr(fetch, "STREAM_BYTES", len(LARGE) // 3)
+    asked: list[tuple[int, int | None]] = []
+    really = JsonHttp.pieces
+
+    async def cut_off(http: JsonHttp, url: str, *, begin: int = 0, end: int | None = None, **how: Any) -> Any:
+        if "model.safetensors" in url:
+            asked.append((begin, end))
+        async for piece in really(http, url, begin=begin, end=end, **how):
+            if "model.safetensors" in url and len(piece) > 1000 and len(asked) < 6:
+                yield piece[:1000]
+                raise HttpUnreachable("cut off")
+            yield piece
+
+    monkeypatch.setattr(JsonHttp, "pieces", cut_off)
+    got = await host.stage("v1", origin.url, manifest_sum=first.manifest_sum)
+    assert (Path(got.path) / "model.safetensors").read_bytes() == LARGE
+    third = len(LARGE) // 3
+    assert asked[:3] == [(0, third), (third, 2 * third), (2 * third, None)]
+    assert all(begin % third for begin, _ in asked[3:]), "from where it was"
+
+
 async def test_another_version_of_the_same_number_replaces_the_former(
     start_host: Any, published: Path, tmp_path: Path
 ) -> None:
@@ -337,7 +432,7 @@ async def test_a_host_without_room_is_at_fault_itself(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fetch, "_take", full)
+    monkeypatch.setattr(fetch, "_put", full)
     with pytest.raises(HttpRefused, match="No space left") as error:
         await host.stage("v1", origin.url, manifest_sum=first.manifest_sum)
     assert not source_failed(error.value)

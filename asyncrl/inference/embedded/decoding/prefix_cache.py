@@ -1,0 +1,288 @@
+"""Rows of earlier requests, kept for later ones that begin alike: a radix tree over token ids.
+
+A node has the tokens between two branchings, and what the model computed for them (keys, values, recorded experts: the
+`rows`). A request takes the rows of the longest path that its prefix has in common with the tree: of the turns before
+it in its conversation, of a system prompt that other rollouts had before it. Recurrent states stand for all tokens so
+far and so belong to the end of a node; where the model has some, a prefix is as long as the last node that has states.
+
+Rows of pictures have ids of their own as long as somebody holds the picture (`asyncrl.models.picture_ids`). The tree
+holds none: nodes whose pictures are gone are gone too.
+
+Rows belong to the weights that computed them. `in_place` updates go on with rows of older weights, but only those of
+the samples that were there: so every version has a tree of its own, and an older one gives its rows to prompts that go
+on where an answer of its had ended, which are the next turns of those samples.
+
+The room is what the slots leave (`fit`). Least recently used leaves go first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, common_length
+
+Rows = list[Tensor]
+"""Tensors of which the dimension before the last is that of the positions."""
+ReadRows = Callable[[int, int], Rows]
+"""Reads the rows at positions `[start, end)` into memory of their own."""
+FindPictures = Callable[[Prefix], Sequence[Any]]
+"""The pictures that begin within these ids."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """Tokens that follow those of `parent`, and their rows."""
+
+    tokens: Prefix
+    rows: Rows
+    parent: Node | None
+    children: dict[int, Node] = field(default_factory=dict)
+    states: Rows | None = None
+    """Recurrent states after the last token."""
+    ends_turn: bool = False
+    """An answer has ended here."""
+    used: int = 0
+    pictures: tuple[weakref.ref[Any], ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """True if its pictures are still there, so that its ids mean what they did."""
+        return all(picture() is not None for picture in self.pictures)
+
+
+class Match(NamedTuple):
+    """What a tree has of a prefix.
+
+    Attributes:
+        length: tokens.
+        path: nodes from the root, and how many tokens of each count.
+        epoch: of the weights.
+    """
+
+    length: int
+    path: list[tuple[Node, int]]
+    epoch: int
+
+    @property
+    def states(self) -> Rows | None:
+        """Recurrent states after the last of its tokens."""
+        node, used = self.path[-1]
+        return node.states if used == len(node.tokens) else None
+
+
+class PrefixCache:
+    """The trees of all versions within one room.
+
+    Args:
+        has_states: whether the model has recurrent states.
+        pictures_in: finds the pictures of some ids; None: there are none.
+
+    Attributes:
+        tokens: kept at present.
+        states: kept at present.
+        lacked_room: rows were given up, or not taken in, since this was last set to False.
+        evicted: tokens given up for want of room, since the beginning.
+        pinned: ends of paths that are not given up for it now.
+    """
+
+    def __init__(self, *, has_states: bool = False, pictures_in: FindPictures | None = None) -> None:
+        self._has_states, self._pictures_in = has_states, pictures_in
+        self._roots: dict[int, Node] = {}
+        self._capacity = self._state_capacity = 0
+        self._leaves: list[tuple[int, int, Node]] = []
+        self._clock, self._serial = 0, count()
+        self.tokens = self.states = self.evicted = 0
+        self.lacked_room = False
+        self.pinned: list[Node] = []
+
+    def fit(self, tokens: int, states: int) -> None:
+        """From now on there is room for so many tokens and states; what is too much goes."""
+        self._capacity, self._state_capacity = tokens, states
+        self._make_room(0, 0)
+
+    def clear(self) -> None:
+        """Give everything up."""
+        self._roots.clear()
+        self._leaves.clear()
+        self.pinned.clear()
+        self.tokens = self.states = 0
+
+    def match(self, prefix: Prefix, epoch: int) -> Match | None:
+        """The longest that is known of `prefix`, under the weights of `epoch` or in an older tree of its conversation;
+        None if nothing is. It counts as used."""
+        best: Match | None = None
+        for each, root in sorted(self._roots.items(), reverse=True):
+            found = self._match_in(root, prefix, each)
+            if found is None or (best is not None and found.length <= best.length):
+                continue
+            if each == epoch or any(node.ends_turn and used == len(node.tokens) for node, used in found.path):
+                best = found
+        if best is not None:
+            self._touch(best.path[-1][0])
+        return best
+
+    def insert(
+        self, tokens: Prefix, epoch: int, read: ReadRows, states: Callable[[], Rows] | None, *, ends_turn: bool = False
+    ) -> bool:
+        """Keep the rows of `tokens`, as far as they are not there already; False where there is no room.
+
+        Args:
+            tokens: from the beginning of a sequence.
+            epoch: of the weights that computed them, the oldest if there are several.
+            read: reads those that are missing.
+            states: reads the recurrent states after the last token.
+            ends_turn: an answer ends here.
+        """
+        if not tokens:
+            return True
+        root = self._roots.get(epoch)
+        if root is None:
+            root = self._roots[epoch] = Node((), [], None)
+        node, at, part = self._descend(root, tokens)
+        if part and (at + part < len(tokens) or states is not None or ends_turn):
+            node = self._split(node.children[tokens[at]], part)
+            at, part = at + part, 0
+        self._touch(node)
+        if at + part == len(tokens):
+            node.ends_turn |= ends_turn
+            if states is None or node.states is not None:
+                return True
+            if not self._make_room(0, 1):
+                return False
+            node.states = states()
+            self.states += 1
+            return True
+        fits = self._make_room(len(tokens) - at, states is not None)
+        self._roots[epoch] = root  # which may have been emptied by that
+        if not fits:
+            self._prune(epoch)
+            return False
+        leaf = Node(tokens[at:], read(at, len(tokens)), node, ends_turn=ends_turn)
+        if states is not None:
+            leaf.states = states()
+            self.states += 1
+        leaf.pictures = self._pictures_of(leaf.tokens)
+        node.children[leaf.tokens[0]] = leaf
+        self.tokens += len(leaf.tokens)
+        self._touch(leaf)
+        self._note_leaf(leaf)
+        return True
+
+    def _match_in(self, root: Node, prefix: Prefix, epoch: int) -> Match | None:
+        """As `match`, in one tree."""
+        path: list[tuple[Node, int]] = []
+        node, at, length, best = root, 0, 0, 0
+        while at < len(prefix) and (child := node.children.get(prefix[at])) is not None:
+            if not child.whole:
+                self._drop(child)
+                break
+            used = common_length(child.tokens, prefix[at : at + len(child.tokens)])
+            path.append((child, used))
+            at += used
+            if not self._has_states or (used == len(child.tokens) and child.states is not None):
+                length, best = at, len(path)
+            if used < len(child.tokens):
+                break
+            node = child
+        return Match(length, path[:best], epoch) if best else None
+
+    def _descend(self, root: Node, tokens: Prefix) -> tuple[Node, int, int]:
+        """The deepest node whose path `tokens` begins with, the length of that path, and how many tokens of one of its
+        children follow."""
+        node, at = root, 0
+        while at < len(tokens) and (child := node.children.get(tokens[at])) is not None:
+            if not child.whole:
+                self._drop(child)
+                break
+            used = common_length(child.tokens, tokens[at : at + len(child.tokens)])
+            if used < len(child.tokens):
+                return node, at, used
+            node, at = child, at + used
+        return node, at, 0
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node` after `at` tokens; returns the first part."""
+        assert node.parent is not None
+        head = Node(node.tokens[:at], [each[..., :at, :].clone() for each in node.rows], node.parent, used=node.used)
+        node.parent.children[head.tokens[0]] = head
+        node.tokens, node.rows = node.tokens[at:], [each[..., at:, :].clone() for each in node.rows]
+        node.parent, head.children[node.tokens[0]] = head, node
+        head.pictures, node.pictures = self._pictures_of(head.tokens), self._pictures_of(node.tokens)
+        return head
+
+    def _pictures_of(self, tokens: Prefix) -> tuple[weakref.ref[Any], ...]:
+        return () if self._pictures_in is None else tuple(map(weakref.ref, self._pictures_in(tokens)))
+
+    def _touch(self, node: Node | None) -> None:
+        self._clock += 1
+        while node is not None:
+            node.used = self._clock
+            node = node.parent
+
+    def _note_leaf(self, node: Node) -> None:
+        heapq.heappush(self._leaves, (node.used, next(self._serial), node))
+
+    def _make_room(self, tokens: int, states: int) -> bool:
+        """Give up leaves, those used now excepted, until there is room for so many more."""
+        while self.tokens + tokens > self._capacity or self.states + states > self._state_capacity:
+            self.lacked_room = True
+            leaf = self._oldest_leaf(tokens + states > 0)
+            if leaf is None:
+                return False
+            self.evicted += len(leaf.tokens)
+            self._drop(leaf)
+        return True
+
+    def _oldest_leaf(self, spare_newest: bool) -> Node | None:
+        """Take the least recently used leaf from the heap, where each leaf has at least one entry, of an earlier use
+        maybe."""
+        passed: list[tuple[int, int, Node]] = []
+        found: Node | None = None
+        while self._leaves and found is None:
+            used, _, node = self._leaves[0]
+            if node.parent is None or node.children:
+                heapq.heappop(self._leaves)
+            elif used != node.used:
+                heapq.heapreplace(self._leaves, (node.used, next(self._serial), node))
+            elif spare_newest and used == self._clock:
+                break
+            elif node in self.pinned:
+                passed.append(heapq.heappop(self._leaves))
+            else:
+                found = heapq.heappop(self._leaves)[2]
+        for entry in passed:
+            heapq.heappush(self._leaves, entry)
+        return found
+
+    def _drop(self, node: Node) -> None:
+        """Forget `node` and what follows it, and those before it that were of use to it alone."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.tokens[0]]
+        below = [node]
+        while below:
+            each = below.pop()
+            below += each.children.values()
+            self.tokens -= len(each.tokens)
+            self.states -= each.states is not None
+            each.parent, each.rows, each.states = None, [], None
+            each.children = {}
+        if parent.parent is not None and not parent.children:
+            if self._has_states and parent.states is None and parent.used != self._clock:
+                self._drop(parent)
+            else:
+                self._note_leaf(parent)
+        elif parent.parent is None:
+            self._prune(next(epoch for epoch, root in self._roots.items() if root is parent))
+
+    def _prune(self, epoch: int) -> None:
+        """Forget the tree of `epoch` if it is empty."""
+        if not self._roots[epoch].children:
+            del self._roots[epoch]

@@ -1,0 +1,205 @@
+"""A version on its way to a host that shares no folder: as whole files, and as what changed since the one before.
+
+    python benchmarks/deltas.py [--parameters 100] [--links 0.1 1 10] [--rounds 3] [--json PATH]
+
+Real staging servers with TLS, each in a process of its own, with a relay between them that lets through so many Gb/s.
+Two versions of random weights in bf16, rounded from fp32 masters of which every one moved by the learning rate, as
+AdamW's steps are. Seconds are medians of rounds in which both take turns; the delta's include making it, which the
+source does once for all hosts, and the receiver's part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.security import HttpSecurity, RunSecret
+from asyncrl.weights.staging.client import StagingClient
+from asyncrl.weights.staging.messages import StageRequest
+from asyncrl.weights.staging.process import StagingService
+from asyncrl.weights.versions.manifest import Manifest, TensorEntry, file_entry, write_manifest
+
+LEARNING_RATES = (1e-4, 1e-5, 1e-6)
+TENSORS = 20
+PIECE_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds until the version is on the host, over a link of `link` Gb/s."""
+
+    link: float
+    lr: float
+    whole_s: float
+    delta_s: float
+    share: float
+
+
+def publish(folder: Path, version: int, millions: int, lr: float) -> Path:
+    """Write version 1 of the weights, or 2, of which every master weight is `lr` away."""
+    import torch
+
+    from asyncrl.weights.model_files.tensor_file import write_tensors  # servers and relays need no torch
+
+    folder.mkdir(parents=True)
+    count = millions * 1_000_000 // TENSORS
+    tensors = {}
+    for number in range(TENSORS):
+        generator = torch.Generator().manual_seed(number)
+        master = 0.02 * torch.randn(count, generator=generator)
+        if version == 2:
+            master += lr * torch.randn(count, generator=generator).sign()
+        tensors[f"w{number}"] = master.bfloat16()
+    write_tensors(folder / "model.safetensors", tensors)
+    entries = {name: TensorEntry((count,), "BF16", "model.safetensors") for name in tensors}
+    files = {"model.safetensors": file_entry(folder / "model.safetensors")}
+    write_manifest(folder, Manifest("actor", version, files, entries))
+    return folder
+
+
+def serve(root: Path, secret: Path, deltas: bool, connection: Connection) -> None:
+    """A staging server, until the other end is closed."""
+
+    async def main() -> None:
+        security = RunSecret.load(secret).http()
+        service = StagingService(root, security, lambda name, path: None, deltas=deltas)
+        connection.send(await service.http.start("127.0.0.1"))
+        with suppress(EOFError):
+            await asyncio.to_thread(connection.recv)
+        await service.close()
+
+    asyncio.run(main())
+
+
+def relay(port: int, gigabits: float, connection: Connection) -> None:
+    """A link to `port` that lets through `gigabits` a second in each direction."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, free_at: list[float]) -> None:
+        while piece := await reader.read(PIECE_BYTES):
+            free_at[0] = max(free_at[0], time.perf_counter()) + len(piece) * 8 / (gigabits * 1e9)
+            if (wait_s := free_at[0] - time.perf_counter()) > 0:
+                await asyncio.sleep(wait_s)
+            writer.write(piece)
+            await writer.drain()
+        writer.close()
+
+    async def main() -> None:
+        there, back = [0.0], [0.0]
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+            with suppress(ConnectionError, asyncio.CancelledError):  # the end of the measurement cuts it off
+                await asyncio.gather(pump(reader, far_writer, there), pump(far_reader, writer, back))
+
+        server = await asyncio.start_server(connected, "127.0.0.1", 0)
+        connection.send(server.sockets[0].getsockname()[1])
+        with suppress(EOFError):
+            await asyncio.to_thread(connection.recv)
+
+    asyncio.run(main())
+
+
+class Processes:
+    """Processes that tell one thing when they are ready and end when this block does."""
+
+    def __init__(self) -> None:
+        self._context, self._ends = multiprocessing.get_context("spawn"), list[Connection]()
+
+    def start(self, target: object, *args: object) -> object:
+        """Start it; return what it tells."""
+        mine, theirs = self._context.Pipe()
+        self._context.Process(target=target, args=(*args, theirs), daemon=True).start()  # type: ignore[arg-type]
+        self._ends.append(mine)
+        return mine.recv()
+
+    def close(self) -> None:
+        """End all of them."""
+        for end in self._ends:
+            end.close()
+        for process in multiprocessing.active_children():
+            process.join(10)
+
+
+async def fetched_s(http: JsonHttp, source: str, shaped: str, host: str, folders: list[Path]) -> float:
+    """Seconds in which version 2 comes to `host`, which has version 1."""
+    sums = []
+    for folder in folders:
+        request = StageRequest(folder.name, path=str(folder), keep=("v1",))
+        sums.append((await StagingClient(http, source).stage(request)).manifest_sum)
+    await StagingClient(http, host).stage(StageRequest("v1", source=source, manifest_sum=sums[0]))
+    began = time.perf_counter()
+    await StagingClient(http, host).stage(StageRequest("v2", source=shaped, manifest_sum=sums[1], keep=("v1",)))
+    return time.perf_counter() - began
+
+
+def measure(
+    link: float, lr: float, rounds: int, millions: int, root: Path, secret: Path, security: HttpSecurity
+) -> Row:
+    """One row, by new servers in each round."""
+    folders = [publish(root / "published" / f"{lr:g}" / f"v{version}", version, millions, lr) for version in (1, 2)]
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    share = 1.0
+    for number in range(rounds):
+        for deltas in (False, True) if number % 2 else (True, False):
+            place = root / f"{link:g}-{lr:g}-{number}-{deltas}"
+            processes = Processes()
+            try:
+                source = str(processes.start(serve, place / "source", secret, deltas))
+                host = str(processes.start(serve, place / "host", secret, deltas))
+                port = processes.start(relay, int(source.rpartition(":")[2]), link)
+                shaped = f"{source.rpartition(':')[0]}:{port}"
+
+                async def one(source: str = source, shaped: str = shaped, host: str = host) -> float:
+                    http = JsonHttp(security)
+                    try:
+                        return await fetched_s(http, source, shaped, host, folders)
+                    finally:
+                        await http.close()
+
+                seconds[deltas].append(asyncio.run(one()))
+                for delta in (place / "host").glob("deltas/*/*"):
+                    share = delta.stat().st_size / (folders[1] / "model.safetensors").stat().st_size
+            finally:
+                processes.close()
+    return Row(link, lr, statistics.median(seconds[False]), statistics.median(seconds[True]), share)
+
+
+def main() -> None:
+    """Print a row for each link and learning rate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=100, help="millions")
+    parser.add_argument("--links", type=float, nargs="+", default=[0.1, 1.0, 10.0], help="Gb/s")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    print(f"{'Gb/s':>5}{'lr':>8}{'bytes':>8}{'whole':>10}{'delta':>10}{'faster':>9}")
+    for link in args.links:
+        for lr in LEARNING_RATES:
+            with tempfile.TemporaryDirectory() as folder:
+                secret = Path(folder) / "secret"
+                RunSecret.create(secret)
+                security = RunSecret.load(secret).http()
+                row = measure(link, lr, args.rounds, args.parameters, Path(folder), secret, security)
+            rows.append(row)
+            print(
+                f"{link:>5g}{lr:>8g}{row.share:>8.1%}{row.whole_s:>8.2f} s{row.delta_s:>8.2f} s"
+                f"{row.whole_s / row.delta_s:>7.1f} x",
+                flush=True,
+            )
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows]))
+
+
+if __name__ == "__main__":
+    main()
