@@ -123,7 +123,7 @@ class SelectionInputs:
 
 @dataclass(frozen=True, eq=False)
 class SelectionOutput:
-    """Which tokens keep their policy loss, and by what the size of a token's log-ratio is multiplied and added."""
+    """The tokens that keep their policy loss, and the factor of an added penalty on the size of a token's log-ratio."""
 
     keep_T: Tensor
     penalty_T: Tensor | None = None

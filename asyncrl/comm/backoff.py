@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _DOUBLINGS = 64
-"""Beyond any limit, and far below where a float overflows: something may fail for days."""
+"""Enough to reach any limit, and far from where a float overflows: a call may fail for days."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ The payload frame is left out when there are no arrays. One payload frame instea
 sender (a memcpy, some 10 GB/s) and saves libzmq a system call or more per array: measured on plain sockets, twice the
 rate of eight frames at both 13 kB and 208 kB per message. The receiver makes read-only views into the payload.
 
-Each kind of message has a type for its meta. Whatever bytes arrive, `decode_as` returns a header with meta of that type
-and the arrays, or raises CodecError, which names the header's field and what was expected there.
+Each kind of message has a type for its meta. Whatever bytes arrive, `decode_as` either returns a header whose meta has
+that type, and the arrays, or raises CodecError, which names the header's field and what was expected there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CodecError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """An array given in parts, which have its dtype and one after the other fill its shape."""
+    """An array given in parts of its dtype, which fill its shape when joined end to end."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -82,12 +82,12 @@ class Column:
 def encode_joined(
     kind: str, meta: Any, columns: Mapping[str, Column], *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> list[Frame]:
-    """The frames of a message whose arrays are given in parts, to be joined end to end: one copy instead of two.
+    """Return the frames of a message whose arrays are given in parts, joined end to end: one copy instead of two.
 
-    `meta` is plain data, or what msgspec makes plain data of.
+    `meta` is plain data, or an object that msgspec turns into plain data.
 
     Raises:
-        CodecError: `meta` is something else, an array's dtype is not a number or bool, or the message is larger than
+        CodecError: `meta` is neither, an array's dtype is not a number or bool, or the message is larger than
             `max_bytes`.
     """
     specs: list[ArraySpec] = []
@@ -115,7 +115,7 @@ def encode_joined(
 
 
 def _join(parts: list[Any]) -> bytes:
-    """These arrays and bytes end to end; `bytes.join` takes a third of the time of `np.concatenate`."""
+    """Join these arrays and bytes end to end; `bytes.join` takes a third of the time of `np.concatenate`."""
     try:
         return b"".join(parts)
     except TypeError:  # a part is a view with gaps
@@ -125,7 +125,7 @@ def _join(parts: list[Any]) -> bytes:
 def decode_as(
     decoder: msgspec.msgpack.Decoder[Header[M]], frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES
 ) -> tuple[Header[M], dict[str, Array]]:
-    """The header of the message in `frames`, its meta of the decoder's type, and its arrays by name.
+    """Return the header of the message in `frames`, with meta of the decoder's type, and the arrays by name.
 
     The arrays are read-only views into the last frame and keep it alive.
 
@@ -142,10 +142,11 @@ def decode_as(
 
 
 def decode_typed(decoder: msgspec.msgpack.Decoder[M], data: Frame | msgspec.Raw, what: str) -> M:
-    """`data` as the decoder's type.
+    """Decode `data` as the decoder's type.
 
     Raises:
-        CodecError: it is not; the message calls it `what` and names the field (`$` is the whole) and what was expected.
+        CodecError: it is not of that type; the message calls it `what`, and says which field is wrong (`$` is the
+            whole) and what was expected there.
     """
     try:
         return decoder.decode(data)

@@ -1,4 +1,4 @@
-"""Why a rollout leaves the count without being trained."""
+"""The reasons for which rollouts are dropped: they leave the count without being trained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DropReason(StrEnum):
     agent_rejected = auto()
     """The agent returned no samples."""
     curriculum = auto()
-    """It rests in this epoch, as it was too easy or too hard; see `dataset.curriculum`."""
+    """The prompt was too easy or too hard and is left out of this epoch; see `dataset.curriculum`."""
     worker_died = auto()
     """Its RolloutWorker is gone."""
     lost_with_manager = auto()
@@ -33,7 +33,7 @@ class DropReason(StrEnum):
     again.
     """
     crashed_worker = auto()
-    """Its RolloutWorker died with it in hand, more than once; the prompt is not tried again."""
+    """Its RolloutWorker died while working on it, more than once; the prompt is not tried again."""
 
 
 FAILURES: dict[str, str] = {
@@ -42,7 +42,7 @@ FAILURES: dict[str, str] = {
     DropReason.timeout: "beyond rollout.rollout_timeout_s",
     DropReason.crashed_worker: "as their prompts end the RolloutWorker that plays them",
 }
-"""Reasons that somebody has to look into, and how a person is told of them: so many rollouts failed ..."""
+"""Reasons that somebody has to look into; each text continues the sentence "12 rollouts failed ..."."""
 
 
 def failure(reason: str) -> str | None:
@@ -52,7 +52,9 @@ def failure(reason: str) -> str | None:
 
 
 def exhausted(reason: str) -> str:
-    """The reason of a group that a filter rejected for `reason`, whose prompt it would return once too often."""
+    """Return the drop reason of a group that a filter rejected for `reason` and whose prompt may not be returned
+    again.
+    """
     return f"{reason}_exhausted"
 
 
@@ -60,7 +62,7 @@ _OWN = frozenset(DropReason)
 
 
 def failed_in(label: str | None) -> str:
-    """The reason of a rollout that failed, in users' code where that is known: `failed: reward my.py:score`."""
+    """Return the drop reason of a failed rollout; it names the user's code, if known: `failed: reward my.py:score`."""
     return DropReason.failed if label is None else f"{DropReason.failed}: {label}"
 
 
@@ -70,12 +72,13 @@ def is_filter_reason(reason: str) -> bool:
 
 
 LOST_EPISODES = "rollout/lost_episodes: "
-"""Begins the metrics that count episodes which were given up while the rest of their groups went on; the name of what
-failed, and how, follows: `rollout/lost_episodes: env my.py:Game.step raised ValueError`."""
+"""Prefix of the metrics that count episodes given up while the rest of their groups went on. The text after it says
+what
+failed and how: `rollout/lost_episodes: env my.py:Game.step raised ValueError`."""
 
 
 def lost_episodes(metrics: Mapping[str, float]) -> Counter[str]:
-    """By what failed, the episodes that `metrics` count as lost."""
+    """Return how many episodes `metrics` count as lost, by what failed."""
     begins = LOST_EPISODES
     lost = {name.removeprefix(begins): int(value) for name, value in metrics.items() if name.startswith(begins)}
     return Counter(lost)

@@ -1,9 +1,11 @@
-"""The lines of a run's ledger: what became of every rollout. `docs/ledger.md` describes the format and what it proves.
+"""The lines of a run's ledger, which records the fate of every rollout. `docs/ledger.md` describes the format and what
+it proves.
 
-One JSON object per line, of these types, told apart by `kind`. Those of single rollouts come from the GserverManager
-(admitted, finished, dropped, abandoned) and the MasterWorker (trained); the others are the MasterWorker's. All of
-these but `manager` end with a `seal`, the SHA-256 of the seal before and of all that was written since, so that a line
-that was changed, added or taken away shows. Times are seconds since 1970 of the process that says it.
+Each line is one JSON object of one of these types, told apart by `kind`. Lines about single rollouts come from the
+GserverManager (admitted, finished, dropped, abandoned) and the MasterWorker (trained); the others are the
+MasterWorker's. All of the latter but `manager` end with a `seal`: the SHA-256 of the previous seal and everything
+written since. So a line that was changed, added or removed is noticed. Times are seconds since 1970 by the clock of the
+process that wrote the line.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 SEAL_BYTES = 64
-"""A seal is so many hexadecimal digits, and the last thing in its line but for `SEAL_END`."""
+"""Number of hexadecimal digits of a seal, which is last in its line, before `SEAL_END`."""
 SEAL_END = b'"}\n'
 
 
@@ -26,7 +28,7 @@ class PromptGoes(StrEnum):
     given_up = auto()
     """It is never tried again: the drop is for good."""
     used = auto()
-    """Another rollout of it is trained, about to be, or was dropped for good."""
+    """Another rollout of the prompt was trained, is about to be, or was dropped for good."""
 
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -34,9 +36,9 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Manager(_Line, frozen=True, tag="manager"):
-    """The lines about rollouts that follow come from the GserverManager with this `number`, which counts them from 1.
+    """The lines about rollouts after this one come from the GserverManager with this `number`, counted from 1.
 
-    So a MasterWorker that takes over knows which of them the ledger has.
+    A MasterWorker that takes over knows from it which of the manager's lines the ledger already has.
     """
 
     number: int
@@ -46,8 +48,9 @@ class Manager(_Line, frozen=True, tag="manager"):
 class Admitted(_Line, frozen=True, tag="admitted", omit_defaults=True):
     """The staleness gate let `worker` start the rollout while `version` was served.
 
-    `order` is the prompt's position in the data order; its epoch is in its id, `e<epoch>-<row>`. `failures`: how many
-    of its tries raised before. `adopted`: another manager says so than the one that let it start, which died before.
+    `order` is the prompt's position in the data order; its epoch is in its id, `e<epoch>-<row>`. `failures` counts the
+    prompt's earlier tries that raised. `adopted` is true if the manager that let it start has died and its successor
+    wrote this line.
     """
 
     rollout: str
@@ -72,8 +75,8 @@ class Finished(_Line, frozen=True, tag="finished"):
 class Dropped(_Line, frozen=True, tag="dropped", omit_defaults=True):
     """The rollout will not be trained.
 
-    Of a prompt that is returned: `attempt` and `failures` of its next try, that is, how many of its tries raised. No
-    `attempt` in ledgers of earlier versions of asyncrl.
+    If its prompt is returned, `attempt` and `failures` are those of the next try (`failures` counts the tries that
+    raised). Ledgers of earlier versions of asyncrl have no `attempt`.
     """
 
     rollout: str
@@ -92,11 +95,11 @@ class Abandoned(_Line, frozen=True, tag="abandoned"):
 
 
 class Trained(_Line, frozen=True, tag="trained", omit_defaults=True):
-    """The step that made version `step` trained the rollout, whatever was said of it before.
+    """The step that made version `step` trained the rollout, whatever earlier lines say of it.
 
-    `versions`: generated tokens by the policy version that produced them. `reward`: the mean over its `episodes`, which
-    gave so many `samples`. `opponents`: oldest and newest version of each of `policies` that answered in it; 0 of a
-    model that stays.
+    `versions` counts the generated tokens by the policy version that produced them. `reward` is the mean over its
+    `episodes`, which gave `samples` samples. `opponents` has the oldest and newest version of each of `policies` that
+    answered in it; 0 for a model that does not change.
     """
 
     rollout: str
@@ -112,7 +115,7 @@ class Trained(_Line, frozen=True, tag="trained", omit_defaults=True):
 
 
 class LedgerBooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The gate's counters as of a line: all that the lines before it add up to."""
+    """The gate's counters as of a line: the totals of all lines before it."""
 
     submitted: int
     trained: int
@@ -123,7 +126,7 @@ class LedgerBooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RunSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The settings that the lines are to be judged by; `workers` is 0 where kept samples were trained."""
+    """The settings by which the lines are judged; `workers` is 0 in a run that trains kept samples."""
 
     train_batch_size: int
     max_head_offpolicyness: int
@@ -141,10 +144,11 @@ class _Sealed(_Line, frozen=True, kw_only=True):
 
 
 class Begin(_Sealed, frozen=True, tag="begin", kw_only=True):
-    """A launch begins at `version`, as lineage `lineage`.
+    """A launch starts at `version`, as lineage `lineage`.
 
-    It goes on from line `after`, which is that of its checkpoint (0: from the beginning): what lies between `after` and
-    this line is forgotten. `carried`: trained and dropped before, where the checkpoint tells of no line.
+    It continues after line `after`, the line its checkpoint belongs to (0: from the beginning); lines between `after`
+    and this one no longer count. `carried` has the trained and dropped rollouts of before, if the checkpoint names no
+    line.
     """
 
     lineage: int
@@ -156,7 +160,10 @@ class Begin(_Sealed, frozen=True, tag="begin", kw_only=True):
 
 
 class Step(_Sealed, frozen=True, tag="step", kw_only=True):
-    """Train step `step` is complete: its `trained` lines come before. No `books` where the gate could not be asked."""
+    """Train step `step` is complete; its `trained` lines precede this one.
+
+    No `books` if the gate could not be asked.
+    """
 
     lineage: int
     step: int
@@ -165,7 +172,7 @@ class Step(_Sealed, frozen=True, tag="step", kw_only=True):
 
 
 class Saved(_Sealed, frozen=True, tag="saved", kw_only=True):
-    """A checkpoint of `version` is about to be written, which goes on from this line."""
+    """A checkpoint of `version` is about to be written; a run resumed from it continues after this line."""
 
     lineage: int
     version: int

@@ -2,9 +2,9 @@
 
 All keys are relative to the resolver's root, which holds experiment and trial, so that two trials never meet.
 
-    run                             who has the trial: `TrialHolder`
-    launch                          the launch whose processes have these names; those of others end
-    incarnations/<kind>/<index>     how many of a worker's processes were given up; those end that were
+    run                             the launcher that holds the trial: `TrialHolder`
+    launch                          the launch whose processes own these names; processes of other launches end
+    incarnations/<kind>/<index>     how many of a worker's processes were replaced; a replaced process ends
     workers/<kind>/<index>          a worker's request-reply server: `WorkerAddress`
     status/<kind>/<index>           a worker's status and, at the end, its exit reason: `WorkerStatus`
     trajectory_pullers/<dp>         address of a data-parallel head's trajectory puller
@@ -19,7 +19,7 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     ledger_begun                    the launch's number in the ledger, once its first line is there
     training_world                  the file in which the training ranks meet
 
-Where a type is named the value is its fields as a JSON object, made with `encode` and read with `decode`.
+If a type is named, the value is its fields as a JSON object, made with `encode` and read with `decode`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MASTER_WORKER = "master_worker"
 RECORDER = "recorder"
 EVALUATION_WORKER = "evaluation_worker"
 EVALUATION_MASTER = "evaluation_master"
-"""The kinds of processes; `asyncrl.runtime.process_kinds` has what there is to know of each."""
+"""The kinds of processes; `asyncrl.runtime.process_kinds` describes each."""
 ACTOR = "actor"
 """The role whose weights the servers follow."""
 
@@ -58,7 +58,7 @@ STAGING_SERVERS = "staging_servers"
 MANAGER_KEY = "gserver_manager"
 """URL of the GserverManager."""
 TRIAL_KEY = "run"
-"""`TrialHolder`: the launch that has the trial and its names."""
+"""`TrialHolder`: the launch that holds the trial and its names."""
 LEDGER_BEGUN_KEY = "ledger_begun"
 """Present once the ledger has this launch's first line: a MasterWorker that takes over continues after it."""
 TRAINING_WORLD_KEY = "training_world"
@@ -67,25 +67,25 @@ WORKERS = "workers"
 """Subtree of every worker's address."""
 
 LAUNCH_KEY = "launch"
-"""The launch whose processes have the names of this trial; it stays when that one ends."""
+"""The launch whose processes own the names of this trial; the entry stays when that launch ends."""
 INCARNATIONS = "incarnations"
-"""Subtree of how many processes of each worker were given up; there is no entry for those of which none was."""
+"""Subtree of how many processes of each worker were replaced; a worker without an entry still has its first one."""
 KILLED = "killed"
-"""Subtree of the workers that were killed from outside: by worker its number in `INCARNATIONS` after the newest such
-death, written before that one."""
+"""Subtree of the workers that were killed from outside: for each, its number in `INCARNATIONS` after its last such
+death. This entry is written before the one in `INCARNATIONS`."""
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def encode(self) -> str:
-        """The value to put into name resolution."""
+        """Return the value to put into name resolution."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, value: str) -> Self:
-        """The entry that `value` is.
+        """Return the entry that `value` encodes.
 
         Raises:
-            ValueError: it is none; the message has the path of the first wrong field and what was expected.
+            ValueError: it encodes none; the message has the path of the first wrong field and what was expected.
         """
         try:
             return msgspec.json.decode(value, type=cls)
@@ -94,11 +94,11 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrialHolder(_Entry, frozen=True):
-    """The launcher that has a trial.
+    """The launcher that holds a trial.
 
-    `launch` is random; `pid` and `started` (kernel ticks since boot) name its process, where `machine` is the reader's
-    too; `since` is for people. `detached`: it has no terminal, and others may attach to it. `folder` is where it was
-    started: relative paths in the settings are meant from there.
+    `launch` is random; `pid` and `started` (kernel ticks since boot) identify its process for readers on the same
+    `machine`; `since` is for people. `detached` is true if it has no terminal, and others may attach to it. `folder` is
+    where it was started: relative paths in the settings start there.
     """
 
     launch: str
@@ -211,7 +211,7 @@ def index_of(key: str) -> int:
     """The index at the end of a worker's, puller's, pusher's or server's key.
 
     Raises:
-        ValueError: the key's last component is no index.
+        ValueError: the key's last component is not an index.
     """
     last = key.rpartition("/")[2]
     if not last.isdecimal():

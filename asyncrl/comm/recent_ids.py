@@ -1,4 +1,4 @@
-"""The rollouts that ended and are remembered by id, so that a late or repeated message about them is known as such.
+"""The ids of recently ended rollouts, so that a late or repeated message about one is recognized.
 
 How many
 --------
@@ -6,11 +6,12 @@ How many
 
 How
 ---
-A dict that is filled at one end and emptied at the other is never as large as what it holds: entries that were deleted
-keep their places until it is full, then it is built anew with room for three times its entries, and so on. So the ids
-lie in generations, each a dict that is only filled. A new one begins where the newest is full, and the oldest goes as a
-whole once the others hold enough. What it takes thus goes up and down by one generation.
-Measured with 65,536 ids: 8 MiB, where an `OrderedDict` takes 15; a plain dict emptied at its front takes 20 times as
+A dict that is filled at one end and emptied at the other always takes more memory than its entries need: deleted
+entries keep their places until it is full, and then it is rebuilt with room for three times its entries. So the ids are
+kept in generations, each a dict that is only filled. A new generation begins when the newest is full, and the oldest is
+dropped as a whole once the others hold enough ids. The memory used thus varies by one generation.
+
+Measured with 65,536 ids: 8 MiB, while an `OrderedDict` takes 15; a plain dict emptied at its front takes 20 times as
 long for each id.
 
     at least 16:   oo oo oo oo oo oo oo oo o      the newest (right) is being filled; the oldest goes when that is full
@@ -34,19 +35,19 @@ lookup slower.
 
 
 def ids_remembered(batch_size: int, max_staleness: int) -> int:
-    """Ids to remember where `(max_staleness + 1) * batch_size` rollouts may be under way.
+    """Return how many ids to remember if `(max_staleness + 1) * batch_size` rollouts may be under way.
 
-    All of them may leave the count at once, their workers being cut off, and come back; as may those that took their
-    places. So several times as many are remembered as live, whatever their number is.
+    If the workers are cut off, all of these may leave the count at once and come back, and so may the rollouts that
+    took their places. So several times as many ids are remembered as rollouts are live, however many there are.
     """
     return max(AT_LEAST, LIVES * (max_staleness + 1) * batch_size)
 
 
 class RecentIds(Generic[V]):
-    """The ids that were put in last, at least so many of them, each with a value; see the module's docstring.
+    """The `at_least` most recent ids, each with a value; see the module's docstring.
 
     Args:
-        at_least: ids; some more are remembered, about an eighth.
+        at_least: number of ids; up to about an eighth more are remembered.
     """
 
     def __init__(self, at_least: int) -> None:
@@ -74,26 +75,29 @@ class RecentIds(Generic[V]):
         return None
 
     def put(self, key: str, value: V) -> None:
-        """Remember `key`, with this value from now on, as the newest."""
+        """Remember `key` as the newest, with this value."""
         self.pop(key)
         self._newest[key] = value
         if len(self._newest) >= self._each:
             self._begin_another()
 
     def pop(self, key: str) -> V | None:
-        """Forget `key`; returns what was put in with it, None if it was not remembered."""
+        """Forget `key` and return its value; None if it was not remembered."""
         for generation in self._generations:
             if key in generation:
                 return generation.pop(key)
         return None
 
     def items(self) -> Iterator[tuple[str, V]]:
-        """All there are, the oldest first."""
+        """Yield all ids and values, the oldest first."""
         for generation in reversed(self._generations):
             yield from generation.items()
 
     def _begin_another(self) -> None:
-        """The newest generation is full. Neighbours of which little is left become one, or there would be ever more."""
+        """Begin a new generation, as the newest is full.
+
+        Neighbours with few ids left are merged, to bound their number.
+        """
         kept: deque[dict[str, V]] = deque()
         for generation in reversed(self._generations):
             if kept and len(kept[0]) + len(generation) <= self._each:

@@ -1,15 +1,16 @@
-"""Time that this process lived through, by which it may judge the silence of others.
+"""Time in which this process ran, for limits on the silence of others.
 
-A process that was stopped (SIGSTOP, a migrated virtual machine, a laptop's lid) finds on its return that a minute has
-passed in which nobody spoke to it. They may have spoken all the time; it did not listen. So a limit on the silence of
-others is a limit on time in which this process could have heard them: gaps in which it did not run itself are left out.
+A process that was suspended (SIGSTOP, a migrated virtual machine, a closed laptop) finds afterwards that a minute has
+passed in which it received nothing, although the others may have sent messages all the time. So a limit on the silence
+of others counts only time in which this process could have received something: gaps in which it did not run are left
+out.
 
 `RunningClock` is for times that are compared later: a ticker looks at the clock every `TICK_S`, and a gap of more than
 `GAP_S` between two looks is a pause of the process. `running_wait` and `RunningTimeout` are for a single wait: it is
 cut into slices, each of which counts for its own length at most, however long it took.
 
     time      0   1   2   3 ................ 63  64  65
-    looks     x   x   x   x    (stopped)      x   x   x
+    looks     x   x   x   x   (suspended)     x   x   x
     clock     0   1   2   3                   3   4   5
 """
 
@@ -23,12 +24,12 @@ from typing import Any, Self
 
 TICK_S = 0.25
 GAP_S = 1.0
-"""Four times as long: a loop that is merely busy looks late, and its time counts."""
+"""Four times `TICK_S`: a loop that is only busy looks at the clock late, and that time counts."""
 SLICE_S = 1.0
 
 
 class RunningClock:
-    """Seconds, ascending, without the gaps in which this process's event loop did not run. Call it for the time.
+    """A clock without the gaps in which this process's event loop did not run. Call it for the time, in seconds.
 
     Args:
         clock: monotonic seconds.
@@ -47,7 +48,7 @@ class RunningClock:
         return now - self._missed
 
     async def keep(self) -> None:
-        """Look at the clock until cancelled; without it every second passes for a gap."""
+        """Look at the clock until cancelled; while this does not run, all time counts as a gap."""
         while True:
             self()
             await asyncio.sleep(TICK_S)
@@ -65,10 +66,10 @@ async def running_wait(*tasks: asyncio.Future[Any], limit_s: float) -> None:
 
 
 class RunningTimeout:
-    """As `asyncio.timeout`, but of seconds in which this process ran.
+    """Like `asyncio.timeout`, but counts only seconds in which this process ran.
 
     Raises:
-        TimeoutError: from its block, after `limit_s` seconds.
+        TimeoutError: from its block, after `limit_s` such seconds.
     """
 
     def __init__(self, limit_s: float) -> None:

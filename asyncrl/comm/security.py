@@ -1,15 +1,16 @@
 """The run's secret and what comes with it: ZMQ CURVE keys, the HTTP bearer token, and a certificate.
 
 A run has one secret, 32 random bytes in a file that only its owner may read. Every process of the run reads it and
-derives the same keys with HMAC-SHA256 under distinct labels: one CURVE key pair of all servers, one of all clients, and
-the bearer token. In the same file lie a private key and its self-signed certificate, made together with the secret: the
-run's HTTP servers speak TLS with them and its clients trust this one certificate and no other, whatever the address is.
-So a server proves that it is one of the run before it is sent the token or anything else, and an entry in name
-resolution that leads to a stranger leads nowhere.
+derives the same keys with HMAC-SHA256 under distinct labels: one CURVE key pair for all servers, one for all clients,
+and the bearer token. The same file holds a private key and its self-signed certificate, made together with the secret:
+the run's HTTP servers use them for TLS, and its clients trust only this certificate, at any address. So a server proves
+that it belongs to the run before it is sent the token or anything else, and an entry in name resolution that names a
+foreign server does no harm.
 
-On ZMQ sockets a process that knows the secret is a peer, and everybody else fails the handshake: without the server's
-public key, which is published nowhere, no handshake can even begin, and a client key that is not the run's is refused
-by the `PeerGate` (a ZAP handler). What is refused is counted, logged once per source, and changes nothing else.
+On ZMQ sockets every process that knows the secret is a peer, and everybody else fails the handshake: without the
+server's public key, which is published nowhere, no handshake can even begin, and a client key that is not the run's is
+refused by the `PeerGate` (a ZAP handler). Refused handshakes are counted, logged once per source, and have no other
+effect.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
 
 class SecretError(Exception):
-    """The secret's file is missing, readable by others, somebody else's, or damaged."""
+    """The secret's file is missing, readable by others, another user's, or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class SocketSecurity:
     client_secret: bytes
 
     def secure_server(self, socket: zmq.Socket[Any]) -> None:
-        """Make `socket` accept CURVE clients only; call before `bind`, with a `PeerGate` on its context."""
+        """Make `socket` accept only CURVE clients; call before `bind`, with a `PeerGate` on its context."""
         socket.curve_server = True
         socket.curve_publickey = self.server_public
         socket.curve_secretkey = self.server_secret
@@ -65,10 +66,11 @@ class HttpSecurity:
     """Token and certificate of the run's HTTP servers and clients.
 
     Attributes:
-        token: the bearer token, which clients send to the run's servers alone.
+        token: the bearer token, which clients send only to the run's servers.
         file: PEM file with the servers' private key and certificate.
         certificate: the certificate, PEM.
-        adopted: URLs of servers that are not the run's: they are spoken to as they are and never sent the token.
+        adopted: URLs of servers that are not the run's; they are never sent the token, and the run's certificate is not
+            expected of them.
     """
 
     token: str = field(repr=False)
@@ -77,14 +79,16 @@ class HttpSecurity:
     adopted: frozenset[str] = frozenset()
 
     def server_context(self) -> ssl.SSLContext:
-        """TLS of a server of the run."""
+        """Return the TLS context of a server of the run."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_cert_chain(self.file)
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """TLS of a client that trusts the run's certificate alone, and asks for no name in it: it is the identity."""
+        """Return the TLS context of a client that trusts only the run's certificate. It checks no host name: the
+        certificate itself is the identity.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
@@ -110,9 +114,10 @@ class RunSecret:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> RunSecret:
-        """A new secret and certificate, written to `path` with mode 0600.
+        """Create a new secret and certificate in `path`, with mode 0600.
 
-        The file appears whole (written aside, then linked), so of several creators one wins and all can load.
+        The file appears complete (written aside, then linked): if several processes create it, one wins and all can
+        load it.
 
         Raises:
             FileExistsError: `path` exists.
@@ -132,7 +137,7 @@ class RunSecret:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunSecret:
-        """The secret in `path`.
+        """Load the secret in `path`.
 
         Raises:
             SecretError: the file is missing, others may read it, it is another user's, or it is damaged.
@@ -166,7 +171,7 @@ class RunSecret:
         return self._derive("http-bearer").hex()
 
     def http(self, adopted: Collection[str] = ()) -> HttpSecurity:
-        """The token, the certificate, and which servers are not the run's.
+        """Return the token and the certificate, with the servers that are not the run's.
 
         Raises:
             SecretError: the secret's file has no certificate.
@@ -191,7 +196,9 @@ class RunSecret:
 
 
 def _make_certificate() -> tuple[str, str]:
-    """A private key and a certificate that it signed itself, PEM. The certificate has no end: its run has."""
+    """Return a private key and its self-signed certificate, PEM. The certificate does not expire, as the run ends
+    anyway.
+    """
     import datetime  # cryptography is loaded by the launcher alone
 
     from cryptography import x509

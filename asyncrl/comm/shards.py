@@ -13,7 +13,7 @@ from itertools import product
 
 
 class RoutingError(ValueError):
-    """A table that contradicts itself."""
+    """The table contradicts itself."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,7 +39,7 @@ class RoutingTable:
     Attributes:
         shards: as given.
         data_workers: as given.
-        placement: for every role the workers that host a shard of it, in ascending order.
+        placement: for each role, the workers that host its shards, in ascending order.
 
     Raises:
         RoutingError: a worker index is negative, or a role's grid has a hole.

@@ -1,10 +1,9 @@
-"""ZMQ sockets with the settings that asyncrl wants, and their place in an asyncio loop.
+"""ZMQ sockets with the options that asyncrl needs, and their integration into an asyncio loop.
 
-That place is our own and not zmq.asyncio's, which makes a future, a look at the socket's events and a round of the loop
-for every message. With it a sender moves 0.73 and 0.88 times as many trajectories of 16k tokens a second (one sample,
-eight samples) at 1.33 and 1.15 times the CPU, and 1.08 and 1.12 times as many of 1k; encrypted 0.78 and 0.92 of 16k,
-1.05 and 0.98 of 1k. Answers are long, so the large ones decide. Medians of 7 rounds of `benchmarks/transport.py
---asyncio`.
+We do not use zmq.asyncio, which for every message makes a future, reads the socket's events and takes a round of the
+loop. With it a sender moves 0.73 and 0.88 times as many trajectories of 16k tokens a second (one sample, eight samples)
+at 1.33 and 1.15 times the CPU, and 1.08 and 1.12 times as many of 1k; encrypted 0.78 and 0.92 of 16k, 1.05 and 0.98 of
+1k. Answers are long, so the large ones decide. Medians of 7 rounds of `benchmarks/transport.py --asyncio`.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ Socket: TypeAlias = zmq.Socket[bytes]
 
 KEEP_ALIVE_IDLE_S, KEEP_ALIVE_INTERVAL_S, KEEP_ALIVE_PROBES = 30, 10, 6
 UNACKNOWLEDGED_LIMIT_MS = 90_000
-"""A host that vanished without a reset is noticed after a minute and a half, whether anything was sent to it or not; a
-killed process at once. The kernel of a stopped process goes on to acknowledge, so a pause breaks no connection.
+"""A host that vanished without a reset is noticed after a minute and a half, whether or not anything was sent to it; a
+killed process is noticed at once. The kernel of a suspended process still acknowledges, so no connection breaks.
 
-ZMTP's own heartbeats are answered by the process, not by its kernel: they took a stopped one for a dead one. And libzmq
-4.3.5 aborts the process (`!_io_error`) where a socket that sends them has a peer's messages up to its high-water mark
-as that peer goes: a full inbox and a RolloutWorker that dies would kill a ModelWorker.
+ZMTP's own heartbeats are answered by the process instead of its kernel, so a suspended process was taken for a dead
+one. And libzmq 4.3.5 aborts the process (`!_io_error`) if a socket that sends them has reached its high-water mark of a
+peer's messages when that peer disconnects: with a full inbox, the death of a RolloutWorker would kill a ModelWorker.
 """
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1_000
@@ -39,8 +38,8 @@ _LINK_EVENTS = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
 _NO_WAIT = int(zmq.NOBLOCK)  # plain integers: pyzmq's flag enum takes a microsecond per "or"
 _SEND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 ZERO_COPY_BYTES = 1 << 20
-"""From this size on libzmq borrows a buffer. Below, a memcpy is cheaper than its way back through pyzmq's collector
-thread, which takes the interpreter's lock for every message."""
+"""From this size on libzmq borrows the buffer. Below it a copy is cheaper: a borrowed buffer is returned by pyzmq's
+collector thread, which takes the interpreter's lock for every message."""
 
 
 class Context(zmq.Context[Socket]):
@@ -51,7 +50,7 @@ class Context(zmq.Context[Socket]):
     """
 
     def __del__(self) -> None:
-        """Leave what was not closed to the end of the process."""
+        """Do nothing: a context that was not terminated is left to the end of the process."""
 
 
 def bind(
@@ -63,10 +62,10 @@ def bind(
     replies_high_water: int,
     max_frame_bytes: int,
 ) -> tuple[Socket, str, PeerGate]:
-    """A ROUTER bound to a free port of `host`, its endpoint, and its gate. `context` must be the socket's own.
+    """Return a ROUTER bound to a free port of `host`, its endpoint and its gate. `context` must be the socket's own.
 
-    The marks are messages in libzmq's buffer per peer. At `requests_high_water` the peer is held back; beyond
-    `replies_high_water` a ROUTER drops what it sends without a word, so it must exceed what can be outstanding.
+    The high-water marks are messages in libzmq's buffer per peer. At `requests_high_water` the peer is held back;
+    beyond `replies_high_water` a ROUTER silently drops messages, so it must exceed the number that can be outstanding.
     """
     socket = context.socket(zmq.ROUTER)
     _configure(socket, send_high_water=replies_high_water, receive_high_water=requests_high_water)
@@ -78,7 +77,9 @@ def bind(
 
 
 def connecting(context: Context, kind: int, security: SocketSecurity | None, *, high_water: int) -> Socket:
-    """A socket of `kind`, DEALER or ROUTER, to connect. `high_water`: messages in libzmq's buffer per peer; 0: any."""
+    """Return a socket of `kind` (DEALER or ROUTER) that can connect. `high_water`: messages in libzmq's buffer per
+    peer; 0: no limit.
+    """
     socket = context.socket(kind)
     _configure(socket, send_high_water=high_water, receive_high_water=high_water)
     socket.reconnect_ivl = RECONNECT_MS
@@ -100,7 +101,7 @@ def _configure(socket: Socket, *, send_high_water: int, receive_high_water: int)
 
 
 def send(socket: Socket, frames: Sequence[Frame]) -> bool:
-    """Send one message without waiting; False if the socket takes nothing now."""
+    """Send one message without waiting; return False if the socket accepts none now."""
     *leading, last = frames
     try:
         for frame in leading:
@@ -112,9 +113,9 @@ def send(socket: Socket, frames: Sequence[Frame]) -> bool:
 
 
 def receive(socket: Socket) -> list[zmq.Frame] | None:
-    """The next message without waiting or copying; None if there is none.
+    """Return the next message, without waiting or copying; None if there is none.
 
-    `recv_multipart` asks the socket after every frame whether there are more, which costs more than the frame.
+    `recv_multipart` asks the socket after every frame whether more follow, which costs more than the frame itself.
     """
     try:
         frame = socket.recv(_NO_WAIT, copy=False)
@@ -128,7 +129,7 @@ def receive(socket: Socket) -> list[zmq.Frame] | None:
 
 
 def peer_address(frames: Sequence[zmq.Frame]) -> str:
-    """Network address of the peer that sent `frames`."""
+    """Return the network address of the peer that sent `frames`."""
     try:
         return str(frames[-1].get("Peer-Address"))
     except zmq.ZMQError:
@@ -138,9 +139,9 @@ def peer_address(frames: Sequence[zmq.Frame]) -> str:
 class LoopSocket:
     """Calls `on_ready(events)` from an asyncio loop while a socket has events (`zmq.POLLIN`, `zmq.POLLOUT`).
 
-    A ZMQ socket's descriptor is edge-triggered, and any send or receive may swallow the edge. So whoever sends or
-    receives outside `on_ready` calls `recheck` afterwards, which looks again in the loop's next round, once however
-    often it was asked.
+    A ZMQ socket's descriptor is edge-triggered, and any send or receive may consume the edge. So call `recheck` after
+    every send or receive outside `on_ready`: it checks the events once, in the loop's next round, however often it was
+    called.
     """
 
     def __init__(self, socket: Socket, loop: asyncio.AbstractEventLoop, on_ready: Callable[[int], None]) -> None:
@@ -153,18 +154,18 @@ class LoopSocket:
         self.recheck()
 
     def recheck(self) -> None:
-        """Look at the socket's events in the loop's next round."""
+        """Check the socket's events in the loop's next round."""
         if not self._scheduled:
             self._scheduled = True
             self._loop.call_soon(self._look)
 
     def events(self) -> int:
-        """The socket's events now."""
+        """Return the socket's current events."""
         events: Any = self.socket.get(zmq.EVENTS)  # half the time of the attribute
         return int(events)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Leave the loop and close the socket; libzmq has `linger_ms` milliseconds to send what it holds."""
+        """Leave the loop and close the socket; libzmq has `linger_ms` milliseconds to send pending messages."""
         if not self.socket.closed:
             self._loop.remove_reader(self._descriptor)
             self.socket.close(linger=linger_ms)
@@ -180,17 +181,17 @@ class LoopSocket:
 class PeerLink:
     """The connection to one bound socket, from an asyncio loop: a DEALER and the monitor of its connection.
 
-    It takes messages only while the connection stands, so nothing is queued to a dead peer. One socket serves one
-    connection: when that breaks, what has arrived is delivered, then the socket is replaced, and with it goes all that
-    was not sent. (ZMQ_IMMEDIATE would do the same, but drops messages that have arrived and are not read yet.)
+    It accepts messages only while connected, so nothing is queued to a dead peer. One socket serves one connection:
+    when that breaks, the messages that have arrived are delivered, then the socket is replaced and unsent messages are
+    dropped. (ZMQ_IMMEDIATE would do the same, but drops messages that have arrived and are not read yet.)
 
     Args:
-        on_writable: the link takes messages, after it did not.
-        on_message: one received message; its buffers live as long as they are referred to.
-        on_lost: the connection broke: what was sent and not answered may be lost. The link connects again by itself.
+        on_writable: called when the link accepts messages again.
+        on_message: called with each received message; its buffers live as long as they are referred to.
+        on_lost: called when the connection breaks: unanswered messages may be lost. The link reconnects by itself.
 
     Raises:
-        ValueError: `address` is no endpoint.
+        ValueError: `address` is not an endpoint.
     """
 
     def __init__(
@@ -215,13 +216,13 @@ class PeerLink:
 
     @property
     def connected(self) -> bool:
-        """True while the connection stands."""
+        """True while connected."""
         return self._connected
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        """Hand `frames` to the connection; False if it takes nothing now.
+        """Hand `frames` to the connection; return False if it accepts none now.
 
-        `writable` then tells whether it takes another message; if not, `on_writable` is called when it does.
+        `writable` tells afterwards whether it accepts another message; if not, `on_writable` is called once it does.
         """
         sent = self._connected and send(self._main.socket, frames)
         self.writable = sent and bool(self._main.events() & zmq.POLLOUT)
@@ -280,7 +281,7 @@ class PeerLink:
                 self._replace()
 
     def _replace(self) -> None:
-        """Deliver what has arrived, drop the broken connection's socket, connect again after a moment."""
+        """Deliver the messages that have arrived, drop the broken connection's socket, and reconnect after a moment."""
         self._deliver(sys.maxsize)
         if self._connected:  # a receiver may have closed the link
             self._drop_socket()

@@ -1,8 +1,8 @@
 """`python -m asyncrl.launch attach RUN`: show a run that was started with `--detach`, and end it with Ctrl-C.
 
-A detached run is the same command in a session of its own: its launcher goes on without a terminal, restarts what dies,
-and writes what it would show to `launcher.log` in the run's folder. Who is attached reads that file and knows the
-launcher as the trial's holder; Ctrl-C is passed on to it. Without them, it goes on.
+A detached run is the same command in a separate session: its launcher runs without a terminal, restarts processes that
+die, and writes its output to `launcher.log` in the run's folder. This command shows that file and passes Ctrl-C on to
+the launcher, which it finds as the trial's holder. The run continues without it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from asyncrl.runtime.supervisor import identity_of
 from asyncrl.runtime.trials.claim import detached_holder
 
 START_LIMIT_S = 600.0
-"""Longest time, in s, to watch a run that starts in the background until its processes are there."""
+"""Longest time, in s, to watch a run that starts in the background until its processes have started."""
 STARTED = "started "
-"""Beginning of the line with which the launcher reports that."""
+"""First word of the line with which the launcher reports that."""
 _LAST_LINES = 40
 _LOOK_S = 0.2
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    """The command line; returns the exit code of the run, or `EXIT_CONFIG` where there is none."""
+    """Run the command; return the exit code of the run, or `EXIT_CONFIG` if there is no run."""
     parser = argparse.ArgumentParser(
         prog=f"{program} attach", description="Show a run that was started with --detach; Ctrl-C ends it."
     )
@@ -47,7 +47,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def detach(command: Sequence[str], run_dir: Path) -> int:
-    """Start `command` in the background; return once its processes are there, or it has ended."""
+    """Start `command` in the background; return once its processes have started, or it has ended."""
     make_private_folder(run_dir)
     log = run_dir / LAUNCHER_LOG
     if log.exists():
@@ -81,7 +81,7 @@ def detach(command: Sequence[str], run_dir: Path) -> int:
 
 
 def attach(run_dir: Path) -> int | None:
-    """Show the detached run in `run_dir` to its end; returns its exit code, None where there is no such run."""
+    """Show the detached run in `run_dir` until it ends; return its exit code, None if there is no such run."""
     holder = detached_holder(run_dir)
     if holder is None:
         return None
@@ -105,7 +105,7 @@ def attach(run_dir: Path) -> int | None:
 
 
 def _follow(launcher: int, log: _Log) -> None:
-    """Show what the launcher writes until it ends."""
+    """Show the launcher's output until it ends."""
     end = select.poll()
     end.register(launcher, select.POLLIN)
     with contextlib.suppress(BrokenPipeError):  # `attach RUN | head`
@@ -128,7 +128,7 @@ def _passing_on(launcher: int, number: signal.Signals) -> Iterator[None]:
 
 
 class _Log:
-    """Shows what is appended to a file; of what is there already only the last lines, where they are counted."""
+    """Shows lines appended to a file, after its last existing lines if their number is given."""
 
     def __init__(self, file: Path, *, last_lines: int | None = None) -> None:
         self._file = file
@@ -138,7 +138,7 @@ class _Log:
             self._offset = len(data) - sum(map(len, data.splitlines(keepends=True)[-last_lines:]))
 
     def show(self) -> list[str]:
-        """Print what is new, and return its lines."""
+        """Print the new lines, and return them."""
         with self._file.open("rb") as stream:
             stream.seek(self._offset)
             data = stream.read()

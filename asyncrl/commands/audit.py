@@ -1,4 +1,4 @@
-"""`python -m asyncrl.launch audit RUN`: check a run from its files alone; one line for everything that is wrong."""
+"""`python -m asyncrl.launch audit RUN`: check a run from its files alone, and print one line for each error."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Audit:
     """The result of an audit.
 
     Attributes:
-        findings: what is wrong, each as `where: what`.
-        notes: what happened to the run and is no fault of its files, in the same form.
-        outcome: what the run came to.
+        findings: the errors, each as `place: what is wrong`.
+        notes: events of the run that are not errors in its files, in the same form.
+        outcome: the totals of the run.
     """
 
     findings: tuple[str, ...]
@@ -37,9 +37,9 @@ class Audit:
 
 
 def audit(run_dir: Path) -> Audit:
-    """Check the run in `run_dir`; writes nothing.
+    """Check the run in `run_dir`, without writing anything.
 
-    A run may go on meanwhile: what is held against the ledger is listed, or read, before the ledger is.
+    The run may continue meanwhile: the files that are compared with the ledger are listed or read before it.
     """
     findings: list[str] = []
     notes: list[str] = []

@@ -1,10 +1,10 @@
-"""`python -m asyncrl.launch chaos EXPERIMENT [setting=value ...]`: run it, and do to it what can go wrong.
+"""`python -m asyncrl.launch chaos EXPERIMENT [setting=value ...]`: run it while injecting faults.
 
-By a plan that the seed makes, processes are killed and paused, connections to the servers cut and slowed down, and the
-disk is full for a while, where there is one that may be filled. The run has a trial of its own. At the end its files
-are audited; a table says what was done, how long it took until the run went on, and what it cost.
+Following a plan made from the seed, processes are killed and paused, connections to the servers are cut and slowed
+down, and the disk is full for a while, if it may be filled. The run has its own trial. At the end its files are
+audited; a table shows the faults, how long it took until the run continued, and the costs.
 
-Exit codes: 0 the run finished by itself, its books balance, the audit found nothing and the whole plan was done;
+Exit codes: 0 the run finished by itself, its books balance, the audit found nothing and the whole plan was carried out;
 1 otherwise; 2 a setting is wrong; 130 stopped by Ctrl-C.
 """
 
@@ -44,7 +44,7 @@ from asyncrl.verify.chaos.run import ChaosRun, Watched
 
 _BUDGET = "system.restarts_per_process"
 _OURS = ("resume", "logging.display")
-"""Settings that this command gives itself."""
+"""Settings that this command sets itself."""
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -118,7 +118,7 @@ def _settings(args: argparse.Namespace) -> list[str]:
     """The user's settings and those that this command adds.
 
     Raises:
-        ConfigError: one is given that this command gives itself.
+        ConfigError: the user gave a setting that this command sets itself.
     """
     given = {text.partition("=")[0].lstrip("+") for text in args.overrides}
     if taken := given.intersection(_OURS):
@@ -134,10 +134,10 @@ def _settings(args: argparse.Namespace) -> list[str]:
 
 
 def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fault, ...], list[str]]:
-    """The faults, and what is left out of them and why.
+    """Return the faults, and the kinds left out with the reasons.
 
     Raises:
-        ConfigError, ValueError: there is no such plan for this run.
+        ConfigError, ValueError: this run allows no such plan.
     """
     if config.system.launcher != "local":
         raise ConfigError(
@@ -191,13 +191,13 @@ def _plan(args: argparse.Namespace, config: ExperimentConfig) -> tuple[tuple[Fau
 
 
 def _goes_back(kind: str) -> bool:
-    """True if a run continues from the last step, where steps are kept, after a process of `kind` dies."""
+    """True if a run that keeps its steps continues from the last step after a process of `kind` dies."""
     return kind != LAUNCHER and PROCESS_KINDS[kind].restart in (Restart.together, Restart.alone_or_together)
 
 
 def _links(config: ExperimentConfig) -> dict[str, str]:
-    """Return the processes that others reach by an address in name resolution, with the entry of the address: manager,
-    generation servers, and ranks that receive trajectories.
+    """Return the processes that others find by name resolution, with their entries: manager, generation servers, and
+    ranks that receive trajectories.
     """
     there = {worker.name for worker in plan_workers(config)}
     links = {f"{names.GSERVER_MANAGER}/0": names.MANAGER_KEY}
@@ -212,7 +212,7 @@ def _links(config: ExperimentConfig) -> dict[str, str]:
 def _report(
     args: argparse.Namespace, config: ExperimentConfig, watched: Watched, left_out: list[str], console: Console
 ) -> int:
-    """Audit, table, verdict; returns the exit code."""
+    """Audit the run, print table and verdict, and return the exit code."""
     if watched.code == EXIT_CONFIG and not watched.steps:  # the launcher refused a setting
         return refuse("\n".join(line.removeprefix("error: ") for line in watched.lines))
     run_dir = run_dir_of(config)
@@ -246,7 +246,7 @@ def _report(
 
 
 def _books_fault(run_dir: Path) -> str | None:
-    """Describe what is wrong with the books in the summary; None if they balance."""
+    """Describe the error in the summary's books; None if they balance."""
     summary = read_summary(run_dir)
     if summary is None:
         return "the run left no summary"

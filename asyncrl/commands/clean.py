@@ -1,9 +1,9 @@
-"""`python -m asyncrl.launch clean RUN`: remove what a run that has ended no longer needs.
+"""`python -m asyncrl.launch clean RUN`: remove files that an ended run no longer needs.
 
-By default that is what it could be continued or read from without: checkpoints but for the newest, weights but for the
+By default these are the files without which it can still be continued and read: all checkpoints and weights but the
 newest, copies for hosts, spilled rollouts. `--all` removes the whole folder.
 
-Exit codes: 0 removed, or nothing to remove; 1 not confirmed; 2 the folder is no run, or the run goes on.
+Exit codes: 0 removed, or nothing to remove; 1 not confirmed; 2 the folder is not a run, or the run is still running.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def superfluous(folder: Path) -> Iterator[Path]:
-    """Folders in the run's `folder` that neither the same command nor `export`, `eval` and the readers need."""
+    """Yield the folders in the run's `folder` that neither the same command nor `export`, `eval` and the readers
+    need.
+    """
     versioned = [folder / CHECKPOINTS_DIR, *sorted((folder / WEIGHTS_DIR).glob("*"))]
     for root in versioned:
         for version in versions_in(root)[:-1]:

@@ -24,7 +24,7 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 
 SHELLS = ("bash", "zsh")
 SHARED = Path(__file__).with_name("completion.sh")
-"""Functions of both shells, as a template; the file beside it named after a shell calls them from its completion."""
+"""Functions for both shells, as a template; the neighbouring file named after a shell calls them."""
 OF_EXPERIMENTS = frozenset({"chaos", "doctor", "replay", "rollout"})
 """Commands that take an experiment and settings."""
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
@@ -90,7 +90,7 @@ def _options(text: str) -> list[str]:
 
 
 def _choices(schema: type[Any]) -> Iterator[str]:
-    """Yield a line of the shell's `case` for each setting whose values are few."""
+    """Yield a line of the shell's `case` for each setting with a fixed set of values."""
     for path, kind, info in settings(schema):
         if isinstance(kind, type) and issubclass(kind, StrEnum):
             values = [str(each) for each in kind]

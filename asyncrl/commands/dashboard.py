@@ -1,6 +1,6 @@
-"""`python -m asyncrl.launch dashboard RUN...`: runs on a page, live, or as one file with `--report`.
+"""`python -m asyncrl.launch dashboard RUN...`: show runs on a page, live, or as one file with `--report`.
 
-Exit codes: 0 done, 2 a folder is no run, or the address is not one of this host's loopback.
+Exit codes: 0 done, 2 a folder is not a run, or the address is not a loopback address of this host.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ async def _serve(
 
 
 def token_of(file: Path | None) -> str:
-    """Return the token in `file`, which is made with a new one if it is not there; without a file a new token.
+    """Return the token in `file`, which is made with a new token if it does not exist; without a file a new token.
 
     Raises:
-        ValueError: the file cannot be read or made, or holds no token.
+        ValueError: the file cannot be read or made, or has no token.
     """
     made = secrets.token_urlsafe(24)
     if file is None:
@@ -94,10 +94,10 @@ def token_of(file: Path | None) -> str:
 
 
 def _check_host(host: str) -> None:
-    """Check that only this host can reach the page: it is served without TLS.
+    """Check that only this host can reach the page, as it is served without TLS.
 
     Raises:
-        ValueError: others could.
+        ValueError: other hosts could reach it.
     """
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -1,7 +1,8 @@
-"""`python -m asyncrl.launch doctor RUN`, or `doctor EXPERIMENT [setting=value ...]`: what is wrong, and what to set.
+"""`python -m asyncrl.launch doctor RUN`, or `doctor EXPERIMENT [setting=value ...]`: find problems, and suggest
+settings.
 
-Of a run it judges the files (`asyncrl.commands.doctor_run`); of an experiment it makes every check of a start and
-starts nothing (`asyncrl.commands.doctor_experiment`).
+For a run it reads the files (`asyncrl.commands.doctor_run`); for an experiment it makes every check of a start without
+starting anything (`asyncrl.commands.doctor_experiment`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m asyncrl.launch doctor EXPERIMENT [setting=value ...]`: every check of a start, and nothing is started.
+"""`python -m asyncrl.launch doctor EXPERIMENT [setting=value ...]`: make every check of a start, without starting.
 
 Exit codes: 0 it can start, 2 it cannot; the lines say why.
 """
@@ -38,7 +38,7 @@ from asyncrl.runtime.plan import with_types
 from asyncrl.trainer.supervised.base_model import existing_base_model
 
 INDENT = 14
-"""Columns of a check's mark and name."""
+"""Width of a check's mark and name."""
 
 Checked = Callable[[], Iterator[str]]
 
@@ -51,7 +51,7 @@ class _Report:
         self.failed = False
 
     def check(self, name: str, run: Checked) -> bool:
-        """Make a check, which yields what it found, or raises what is wrong; returns True if nothing is."""
+        """Make a check, which yields its results or raises an error; return True if it raised none."""
         try:
             found = list(run())
         except (ConfigError, OSError) as error:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 @contextmanager
 def _loaded(report: _Report, experiment: str, overrides: Sequence[str], folder: Path | None) -> Iterator[Config | None]:
-    """The experiment's config; None where its settings are wrong."""
+    """Yield the experiment's config; None if its settings are wrong."""
     loaded: list[Config] = []
 
     def load() -> Iterator[str]:
@@ -138,7 +138,7 @@ def _check_run(report: _Report, config: ExperimentConfig, folder: Path | None) -
 
 
 def _model_folder(config: ExperimentConfig, folder: Path | None) -> Path | None:
-    """The folder of the model; None where it is a base model that is yet to be made."""
+    """Return the folder of the model; None if it is a base model that has yet to be made."""
     if config.model.path is not None:
         return Path(config.model.path).expanduser().resolve()
     return existing_base_model(base_model_config(config, folder))

@@ -1,4 +1,4 @@
-"""`python -m asyncrl.launch doctor RUN --plan DEVICES`: which split of devices, and which η, would be fastest."""
+"""`python -m asyncrl.launch doctor RUN --plan DEVICES`: find the fastest split of devices, and the fastest η."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl.simulator.measured_run import MeasuredRun, NotMeasured, measured_ru
 from asyncrl.simulator.plan import Candidate, Plan, plan
 
 FAR_OFF = 0.25
-"""Relative error of the prediction for the run as it was beyond which the plan says that it is not to be trusted."""
+"""With a larger relative error of the prediction for the run as it was, the plan warns that it is unreliable."""
 SHOWN = 12
 NO_CORES = (
     "Threads of servers waited for a free core. The plan is for hosts whose cores are free: on a full host, more "

@@ -1,6 +1,6 @@
-"""`python -m asyncrl.launch doctor RUN`: why a run is as fast as it is, and what is wrong with it.
+"""`python -m asyncrl.launch doctor RUN`: explain a run's speed, and find its problems.
 
-Exit codes: 0 nothing is wrong, 1 there is a problem, 2 the folder is no run.
+Exit codes: 0 nothing is wrong, 1 there is a problem, 2 the folder is not a run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def as_json(history: History, diagnosis: Diagnosis) -> dict[str, object]:
-    """The diagnosis for scripts."""
+    """Return the diagnosis for scripts."""
     return {
         "run": str(history.folder),
         "state": str(history.state),

@@ -19,7 +19,7 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 
 
 def dry_run(config: Config, again: Sequence[str] = ()) -> int:
-    """Print what a run would start; returns the exit code.
+    """Print the processes that a run would start; return the exit code.
 
     With `system.launcher=kubernetes` that is a YAML file for `kubectl apply -f -`, with the processes as its comment.
 

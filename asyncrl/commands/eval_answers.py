@@ -12,13 +12,13 @@ from asyncrl.observe.samples import Row, answer_files, read_samples
 
 
 def write_answers(folder: Path, out: Path, sets: Sequence[str]) -> Mapping[str, int]:
-    """Write the answers that are kept in `folder` into `out`, those of each of `sets` by row and member.
+    """Write the answers saved in `folder` to `out`, for each of `sets` in the order of rows and members.
 
     Returns:
         The number of answers of each set.
 
     Raises:
-        ValueError: a file is no file of answers.
+        ValueError: a file is not a file of answers.
         OSError: `out` cannot be written.
     """
     files: defaultdict[str, list[Path]] = defaultdict(list)
@@ -34,7 +34,7 @@ def write_answers(folder: Path, out: Path, sets: Sequence[str]) -> Mapping[str, 
 
 
 def _line(row: Row) -> dict[str, Any]:
-    """A sample: an answer has several where its conversation was cut into several."""
+    """Return the line of a sample; an answer has several if its conversation was cut into several."""
     texts = [(part["generated"], part["text"]) for part in row["segments"]]
     first = next((number for number, (generated, _) in enumerate(texts) if generated), len(texts))
     return {

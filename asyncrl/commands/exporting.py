@@ -1,11 +1,11 @@
 """The policy of a step as a plain Hugging Face folder.
 
-The weights are those that were published as that version, bit by bit: from their folder where it is still there, else
-from the checkpoint, whose fp32 master values are rounded as the trainer rounds them. What a checkpoint does not hold,
-configuration, tokenizer and whatever training never changes, comes from any version that was published.
+The weights equal those published as that version, bit by bit: they come from its folder if that still exists, else from
+the checkpoint, whose fp32 master values are rounded as the trainer rounds them. Files that are not in a checkpoint
+(configuration, tokenizer and everything that training never changes) come from any published version.
 
-Where adapters were trained, they are merged into the base model in fp32, rounded to the trainer's type, or written
-alone as peft reads them.
+If adapters were trained, they are merged into the base model in fp32 and rounded to the trainer's type, or written
+alone in peft's format.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from asyncrl.weights.versions.manifest import MANIFEST_FILE, Manifest, TensorEnt
 from asyncrl.weights.versions.publishing import write_model
 
 _WEIGHTS = f"{ACTOR}.weights."
-"""Before the names of the policy's parameters in a checkpoint."""
+"""Prefix of the names of the policy's parameters in a checkpoint."""
 
 
 def export(run: Path, step: int | None, out: Path, *, adapter: bool = False, policy: str = "") -> int:
@@ -47,7 +47,7 @@ def export(run: Path, step: int | None, out: Path, *, adapter: bool = False, pol
     Raises:
         ExportError: there is no such run, policy or step, or `out` exists; there are no adapters, or their base is
             gone.
-        ManifestError, WeightUpdateError, ValueError, OSError: what there is of the step cannot be read, or `out` not be
+        ManifestError, WeightUpdateError, ValueError, OSError: the step's files cannot be read, or `out` cannot be
             written.
     """
     if not (run / CONFIG_FILE).is_file():
@@ -100,13 +100,13 @@ def _has_adapters(checkpoint: Path) -> bool:
 
 
 def _adapters_in(stored: StoredTensors) -> dict[str, str]:
-    """The keys of the policy's adapters in a checkpoint, by their names in peft's folder."""
+    """Return the keys of the policy's adapters in a checkpoint, by their names in peft's folder."""
     keys = [key for key in sorted(stored.shapes) if key.startswith(_WEIGHTS) and is_adapter(key)]
     return {published_name(key.removeprefix(_WEIGHTS)): key for key in keys}
 
 
 def _adapters_of(run: Path, checkpoint: Path, published: Path) -> tuple[StoredModel, bytes]:
-    """The adapters in `checkpoint` of a run that published merged weights, and their configuration."""
+    """Return the adapters in `checkpoint` of a run that published merged weights, and their configuration."""
     stored, model = _opened(checkpoint), read_run_config(run).model
     keys = _adapters_in(stored)
     dtype = next(iter(verify(published).tensors.values())).dtype  # the type in which the trainer holds the base
@@ -144,14 +144,14 @@ def _from_checkpoint(checkpoint: Path, template: Path, role: str = ACTOR) -> Rea
 
 
 def _parts_in(folder: Path) -> list[FolderTensor]:
-    """Return where the tensors of the model in `folder` lie in the parameters of a checkpoint."""
+    """Return where the tensors of the model in `folder` are in the parameters of a checkpoint."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))  # type: ignore[no-untyped-call]
     return folder_tensors(model)
 
 
 def _any_version(published: Path) -> Path:
-    """A published version, for what all of them share."""
+    """Return a published version, for the files that all versions share."""
     versions = versions_in(published)
     if not versions:
         raise ExportError(

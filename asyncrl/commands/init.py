@@ -1,4 +1,4 @@
-"""`python -m asyncrl.launch init FOLDER`: a small project of your own, which runs at once.
+"""`python -m asyncrl.launch init FOLDER`: create a small project of your own, which runs at once.
 
 Exit codes: 0 written, 2 the folder is not empty or cannot be written.
 """
@@ -49,7 +49,7 @@ def write_project(folder: Path) -> None:
 
 
 def _rows() -> Iterator[dict[str, str]]:
-    """Sums such as the demo's base model writes out."""
+    """Yield sums like those that the demo's base model can do."""
     numbers = random.Random(SEED)
     for _ in range(ROWS):
         terms = [numbers.randint(1, 40) for _ in range(numbers.randint(2, 4))]

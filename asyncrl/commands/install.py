@@ -1,4 +1,4 @@
-"""`asyncrl install NAME ...`: packages that clash with asyncrl's, each in a virtual environment of its own."""
+"""`asyncrl install NAME ...`: install packages that conflict with asyncrl's, each in its own virtual environment."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""`python -m asyncrl.launch join RUN`: one more process for a run that goes on, until Ctrl-C, or its end.
+"""`python -m asyncrl.launch join RUN`: add a process to a running run, until Ctrl-C or the run's end.
 
-Give it on any machine that has the run's folder, model and names under the same paths, a preemptible one for example;
-where hosts share no folder, on the launcher's host.
+Use it on any machine that has the run's folder, model and names under the same paths, for example a preemptible one; if
+hosts share no folder, use it on the launcher's host.
 
-generation_server   The GserverManager finds it by name resolution as it does the run's own, brings it the newest
-                    weights, and sends it requests. What it had in hand when it leaves, its clients resubmit, with all
-                    that was generated, to the others.
-rollout_worker      The GserverManager hands it prompts as it does all RolloutWorkers. What it had in
-                    hand when it leaves comes back to them.
+generation_server   The GserverManager finds it by name resolution like the run's own servers, brings it the newest
+                    weights, and sends it requests. When it leaves, clients resubmit its requests to the other servers,
+                    with all tokens generated so far.
+rollout_worker      The GserverManager gives it prompts like all RolloutWorkers. When it leaves, its prompts go
+                    back to the others.
 
-Leaving is Ctrl-C, SIGTERM or the machine's death. Each process that is started here is a new incarnation of its number,
-which is written down first: whatever still runs of one before it takes no part any more.
+A process leaves by Ctrl-C, SIGTERM or the machine's death. Each process started here is a new incarnation of its
+number, which is recorded first, so that an earlier process that still runs has no part in the run any more.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from asyncrl.runtime.trials.restart_budget import RestartBudget
 from asyncrl.runtime.worker_plan import Host, WorkerPlan
 
 GONE_S = 60.0
-"""A run whose manager is not to be found for so long is over; one that died is followed by another before."""
+"""A run whose manager is missing for so long is over; a manager that died is replaced earlier."""
 STOP_LIMIT_S = 10.0
 """Longest time, in s, for a process to end after it was asked to."""
 _LOOK_S = 2.0
-"""Between two looks at names and processes; a stop is heard at once."""
+"""Time between two checks of names and processes; a stop is noticed at once."""
 
 
 class JoinError(Exception):
@@ -77,10 +77,10 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def joinable(run_dir: Path, kind: str, host: str) -> tuple[ExperimentConfig, str]:
-    """The config of the run in `run_dir`, to which a process of `kind` on `host` can be added, and that host's address.
+    """Return the config of the run in `run_dir` and the address of `host`, on which a process of `kind` can be added.
 
     Raises:
-        JoinError: it cannot.
+        JoinError: none can be added.
     """
     if not (run_dir / CONFIG_FILE).is_file() or read_holder(run_dir) is None:
         raise JoinError(
@@ -124,10 +124,10 @@ class _Joined:
         self._told: dict[int, str] = {}
 
     async def run(self, kind: str, count: int, host: str) -> int:
-        """Add them and keep them up; returns the exit code.
+        """Add processes and restart them when they die; return the exit code.
 
         Raises:
-            JoinError: the run does not go on.
+            JoinError: the run is not running.
         """
         if not await asyncio.to_thread(self._find_manager):
             raise JoinError(f"{self._run_dir}: no run is active there, because no GserverManager is registered")
@@ -145,8 +145,8 @@ class _Joined:
             self._backend.close()
 
     async def _start(self, plan: WorkerPlan, *, killed: bool = False) -> None:
-        """Start the next incarnation; whatever still runs of those before is given up with it. Tell if the one before
-        was `killed` from outside.
+        """Start the next incarnation, which replaces earlier ones that still run. `killed`: the previous one was killed
+        from outside.
         """
         plan = replace(plan, incarnation=await asyncio.to_thread(self._next_incarnation, plan, killed=killed))
         worker = await self._backend.start(plan)
@@ -154,7 +154,9 @@ class _Joined:
         print(f"{plan.name} joins ({worker.description}); its log: {worker.log}", flush=True)
 
     async def _keep_up(self) -> int:
-        """Until a stop is asked for, the run is over, or a process ends too often."""
+        """Restart processes until a stop is requested, the run is over, or a process ends too often; return the exit
+        code.
+        """
         seen = time.monotonic()
         while not self._stop.is_set():
             with suppress(TimeoutError):
@@ -174,7 +176,7 @@ class _Joined:
         return await self._leave(EXIT_INTERRUPTED)
 
     async def _replace(self, worker: WorkerHandle) -> bool:
-        """Start again what ended; False where it says that it cannot go on, or did so too often."""
+        """Restart an ended process; return False if it reported that it cannot continue, or ended too often."""
         self._workers.remove(worker)
         again = worker.exit_code not in (EXIT_OK, EXIT_FAILED) and self._budget.spend(time.monotonic())
         print(
@@ -187,7 +189,7 @@ class _Joined:
         return again
 
     async def _leave(self, code: int) -> int:
-        """Ask them to stop, and wait for that; what is left is killed with the back end."""
+        """Ask the processes to stop, and wait; the remaining ones are killed with the back end."""
         for worker in self._workers:
             worker.terminate()
         with suppress(TimeoutError):
@@ -197,7 +199,7 @@ class _Joined:
         return code
 
     def _look(self) -> bool:
-        """Say which processes have begun to take part; whether the run goes on, as far as can be told."""
+        """Report processes that have begun to take part; return whether the run seems to be running."""
         try:
             for plan in [worker.plan for worker in self._workers]:
                 with suppress(NameEntryNotFound):
@@ -223,7 +225,7 @@ class _Joined:
         return f"takes part (pid {status.pid})" if status.state == "ready" else ""
 
     def _next_incarnation(self, plan: WorkerPlan, *, killed: bool) -> int:
-        """The number of the process to come, once it is written down that those before it were given up."""
+        """Record that earlier processes are replaced; return the number of the next one."""
         key, incarnation = names.incarnation_key(plan.kind, plan.index), plan.incarnation + 1
         with suppress(NameEntryNotFound):
             incarnation = max(incarnation, int(self._resolver.get(key)) + (plan.incarnation == 0))
@@ -239,7 +241,9 @@ class _Joined:
             return False
 
     def _take_index(self, kind: str) -> int:
-        """The first number that neither the run nor another who joined has; ours for as long as this command lives."""
+        """Return the first number that no process of the run or of another `join` has; it stays ours while this command
+        runs.
+        """
         index, who = PROCESS_KINDS[kind].count(self._config), f"{socket.gethostname()}, pid {os.getpid()}"
         while True:
             try:

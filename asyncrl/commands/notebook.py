@@ -1,10 +1,11 @@
-"""Runs from Python: `asyncrl.run` starts one and gives its rows as they come, `asyncrl.load_run` reads one.
+"""Runs from Python: `asyncrl.run` starts one and yields its rows as they come, `asyncrl.load_run` reads one.
 
     for row in asyncrl.run("async_grpo", {"model.path": "my-model", "reward.path": "my_reward.py:score"}):
         print(row["step"], row["reward/mean"])
 
-A run is the command's: the same processes, files and checkpoints, in a session of its own, so that Ctrl-C in a notebook
-reaches it once and in order. It ends with the program that started it, unless that is killed by SIGKILL.
+A run is the same as by the command, with the same processes, files and checkpoints, but in a separate session, so that
+Ctrl-C in a notebook reaches it once and in order. It ends with the program that started it, unless that is killed by
+SIGKILL.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from asyncrl.runtime.trials.claim import SAVE_LIMIT_S
 
 Row = dict[str, Any]
 LOOK_S = 0.2
-"""Interval in seconds of the look for new rows."""
+"""Interval, in seconds, of the check for new rows."""
 _LAST_LINES = 20
 
 
 class RunFailed(RuntimeError):
-    """A run ended otherwise than it should; the message has the end of what it said, `exit_code` its exit code."""
+    """A run failed; the message has the end of its output, `exit_code` its exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -75,7 +76,7 @@ def run(
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """Read the run in `folder`, which may go on, have ended or have died.
+    """Read the run in `folder`, which may be running, have ended or have died.
 
     Raises:
         ValueError: the folder holds no run.
@@ -84,13 +85,13 @@ def load_run(folder: str | Path) -> LoadedRun:
 
 
 class LoadedRun:
-    """A run as its files tell it; `refresh` takes in what is new."""
+    """A run as its files show it; `refresh` reads new data."""
 
     def __init__(self, history: History) -> None:
         self.history = history
 
     def refresh(self) -> None:
-        """Take in what is new."""
+        """Read new data."""
         self.history.refresh()
 
     @property
@@ -110,22 +111,22 @@ class LoadedRun:
 
     @property
     def metrics(self) -> list[Row]:
-        """The rows of metrics, in the order of their steps."""
+        """Return the rows of metrics, in the order of their steps."""
         return [row for _, row in sorted(self.history.rows.items())]
 
     @property
     def evaluations(self) -> list[Row]:
-        """The rows that hold evaluations: their steps and figures."""
+        """Return the steps and figures of the evaluations."""
         kept = [{name: row[name] for name in row if name == "step" or name.startswith("eval/")} for row in self.metrics]
         return [row for row in kept if len(row) > 1]
 
     @property
     def summary(self) -> Mapping[str, Any] | None:
-        """Return the summary that the run wrote at its end; None if it did not end in order."""
+        """Return the summary that the run wrote at its end; None if it did not end normally."""
         return self.history.summary
 
     def table(self) -> Any:
-        """The metrics as a `pyarrow.Table` with a column for each (`.to_pandas()` makes a data frame of it).
+        """Return the metrics as a `pyarrow.Table` with one column each (`.to_pandas()` turns it into a data frame).
 
         Raises:
             ImportError: pyarrow is not installed (`pip install 'asyncrl[data]'`).
@@ -136,7 +137,7 @@ class LoadedRun:
         return pa.table({name: [row.get(name) for row in self.metrics] for name in names})
 
     def samples(self) -> Iterator[Row]:
-        """The kept samples, a row each (docs/samples.md); none where the run keeps none."""
+        """Yield the kept samples, one row each (docs/samples.md); none if the run saves none."""
         folder = self.folder / SAMPLES_DIR
         yield from read_samples(sample_files(folder)) if folder.is_dir() else ()
 
@@ -148,10 +149,10 @@ class LoadedRun:
 class Run(Iterator[Row]):
     """A run under way. Iterate over it for its rows of metrics; `result` waits for its end.
 
-    Leaving the loop, a `with` block or the program ends the run, after a checkpoint; the same call goes on from there.
+    Leaving the loop, a `with` block or the program ends the run, after a checkpoint; the same call continues from it.
 
     Attributes:
-        folder: of the run.
+        folder: the run's folder.
     """
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
@@ -174,10 +175,10 @@ class Run(Iterator[Row]):
         return self
 
     def __next__(self) -> Row:
-        """The next row.
+        """Wait for the next row and return it.
 
         Raises:
-            StopIteration: the run has ended in order.
+            StopIteration: the run has ended normally.
             ConfigError: its data or code is wrong, which was found before anything started.
             RunFailed: it failed.
         """
@@ -205,7 +206,7 @@ class Run(Iterator[Row]):
         self.stop()
 
     def stop(self) -> None:
-        """End the run after a checkpoint; returns once it has ended. Nothing where it has ended already."""
+        """End the run after a checkpoint; return once it has ended. No effect if it has ended already."""
         self._stopped = True
         self._finalizer()
 
@@ -229,7 +230,7 @@ class Run(Iterator[Row]):
         return Path(self._output.name).read_text(errors="replace")
 
     def _check(self) -> None:
-        """Raise what the run's exit code says."""
+        """Raise the error that the run's exit code means."""
         code = self._process.poll()
         if code in (EXIT_OK, None) or (self._stopped and code == EXIT_INTERRUPTED):
             return
@@ -242,7 +243,7 @@ class Run(Iterator[Row]):
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a run: after a checkpoint, or at once where that takes too long."""
+    """End a run: after a checkpoint, or at once if that takes too long."""
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):  # the second one ends it at once
         if process.poll() is not None:
             return
@@ -253,7 +254,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _override(name: str, value: Any) -> str:
-    """`name=value` as the command takes it: a mapping or list as JSON, which is YAML too."""
+    """Return `name=value` in the command's form: a mapping or list as JSON, which is also YAML."""
     if value is None:
         return f"{name}=null"
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
 """`python -m asyncrl.launch replay EXPERIMENT samples=FOLDER [setting=value ...]`: train on kept samples.
 
-MasterWorker and ModelWorkers are those of the experiment; there are no servers and no RolloutWorkers. FOLDER is that of
-a run, or its `samples/`. max_head_offpolicyness is raised where kept rollouts are older.
+MasterWorker and ModelWorkers are those of the experiment; there are no servers and no RolloutWorkers. FOLDER is a run's
+folder, or its `samples/`. max_head_offpolicyness is raised if kept rollouts are older.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def of_samples(config: ExperimentConfig, folder: Path) -> ExperimentConfig:
-    """`config` for training on what `folder` keeps, at most once.
+    """Return `config` for training on the samples in `folder`, at most once.
 
     Raises:
-        ConfigError: there is not one batch.
-        ValueError: a file holds no samples.
+        ConfigError: there are too few for one batch.
+        ValueError: a file has no samples.
     """
     config = replace(config, samples=replace(config.samples, replay=str(folder)))
     kept, batch = summary_of(folder), config.train_batch_size

@@ -1,6 +1,6 @@
-"""`python -m asyncrl.launch rollout EXPERIMENT [setting=value ...]`: generate and keep, and train nothing.
+"""`python -m asyncrl.launch rollout EXPERIMENT [setting=value ...]`: generate and keep rollouts, without training.
 
-Servers, GserverManager and RolloutWorkers are those of the experiment, with the model of `model.path`. It ends with
+Servers, GserverManager and RolloutWorkers are those of the experiment, with the model in `model.path`. It ends with
 total_train_steps * train_batch_size rollouts in the run's folder `samples/`.
 """
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def open_gate(config: ExperimentConfig) -> ExperimentConfig:
-    """`config` with a gate that lets just the wanted rollouts start: no version follows the first, so none gets old."""
+    """Return `config` with a gate that admits exactly the wanted rollouts: as no new version follows, none gets old."""
     ahead = config.total_train_steps - 1
     held = config.total_train_steps * config.train_batch_size
     capacity = max(config.trainer.buffer_capacity, held)

@@ -1,7 +1,7 @@
-"""`python -m asyncrl.launch show RUN`: print samples that a run kept (`samples.every`), or with `--eval` its answers in
-evaluations (`samples.eval_every`).
+"""`python -m asyncrl.launch show RUN`: print samples that a run saved (`samples.every`), or with `--eval` its answers
+in evaluations (`samples.eval_every`).
 
-Generated text is coloured by the policy version that produced it, or, where there are no colours, marked with it.
+Generated text is coloured by the policy version that produced it, or marked with it if there are no colours.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from asyncrl.config.suggestions import did_you_mean
 from asyncrl.observe.samples import Row, answer_files, read_samples, sample_files, step_of
 
 COLOURS = ("green", "cyan", "yellow", "magenta", "blue", "red")
-"""Colours of generated text by version, in turn: versions that meet in one sample follow each other."""
+"""Colours of generated text by version, in turn, so that successive versions in a sample have different ones."""
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
-"""Control characters but for tab and line feed, C1 too: a model's text must not drive the terminal."""
+"""Control characters except tab and line feed, including C1: a model's text must not control the terminal."""
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -84,7 +84,7 @@ def _chosen(args: argparse.Namespace, files: Sequence[Path]) -> Iterator[Row]:
 
 
 def rendered(row: Row, *, colours: bool) -> Text:
-    """A sample for people: a line of figures, then its text."""
+    """Return a sample for people: a line of figures, then its text."""
     text = Text()
     evaluated = row.get("set") is not None
     text.append(f"{'version' if evaluated else 'step'} {row['step']}  ", style="bold")
@@ -124,7 +124,7 @@ def _numbers(numbers: dict[str, float]) -> str:
 
 
 def _means(row: Row) -> str:
-    """The mean of each policy's log-probabilities over the generated tokens."""
+    """Return the mean of each policy's log-probabilities over the generated tokens."""
     names = {"behaviour": "behave_logprobs", "proximal": "prox_logprobs", "reference": "ref_logprobs"}
     mask = row["loss_mask"]
     means = []
@@ -136,7 +136,7 @@ def _means(row: Row) -> str:
 
 
 def _range(text: str) -> tuple[float, float]:
-    """`3` is from 3 to 3; `2:5` from 2 to 5; either end may be left out."""
+    """Parse `3`, from 3 to 3, or `2:5`, from 2 to 5; either end may be left out."""
     low, colon, high = text.partition(":")
     try:
         first = float(low) if low else float("-inf")

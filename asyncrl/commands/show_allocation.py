@@ -1,4 +1,4 @@
-"""Say where every role of a checked experiment goes and what each training rank will need of memory."""
+"""Show where every role of a checked experiment is placed, and how much memory each training rank will need."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 
 GIB = 1 << 30
 _WIDTH = 200
-"""Largest width of the table, whatever the terminal: a figure that is cut off says nothing."""
+"""Width up to which the table may exceed the terminal's, so that no figure is cut off."""
 RUNTIME_BYTES = {"cpu": GIB // 2, "gpu": 3 * GIB // 2}
-"""Beside models: the libraries of a process; on a GPU its CUDA context, NCCL's buffers and what fragments."""
+"""Memory besides models: a process's libraries; on a GPU its CUDA context, NCCL's buffers and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRow:
-    """One training rank: where it is, what it hosts, what it needs."""
+    """One training rank: its place, its roles, its memory."""
 
     worker: int
     host: str
@@ -52,12 +52,12 @@ class RankRow:
 
     @property
     def device(self) -> str:
-        """In words."""
+        """Return the device in words."""
         return "cpu" if self.gpu is None else f"gpu {self.gpu}"
 
 
 def show_allocation(config: Config, folder: Path | None) -> int:
-    """Print the table and its warnings; returns the exit code. `folder` holds the user's experiments."""
+    """Print the table and its warnings; return the exit code. `folder` has the user's experiments."""
     if isinstance(config, SFTConfig):
         print("error: a supervised experiment has one process and no layout", file=sys.stderr)
         return 1
@@ -82,7 +82,7 @@ def show_allocation(config: Config, folder: Path | None) -> int:
 
 
 def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> list[RankRow]:
-    """Every training rank of the run."""
+    """Return every training rank of the run."""
     models = _models(config, graph, placed, folder)
     plans = [plan for plan in plan_workers(config) if plan.kind == MODEL_WORKER]
     rows = []
@@ -169,7 +169,7 @@ def _too_much(who: str, where: str, needed: int, checkpointed: int, fixed: int, 
 
 
 def _models(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> dict[str, SizedModel]:
-    """The model of each role, counted."""
+    """Return the model of each role, with its sizes."""
     counted: dict[tuple[str | None, bool], SizedModel] = {}
     models = {}
     for role in placed.roles:
@@ -181,7 +181,7 @@ def _models(config: ExperimentConfig, graph: Graph, placed: Placement, folder: P
 
 
 def _described(config: ExperimentConfig, path: str | None, folder: Path | None) -> dict[str, Any]:
-    """The `config.json` of the model in `path`; None: of the base model, made or not."""
+    """Return the `config.json` of the model in `path`; None: that of the base model, made or not."""
     if path is None:
         return described(base_model_config(config, folder))
     return dict(json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8")))

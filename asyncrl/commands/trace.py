@@ -1,6 +1,6 @@
-"""`python -m asyncrl.launch trace RUN`: a run in time, for ui.perfetto.dev or as a picture.
+"""`python -m asyncrl.launch trace RUN`: show a run over time, for ui.perfetto.dev or as a picture.
 
-Exit codes: 0 written, 2 the folder is no run or has none of the steps, or a file cannot be written.
+Exit codes: 0 written, 2 the folder is not a run or has none of the steps, or a file cannot be written.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def _read(run: Path, first: int | None, last: int | None) -> tuple[Timeline, str]:
-    """The timeline and the name of the run in the folder `run`."""
+    """Return the timeline and the name of the run in the folder `run`."""
     history = History(run, keep_steps=LAST_STEPS) if first is None else History(run, keep_from=first)
     return timeline(history, first, last), history.name
 
 
 def _steps(text: str) -> tuple[int, int | None]:
-    """The first and the last step of `FROM:TO` or of a single number; no last step: all from the first on."""
+    """Parse the first and last step from `FROM:TO` or a single number; without a last step, all from the first on."""
     match = re.fullmatch(r"(?P<first>\d*):(?P<last>\d*)|(?P<only>\d+)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r}: give FROM:TO, such as 8:22, or one step, such as 8")

@@ -1,4 +1,4 @@
-"""Run a checked experiment: make its base model first if need be, then start and see through everything."""
+"""Run a checked experiment: make its base model first if necessary, then run it to its end."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from asyncrl.weights.versions.manifest import verify
 
 
 def train(config: Config, folder: Path | None, *, again: Sequence[str] | None = None, detached: bool = False) -> int:
-    """Run the experiment; returns the exit code. `folder` holds the experiments (None: the built-in ones).
+    """Run the experiment; return the exit code. `folder` has the experiments (None: the built-in ones).
 
     Args:
-        again: the command line by which it is run in the background; None: it is run here.
-        detached: this is the one in the background.
+        again: the command line that runs it in the background; None: it runs here.
+        detached: True in the background process.
     """
     console = Console(highlight=False, markup=False, soft_wrap=True)
     os.umask(PRIVATE_UMASK)
@@ -111,17 +111,17 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
 
 
 def _what_to_look_at(run_dir: Path) -> list[str]:
-    """The doctor's verdict, and the commands that show more."""
+    """Return the doctor's verdict, and the commands that show more."""
     verdict = examine(History(run_dir)).verdict
     told = "nothing is wrong" if verdict is None else verdict.title
     return [f"doctor     {told}; python -m asyncrl.launch doctor {run_dir}"]
 
 
 def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
-    """Check that what is asked for is what runs in the background.
+    """Check that the run in the background has the requested settings.
 
     Raises:
-        TrialError: it is not.
+        TrialError: it has other settings.
     """
     if config.resume != Resume.auto:
         raise TrialError(f"resume={str(config.resume)!r}: {run_dir} is running; `attach {run_dir}` and Ctrl-C end it")
@@ -133,7 +133,7 @@ def _check_same_run(run_dir: Path, config: ExperimentConfig) -> None:
 def _show_prompts(
     config: ExperimentConfig, statistics: Mapping[str, PromptStats], run_dir: Path, note: Callable[[str], None]
 ) -> None:
-    """Say what the prompts are, above the display and in `logs/prompts.log`."""
+    """Show statistics of the prompts, above the display and in `logs/prompts.log`."""
     lines = [
         f"{group}: {line}"
         for group, found in statistics.items()
@@ -151,7 +151,9 @@ def _show_prompts(
 
 
 def with_model(config: ExperimentConfig, folder: Path | None) -> ExperimentConfig:
-    """The config with `model.path` a folder: as set, or the base model, made first if need be; and with its types."""
+    """Return the config with its types and with a folder as `model.path`: the set one, or the base model, made first if
+    necessary.
+    """
     if config.model.path is not None:
         path = Path(config.model.path).expanduser().resolve()
     else:

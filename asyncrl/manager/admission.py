@@ -1,8 +1,8 @@
 """Admit rollouts: answer the calls that wait at the gate, in turn, as room becomes free.
 
-A call brings ids, one for each rollout that its worker has room for. The gate decides how many rollouts may start, and
-the prompt queue which prompts they play. Waiting calls receive one rollout at a time in turn, so a burst of room is
-spread over the workers. Which worker gets which prompt changes no batch. An admission also brings a server for the
+A call has ids, one for each rollout that its worker has room for. The gate decides how many rollouts may start, and the
+prompt queue which prompts they play. Waiting calls receive one rollout at a time in turn, so a burst of room is spread
+over the workers; the batches do not depend on which worker gets which prompt. An admission also names a server for the
 rollout's first request, under the rollout's id, which halves the number of calls.
 
 A call is answered without a rollout if some of its ids will not start, and when the gate closes.
@@ -43,7 +43,7 @@ class WaitingCall:
 
 
 class WaitingCalls:
-    """The calls that wait, in the order of their turns."""
+    """The waiting calls, in the order of their turns."""
 
     def __init__(self) -> None:
         self._calls: OrderedDict[int, WaitingCall] = OrderedDict()
@@ -92,7 +92,7 @@ class Admission:
         clock: Callable[[], float],
     ) -> None:
         self.curriculum: Curriculum | None = None
-        """Prompts that the curriculum lets rest are left out; None if there is no curriculum."""
+        """The curriculum, which leaves prompts out; None if there is none."""
         self.calls = WaitingCalls()
         self._rollouts, self._begun = rollouts, False
         self._place, self._first = place, first
@@ -172,7 +172,7 @@ class Admission:
             self._idle_since = None
 
     def worker_left(self, worker: str) -> None:
-        """The worker's process is gone: its waiting calls receive nothing any more."""
+        """Remove the waiting calls of a worker whose process is gone."""
         for waiting in self.calls:
             if waiting.worker == worker:
                 waiting.ids.clear()

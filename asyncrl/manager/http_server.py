@@ -1,4 +1,4 @@
-"""The manager's verbs over HTTP: JSON in and out, one small handler for everything; and its metrics for Prometheus."""
+"""The manager's verbs over HTTP, as JSON, with one small handler for all; and its metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from asyncrl.manager.messages import BadRequest, NotIntroduced, NotRebuilt, RunR
 from asyncrl.manager.service import ManagerService
 
 MAX_BODY_BYTES = 16 * 2**20
-"""A call for ten thousand requests is under two megabytes; more than this is not one of this system's."""
+"""A call for ten thousand requests is under two megabytes; no process of this system sends more than this limit."""
 MAX_RUN_BYTES = 256 * 2**20
-"""Of the master's report of the run: 100,000 live rollouts and 400,000 ended ones are 40 megabytes."""
+"""Limit of the master's report of the run: 100,000 live rollouts and 400,000 ended ones are 40 megabytes."""
 Values = float | Mapping[str, float]
 """A metric's value, or its values by label."""
 
@@ -33,9 +33,9 @@ class ManagerHttp(HttpServer):
     """The server.
 
     Args:
-        verbs: by path, the type of the request and what answers it.
-        security: the token of every verb, and TLS; None where the run has no secret.
-        registry: what `/metrics` shows, to anybody.
+        verbs: by path, the type of the request and its handler.
+        security: the token of every verb, and TLS; None if the run has no secret.
+        registry: the metrics shown, to anybody, under `/metrics`.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ def _malformed(message: str) -> Refused:
 
 
 def _with_path_first(message: str) -> str:
-    """msgspec's "Expected `int`, got `str` - at `$.order`" as "$.order: expected int, got str"."""
+    """Turn msgspec's "Expected `int`, got `str` - at `$.order`" into "$.order: expected int, got str"."""
     what, _, path = message.replace("`", "").partition(" - at ")
     return f"{path or '$'}: {what[:1].lower()}{what[1:]}"
 
 
 class _ManagerCollector(Collector):
-    """Reads the metrics from the manager's state when they are asked for."""
+    """Reads the metrics from the manager's state on request."""
 
     def __init__(self, service: ManagerService, decisions: FleetDecisions, logprob_check: LogprobCheck | None) -> None:
         self._service = service
@@ -95,7 +95,7 @@ class _ManagerCollector(Collector):
         self._logprob_check = logprob_check
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric, as of now."""
+        """Yield every metric, as of now."""
         for kind, name, documentation, label, values in self._rows():
             metric = kind(f"asyncrl_{name}", documentation, labels=[label] if label else ())
             for labelled, value in values.items() if isinstance(values, Mapping) else [("", values)]:
@@ -103,7 +103,7 @@ class _ManagerCollector(Collector):
             yield metric
 
     def _rows(self) -> Iterator[tuple[type[Counter | Gauge], str, str, str, Values]]:
-        """Kind, name, documentation and label of each metric (no label: one value), with its values."""
+        """Yield kind, name, documentation and label of each metric (no label: one value), with its values."""
         service, books, servers = self._service, self._service.gate.books(), self._service.router.servers
         states = Tally(life.state for life in self._decisions.servers)
         yield Counter, "rollouts_submitted", "Rollouts admitted.", "", books.submitted
@@ -140,7 +140,7 @@ class _ManagerCollector(Collector):
 def manager_registry(
     service: ManagerService, decisions: FleetDecisions, logprob_check: LogprobCheck | None = None
 ) -> CollectorRegistry:
-    """A registry of its own with the manager's metrics."""
+    """Return a separate registry with the manager's metrics."""
     registry = CollectorRegistry()
     registry.register(_ManagerCollector(service, decisions, logprob_check))
     return registry

@@ -1,37 +1,37 @@
-"""When a rollout should start that the staleness gate would admit: late enough to be young, early enough to be there.
+"""Pacing: when to start a rollout that the staleness gate would admit, so that it is ready in time and still young.
 
-The gate bounds how old a token may get; where training is the bottleneck, rollouts then fill all the room it gives
-and wait, finished, until they are nearly that old. Little's law: with W rollouts alive and B to a step, what is trained
-is about W/B - 1 versions old. `DeadlinePacing` starts as many rollouts as are expected to be needed by the time they
-will have finished, and a margin, which grows by the waits that it causes.
+The gate bounds the age of tokens. If training is the bottleneck, rollouts fill all the room of the gate and wait,
+finished, until they are nearly that old. By Little's law, with W live rollouts and B per step, trained tokens are about
+W/B - 1 versions old. `DeadlinePacing` starts as many rollouts as are expected to be needed by the time they finish,
+plus a margin, which grows when steps have to wait.
 
 Derivation
 ----------
-Let D be a rollout's duration, h its median (the horizon), T the time that a step trains (without its wait for data),
-q the share of rollouts that are kept (filters reject others). In the next h seconds training takes B h/T rollouts.
-Ready by then are those finished now, those of the running that finish in time, each with probability
+Let D be a rollout's duration, h its median (the horizon), T the time of a step without its wait for data, and q the
+share of rollouts that are kept (filters reject the others). In the next h seconds training takes B h/T rollouts. Ready
+by then are those finished now, the running ones that finish in time, each with probability
 
     p(age) = P(D <= age + h | D > age),
 
-and of those started now the share P(D <= h). So to have m batches to spare at the horizon, start
+and the share P(D <= h) of those started now. So to have m batches to spare at the horizon, start
 
     room = (B h/T + m B - finished - q sum p(age)) / (q P(D <= h)),          rounded up.
 
-`finished` is without the batch in training. Both probabilities are read off the last durations seen. The margin m
-learns: at each step that waited w of its s seconds,
+`finished` excludes the batch in training. Both probabilities come from the most recent durations. The margin m adapts:
+at each step that waited w of its s seconds,
 
     m += min(1/4, w/s) - max(1/200, standing / 4B),          within [0.1, η], from 0.5.
 
-`standing` is what stayed beyond a batch at each of the last eight steps, the least of it, counted once per eight:
-rollouts that stand there do nothing but age. Rises are limited, since the waits of a start say nothing of those to
-come. Where generation is the bottleneck steps wait, m rises to η, and the gate alone decides: what `eager` does.
+`standing` is the smallest number of rollouts left beyond a batch in the last eight steps, counted once per eight steps:
+these rollouts only age. Rises are limited, since the waits at a run's start do not predict later ones. If generation is
+the bottleneck, steps wait, m rises to η, and only the gate decides, as with `eager`.
 
-What it cannot break
---------------------
-1. It only lowers the gate's room, so the gate's bound and its proof stand.
-2. It never deadlocks. A step begins once B are finished. While none is under way, room >= B - running - finished: what
-   a batch still lacks may start. While one is under way and nothing runs: if fewer than B are finished besides (as some
-   were dropped), room >= m B > 0; if B are, that batch can be taken.
+Why it is safe
+--------------
+1. It only lowers the gate's room, so the gate's bound and its proof still hold.
+2. It never deadlocks. A step begins once B are finished. While no step is under way, room >= B - running - finished, so
+   the rollouts missing from a batch may start. While one is under way and nothing runs: if fewer than B others are
+   finished (as some were dropped), room >= m B > 0; if B are, that batch can be taken.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ step's time that is spent waiting for data in the long run.
 DRAIN = 0.25
 STANDING_STEPS = 8
 DURATIONS_KEPT = 16
-"""Batches whose durations make the distribution."""
+"""The distribution is made of the durations of so many batches."""
 STEPS_KEPT = 8
 REFRESHES = 64
-"""The sum over running rollouts is made anew this often per horizon or step (the shorter one), not at each event."""
+"""The sum over running rollouts is recomputed this often per horizon or step (the shorter one), not at each event."""
 
 
 class DeadlinePacing:
@@ -89,13 +89,13 @@ class DeadlinePacing:
         return self._asked_at is None
 
     def started(self, rollout_id: str, now: float) -> None:
-        """The rollout was admitted; told again, nothing changes."""
+        """Note that the rollout was admitted; a repeated call changes nothing."""
         if rollout_id not in self._started:
             self._started[rollout_id] = now
             self._wanted -= self._share_in_time()
 
     def ended(self, rollout_id: str, now: float, *, kept: bool) -> None:
-        """The rollout finished, or is dropped (not `kept`)."""
+        """Note that the rollout finished, or was dropped (not `kept`)."""
         begun = self._started.pop(rollout_id, None)
         if begun is None:
             return
@@ -109,14 +109,16 @@ class DeadlinePacing:
             self._refresh_at = -math.inf
 
     def asked(self, finished: int, now: float) -> None:
-        """A step is over, its rollouts left the count: the trainer asks for the next batch, of the `finished`."""
+        """Note that a step is over and its rollouts left the count: the trainer asks for a batch of the `finished`
+        ones.
+        """
         self._asked_at = now
         self._standing.append(max(0, finished - self._batch))
         self._refresh_at = -math.inf
         self.observe(finished, now)
 
     def observe(self, finished: int, now: float) -> None:
-        """`finished` rollouts wait for training: with the batch there, the step begins."""
+        """Note that `finished` rollouts wait for training; the step begins once they make a batch."""
         if self._asked_at is None or finished < self._batch:
             return
         if self._begun_at is not None:
@@ -129,7 +131,7 @@ class DeadlinePacing:
         self._refresh_at = -math.inf
 
     def room(self, finished: int, now: float) -> int:
-        """Rollouts that should start now, 0 or more; `finished` as of `observe`."""
+        """Return how many rollouts should start now; `finished` as in `observe`."""
         running, batch = len(self._started), self._batch
         spare = finished - batch if self.training else finished
         least = 0 if self.training else batch - running - finished
@@ -148,8 +150,8 @@ class DeadlinePacing:
         self.margin = min(max(self.margin + min(LARGEST_RISE, waited) - fall, LEAST_MARGIN), self._most)
 
     def _refresh(self, now: float) -> None:
-        """Recompute the number of rollouts wanted at the horizon beyond those that run, before finished ones are
-        subtracted.
+        """Recompute the number of rollouts wanted at the horizon beyond the running ones, before subtracting finished
+        ones.
         """
         known, horizon, step = self._sorted, self._horizon, self._step_s
         ages = now - np.fromiter(self._started.values(), np.float64, len(self._started))
@@ -177,5 +179,7 @@ class DeadlinePacing:
 
     @property
     def _share_kept(self) -> float:
-        """At least one in a batch: where filters reject all that was seen, rollouts are not asked for without end."""
+        """Return the share of rollouts that filters keep, at least one in a batch: if all were rejected so far, the
+        number of rollouts to start must stay finite.
+        """
         return max(self._kept_sum / len(self._kept), 1.0 / self._batch) if self._kept else 1.0

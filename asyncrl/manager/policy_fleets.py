@@ -1,13 +1,14 @@
-"""Servers of `policies`: further trained policies, models that stay as they are, and older versions of the run's own.
+"""Servers of `policies`: further trained policies, fixed models, and older versions of the run's own policy.
 
-Each policy has servers, a router and `FleetDecisions` of its own, so that its servers are updated, quarantined and
-routed to as those of the run's own are. The servers of a trained one follow the versions as those do, and the staleness
-gate counts by the least version that servers of any trained policy have; it never depends on the others.
+Each policy has its own servers, router and `FleetDecisions`, so that its servers are updated, quarantined and routed to
+like those of the run's own policy. The servers of a trained policy follow the versions like these, and the staleness
+gate counts by the least version that servers of any trained policy have; it never depends on the other servers.
 
 Whenever a version is published, each server of a pool is assigned a member (`VersionPoolConfig.choose`). It is drained
-first, so an answer is of one version. Before the first version joins the pool its servers have the initial model.
+first, so every answer comes from one version. Before the first version joins the pool its servers have the initial
+model.
 
-The members' folders stay on disk: the MasterWorker keeps what the same rule names, and what servers read.
+The members' folders stay on disk: the MasterWorker keeps those that the same rule names, and those that servers read.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from asyncrl.weights.versions.manifest import ManifestError, verify
 
 
 class _PolicyLog(logging.LoggerAdapter[logging.Logger]):
-    """Says of which policy a line is."""
+    """Adds the policy's name to each line."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         return f"policy {(self.extra or {})['policy']}: {msg}", kwargs
@@ -41,7 +42,7 @@ class PolicyFleets:
     """See the module's docstring.
 
     Args:
-        config: names the policies; a seed decides which server gets which version.
+        config: names the policies, and has the seed that decides which server gets which version.
         own: the fleet of the run's own policy, whose least version counts too.
         http: connections to the servers.
         clock: seconds in which this process ran.
@@ -90,7 +91,7 @@ class PolicyFleets:
         return {version for name in versioned for version in self._decisions[name].versions_in_use()}
 
     def registered(self, servers: Mapping[int, tuple[str, int]]) -> None:
-        """Name resolution has these servers now: index to (URL, version at registration)."""
+        """Set the servers that name resolution has now: index to (URL, version at registration)."""
         for name, runner in self._runners.items():
             runner.registered({index: servers[index] for index in self._servers_of(name) if index in servers})
 
@@ -117,20 +118,20 @@ class PolicyFleets:
                 self._runners[policy.name].assign(index, chosen)
 
     async def run(self) -> None:
-        """Carry out what the fleets order until cancelled."""
+        """Carry out the fleets' orders until cancelled."""
         async with asyncio.TaskGroup() as loops:
             for runner in self._runners.values():
                 loops.create_task(runner.run())
 
     def status(self) -> list[ServerStatus]:
-        """The state of each server."""
+        """Return the state of each server."""
         return [status for runner in self._runners.values() for status in runner.status()]
 
     def _servers_of(self, name: str) -> Collection[int]:
         return [index for index, policy in enumerate(self._of_server) if policy.name == name]
 
     async def _target(self, policy: PolicyConfig, version: int, folder: Path) -> Target | None:
-        """The member `version`; None if its folder is not whole, so that the server keeps what it has."""
+        """Return the member `version`; None if its folder is incomplete, so that the server keeps its weights."""
         path = folder / f"v{version}"
         try:
             await asyncio.to_thread(verify, path, checksums=False)

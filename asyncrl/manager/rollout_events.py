@@ -31,7 +31,7 @@ class NumberedLog(Generic[T]):
 
     @property
     def unrecorded(self) -> list[T]:
-        """Those that the master may not know yet, in order; the last has number `last_seq`."""
+        """Return the entries that the master may not know yet, in order; the last has number `last_seq`."""
         return list(self._entries)
 
     def add(self, entry: T) -> None:
@@ -40,13 +40,13 @@ class NumberedLog(Generic[T]):
         self._entries.append(entry)
 
     def forget(self, seq: int) -> None:
-        """The master has recorded the entries with numbers up to `seq`."""
+        """Forget the entries with numbers up to `seq`, which the master has recorded."""
         while self._entries and self.last_seq - len(self._entries) < seq:
             self._entries.popleft()
 
 
 class RolloutEvents(NumberedLog[RolloutLine]):
-    """The ledger's lines on what became of rollouts.
+    """The ledger's lines about rollouts.
 
     Args:
         now: seconds since 1970.
@@ -57,23 +57,25 @@ class RolloutEvents(NumberedLog[RolloutLine]):
         self._now = now
 
     def admitted(self, ticket: RolloutTicket, version: int, *, adopted: bool = False) -> None:
-        """The gate let the rollout start while `version` was served; `adopted`: that of an earlier manager did."""
+        """Add that the gate let the rollout start while `version` was served; `adopted`: an earlier manager's gate
+        did.
+        """
         head = (ticket.rollout_id, ticket.prompt_id, ticket.order, ticket.attempt, ticket.owner, version)
         self.add(Admitted(*head, self._at(), ticket.failures, adopted))
 
     def finished(self, rollout_id: str, tokens: int) -> None:
-        """The trainer has the rollout, also if it was given up before."""
+        """Add that the trainer has the rollout, even if it was given up before."""
         self.add(Finished(rollout_id, tokens, self._at()))
 
     def dropped(
         self, rollout_id: str, reason: str, prompt: PromptGoes, attempt: int | None = None, failures: int = 0
     ) -> None:
-        """The rollout left the count for `reason`; a prompt that is returned is tried again as its `attempt`."""
+        """Add that the rollout left the count for `reason`; a returned prompt is tried again with this `attempt`."""
         again = (attempt, failures) if prompt is PromptGoes.returned else ()
         self.add(Dropped(rollout_id, reason, prompt, self._at(), *again))
 
     def abandoned(self, rollout_id: str) -> None:
-        """The run ends before the rollout does."""
+        """Add that the run ends before the rollout does."""
         self.add(Abandoned(rollout_id, self._at()))
 
     def _at(self) -> float:

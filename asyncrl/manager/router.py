@@ -1,25 +1,25 @@
-"""The router: which generation server gets a request, and what runs where.
+"""The router, which chooses the generation server of each request and keeps count of what runs where.
 
 Mechanism
 ---------
-`Router.schedule` places a request on a server that may have it (it takes requests, and its version is recent enough)
-and adds its load to the server's counts; exactly one thing takes it off again:
+`Router.schedule` places a request on an eligible server (it takes requests, and its version is recent enough) and adds
+the request's load to the server's counts. Exactly one of these removes it again:
 
 - `release` (the request is done), `release_rollout` (its rollout is over), `release_worker` (its worker is gone);
-- `schedule` of the same request id (it was aborted and goes on elsewhere): the placement moves;
+- `schedule` of the same request id (it was aborted and continues elsewhere): the placement moves;
 - `remove` of the server: its placements are forgotten, and their owners schedule them again.
 
-All of them may be repeated or come in any order. A policy is told which server's counts changed and picks one; it is a
-few lines of its own, so that another is one class and one entry in `POLICIES`. To place or release a request takes time
-independent of what is placed, and at most logarithmic in the servers, but for those that are at too old a version.
+All of them may be repeated or come in any order. A policy is told which server's counts changed, and picks a server; a
+new policy is one class and one entry in `POLICIES`. Placing or releasing a request takes time independent of the number
+of placed requests, and at most logarithmic in the number of servers, not counting those with too old a version.
 
-While servers are `returning`, that is out of service for a moment, for an update, a server is given no more than its
-share of the load among those that serve and those that return (`SHARE`); what is beyond waits for them. Else the first
-one back from an update would be given all that was interrupted, and whatever the new version admits, before the second
-one is there.
+While servers are `returning`, which means briefly out of service for an update, a server gets no more than its share of
+the load among the serving and returning servers (`SHARE`); further requests wait for the others. Otherwise the first
+server back from an update would get all interrupted requests, and all that the new version admits, before the second
+one is back.
 
 The counts are sequences (a request for n samples counts n) and tokens that may still have to be generated or prefilled,
-`prompt + n · max_new_tokens`. They are what this router placed: a load that others put on a server is not seen.
+`prompt + n · max_new_tokens`. They count only requests that this router placed, not load from elsewhere.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from asyncrl.comm.recent_ids import RecentIds
 from asyncrl.manager.messages import RouteRequest
 
 SHARE = 1.25
-"""A server may have so many times the mean load while others return: with less, one that is late would hold up those
-that serve."""
+"""A server may have so many times the mean load while others return; with less, one late server would hold up the
+serving ones."""
 _SPARE_ENTRIES = 64
 _Key = TypeVar("_Key", int, str)
 
 
 @dataclass(slots=True)
 class ServerView:
-    """A server as the router sees it. `routable`: it takes requests; `version`: the policy version it serves."""
+    """A server as the router sees it: whether it takes requests (`routable`), and the policy version it serves."""
 
     index: int
     url: str
@@ -52,7 +52,7 @@ class ServerView:
     tokens: int = 0
 
     def may_have(self, min_version: int) -> bool:
-        """True if the server takes a request that needs this version or a newer one."""
+        """True if the server accepts a request that needs this version or a newer one."""
         return self.routable and self.version >= min_version
 
 
@@ -66,10 +66,10 @@ class _Placement:
 
 
 class Policy(Protocol):
-    """Chooses among the servers that take requests and are at `min_version` or newer; None where there is none.
+    """Chooses among the servers that take requests and have `min_version` or newer; None if there is none.
 
-    It is made with all servers, by index, and with how many `conversations` it may remember; it is told of each server
-    whose counts, version or place in service changed.
+    It is made with all servers, by index, and the number of `conversations` that it may remember, and is told of each
+    server whose counts, version or availability changed.
     """
 
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None: ...
@@ -79,7 +79,7 @@ class Policy(Protocol):
     def choose(self, request: RouteRequest, min_version: int) -> ServerView | None: ...
 
     def declined(self, request: RouteRequest) -> None:
-        """The server that was chosen for `request` does not get it now."""
+        """Note that the server chosen for `request` does not get it now."""
         return
 
 
@@ -112,8 +112,8 @@ class RoundRobin(Policy):
 class _LeastLoaded(Policy):
     """The server with the least load; ties go to the lower index.
 
-    A heap with an entry for every load that a server came to have; an entry that is its load no longer goes as it comes
-    to the top, or when they are swept out.
+    It is a heap with an entry for every change of a server's load. An outdated entry is removed when it comes to the
+    top, or when all outdated ones are removed together.
     """
 
     def __init__(self, servers: Mapping[int, ServerView], load: Callable[[ServerView], tuple[int, int]]) -> None:
@@ -158,10 +158,11 @@ class LeastTokens(_LeastLoaded):
 
 
 class PrefixAffine(Policy):
-    """A conversation stays on the server that holds its cache; a new one goes where the fewest tokens are outstanding.
+    """A conversation stays on the server that holds its cache; a new one goes to the server with the fewest outstanding
+    tokens.
 
-    It moves when its server takes no requests, and stays where it went. Of more than `conversations` those unused for
-    longest are forgotten; each takes about 100 bytes.
+        It moves when its server takes no requests, and then stays at the new one. If there are more than
+        `conversations`, those unused for longest are forgotten; each takes about 100 bytes.
     """
 
     def __init__(self, servers: Mapping[int, ServerView], conversations: int) -> None:
@@ -198,7 +199,7 @@ class Router:
 
     Args:
         policy: its name in `POLICIES`.
-        conversations: how many of them it may remember, where it does.
+        conversations: number of conversations that the policy may remember, if it remembers any.
     """
 
     def __init__(self, policy: str, conversations: int) -> None:
@@ -211,26 +212,26 @@ class Router:
         self._sequences = 0
         self._routable = 0
         self.returning = 0
-        """Servers that are out of service for a moment."""
+        """Number of servers that are briefly out of service."""
 
     @property
     def servers(self) -> list[ServerView]:
-        """Every known server, in the order of their indices."""
+        """Return every known server, in the order of their indices."""
         return [self._servers[index] for index in sorted(self._servers)]
 
     def __len__(self) -> int:
-        """Known servers."""
+        """Number of known servers."""
         return len(self._servers)
 
     @property
     def placed(self) -> int:
-        """Requests that are placed."""
+        """Number of placed requests."""
         return len(self._placements)
 
     def update(self, index: int, url: str, version: int, routable: bool) -> None:
-        """Add a server or change what is known of it.
+        """Add a server or update it.
 
-        A new `url` is a new server process: what was placed on the old one is forgotten.
+        A new `url` is a new server process: requests placed on the old one are forgotten.
         """
         view = self._servers.get(index)
         if view is not None and view.url != url:
@@ -246,7 +247,7 @@ class Router:
         self._policy.changed(view)
 
     def remove(self, index: int) -> None:
-        """The server is gone, and what was placed on it is forgotten."""
+        """Remove a server; requests placed on it are forgotten."""
         for request_id in list(self._of_server.get(index, ())):
             self.release(request_id)
         if (view := self._servers.pop(index, None)) is not None:
@@ -255,8 +256,8 @@ class Router:
             self._policy.changed(view)
 
     def schedule(self, request: RouteRequest, worker: str, min_version: int = 0) -> ServerView | None:
-        """Place `request` of `worker` on a server at `min_version` or newer, moving it if it is placed already; None
-        where no server may have it now.
+        """Place `request` of `worker` on a server with `min_version` or newer, moving it if it is placed already; None
+        if no server may have it now.
         """
         self.release(request.request_id)
         if (view := self._policy.choose(request, min_version)) is None:
@@ -283,7 +284,7 @@ class Router:
         return view.sequences > SHARE * mean
 
     def release(self, request_id: str) -> None:
-        """The request no longer runs."""
+        """Remove a request that no longer runs."""
         placement = self._placements.pop(request_id, None)
         if placement is None:
             return
@@ -299,18 +300,18 @@ class Router:
             _discard(self._of_rollout, request.rollout_id, request_id)
 
     def release_rollout(self, rollout_id: str) -> None:
-        """The rollout is over, and its requests with it."""
+        """Remove the requests of a rollout that is over."""
         for request_id in list(self._of_rollout.get(rollout_id, ())):
             self.release(request_id)
 
     def release_worker(self, worker: str) -> None:
-        """The worker is gone, and its requests with it."""
+        """Remove the requests of a worker that is gone."""
         for request_id in list(self._of_worker.get(worker, ())):
             self.release(request_id)
 
 
 def _discard(index: dict[_Key, set[str]], key: _Key, request_id: str) -> None:
-    """Take `request_id` out of `index[key]`, and the key with its last entry."""
+    """Remove `request_id` from `index[key]`, and the key with its last entry."""
     members = index[key]
     members.discard(request_id)
     if not members:

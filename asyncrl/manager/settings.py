@@ -19,11 +19,11 @@ class UpdateMode(StrEnum):
     """Effect of a weight update on running answers; docs/main_settings.md says when to choose which."""
 
     interrupt = auto()
-    """They are handed back to their clients, which send them again."""
+    """They are returned to their clients, which send them again."""
     retract = auto()
     """They go back into the server's own queue."""
     in_place = auto()
-    """They go on with the keys and values that they have."""
+    """They continue with the keys and values that they have."""
     finish = auto()
     """The server is drained first."""
 

@@ -66,7 +66,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _critic(config: ExperimentConfig) -> int | None:
-    """The critic's data-parallel ranks; None where there is no critic, or a graph that is not sound."""
+    """Return the critic's data-parallel ranks; None if there is no critic, or the graph is invalid."""
     try:
         grids = placement(config).grids
     except GraphError:
@@ -85,7 +85,9 @@ def _too_many_data_ranks(config: ExperimentConfig, name: str, ranks: int) -> Ite
 
 
 def _rollouts_taken(path: str) -> int:
-    """Arguments of the order at `path` that are not the settings': a function's rollout, none of a constructor."""
+    """Return how many arguments the order at `path` gets besides its settings: a function gets the rollout, a class
+    none.
+    """
     try:
         return 1 if signatures.function_arguments(path) else 0
     except PluginError:  # said where the path is checked

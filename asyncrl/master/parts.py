@@ -1,4 +1,4 @@
-"""The parts that the MasterWorker's loop is made of, and where the run stands.
+"""The parts of the MasterWorker's loop, and the version that the run is at.
 
 `assemble` makes them for a run. `TrainLoop`, `StepEnd` and `Beginning` work on them.
 """
@@ -60,7 +60,7 @@ class Parts:
 
     Attributes:
         version: of the policy: complete steps.
-        stop: set when the run is asked to stop.
+        stop: set when the run was asked to stop.
     """
 
     config: ExperimentConfig
@@ -96,7 +96,7 @@ class Parts:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the metrics_log takes its part when it is opened."""
+        """Continue from `state`; `metrics_log` reads its part when it is opened."""
         self.version = state["version"]
         self.buffer.restore(state["buffer"])
         self.buffer.expire(self.version)
@@ -110,19 +110,19 @@ class Parts:
         return await self.publishing.publish(self.version, self.reported.told.status.versions_in_use, to_disk=to_disk)
 
     async def save(self) -> None:
-        """Begin a checkpoint of the current version, once the one before it is there."""
+        """Begin a checkpoint of the current version, once the previous one is complete."""
         await self.checkpoints.finish()
         ledger = self.ledger.saved(self.version, self.reported.reported_books)
         await self.checkpoints.begin(self.progress, self.state() | {"ledger": ledger})
 
     @property
     def progress(self) -> Progress:
-        """Progress of a checkpoint that would begin now."""
+        """Return the progress of a checkpoint that would begin now."""
         return Progress(self.version, len(self.buffer.used))
 
     @property
     def unsaved(self) -> bool:
-        """True if anything is trained or dropped for good since the last checkpoint."""
+        """True if anything was trained or dropped for good since the last checkpoint."""
         return self.checkpoints.saved != self.progress
 
     @property
@@ -132,7 +132,7 @@ class Parts:
 
     @property
     def wants_folder(self) -> bool:
-        """True if servers read this version's weights from disk, or a user may: one goes with each checkpoint."""
+        """True if servers read this version's weights from disk, or a user may: each checkpoint comes with weights."""
         return weight_transport(self.config.manager.weight_transport).needs_folders or self.checkpoints.is_due(
             self.version
         )
@@ -151,8 +151,8 @@ def assemble(
     """Make the parts of a run's loop.
 
     Args:
-        memory_checkpoint: where the state of each step is kept, and looked for at the beginning; None: nowhere.
-        incarnation: how many MasterWorkers before this one died.
+        memory_checkpoint: where the state of each step is kept, and looked for at the start; None: nowhere.
+        incarnation: number of earlier MasterWorkers, which died.
     """
     clock = clock or RunningClock()
     limit_s = config.system.stall_timeout_s

@@ -1,9 +1,9 @@
-"""MasterWorker: decides what is trained when, and sees no tensor.
+"""MasterWorker: decides what is trained when, without touching a tensor.
 
-A stop waits for the current step and a checkpoint, which need all ranks. While the run continues, it waits for a rank
-that does not respond (its host is cut off, it hangs), since the rank may come back. After a stop it waits only briefly
-(`await_while_responsive`). A rank answers in its I/O thread even while it computes or waits in a collective, so only
-the ranks that the others wait for are unresponsive.
+A stop waits for the current step and a checkpoint, which need all ranks. While the run continues, the MasterWorker
+waits for a rank that does not respond (its host is cut off, or it hangs), since the rank may recover. After a stop it
+waits only briefly (`await_while_responsive`). A rank's I/O thread answers even while the rank computes or waits in a
+collective, so only the ranks that the others wait for are unresponsive.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MasterWorker(AsyncWorker):
             )
 
     async def _replaying(self, closing: AsyncExitStack) -> Peers:
-        """Peers for kept samples in place of rollouts."""
+        """Return the peers of a run that trains kept samples instead of new rollouts."""
         gate = OfflineGate(self.config.train_batch_size)
         board = ReplayBoard(self.resolver)
         router = router_of_peers(self, self._placement.workers)
@@ -76,7 +76,7 @@ class MasterWorker(AsyncWorker):
         return Peers(trainers, self._placement, gate, (), board)
 
     def _fed(self, feeding: asyncio.Task[None]) -> None:
-        """Feeding ends with the run, or by what is wrong with the samples; the loop would wait for the rest in vain."""
+        """End the run with feeding's error, if it had one: the loop would wait for the remaining samples in vain."""
         if not feeding.cancelled() and (error := feeding.exception()) is not None:
             self.log.error("replay: %s", error, exc_info=error)
             self.stop.set()
@@ -107,17 +107,17 @@ ASK_AGAIN_S = 1.0
 
 
 class RanksUnresponsive(CannotContinue):
-    """Ranks do not answer, so that nothing can be finished or saved; the message names them."""
+    """Ranks do not answer, so nothing can be finished or saved; the message names them."""
 
 
 async def await_while_responsive(
     running: Coroutine[Any, Any, None], workers: Sequence[RequestClient], stop: asyncio.Event, limit_s: float
 ) -> None:
-    """Await `running`; once `stop` is set only as long as all `workers`, the ranks by index, answer.
+    """Await `running`, after `stop` is set only as long as all `workers`, the ranks by index, answer.
 
     Raises:
         RanksUnresponsive: one has not answered for `limit_s` seconds in which this process ran; `running` is cancelled.
-        Exception: what `running` raises.
+        Exception: raised by `running`.
     """
     task = asyncio.create_task(running)
     asking = asyncio.create_task(_silence(workers, stop, limit_s))
@@ -137,7 +137,7 @@ async def await_while_responsive(
 
 
 async def _silence(workers: Sequence[RequestClient], stop: asyncio.Event, limit_s: float) -> list[int]:
-    """Wait until workers are silent after a stop; return their indices."""
+    """Wait until some workers do not answer after a stop; return their indices."""
     await stop.wait()
     lost: set[int] = set()
     while True:

@@ -13,7 +13,7 @@ class OnStale(StrEnum):
     """Treatment of a sample with a token older than η allows."""
 
     drop = auto()
-    """It is dropped, its prompt is tried again."""
+    """It is dropped and its prompt is tried again."""
     mask = auto()
     """Only its tokens within η carry loss."""
     wait = auto()
@@ -22,7 +22,7 @@ class OnStale(StrEnum):
 
 @dataclass
 class BufferOrderConfig(PluginConfig):
-    """A function of yours that ranks the rollouts that wait."""
+    """A function of yours that ranks the waiting rollouts."""
 
     path: str = setting(
         "",
@@ -39,6 +39,6 @@ class BufferOrderConfig(PluginConfig):
 
 @dataclass
 class BufferConfig:
-    """Finished rollouts that wait to be trained."""
+    """Finished rollouts waiting to be trained."""
 
     order: BufferOrderConfig = field(default_factory=BufferOrderConfig)

@@ -1,18 +1,19 @@
 """The master's loop: wait for a batch, train on it, publish the new version, report, save.
 
-The loop holds metadata only and asks everything of its peers, so the tests run it whole against peers in one process.
+The loop has only metadata and does everything through calls to its peers, so the tests run all of it against peers in
+one process.
 
-What runs beside it: the collector (metadata of rollouts arrives while a step trains) and an evaluation
-(`VersionAnnouncer`). What ends it: the last step, a stop request (between steps, or while it waits for data), a peer's
-failure, or a stall (`asyncrl.master.data.stall`).
+The collector (which brings metadata of rollouts while a step trains) and an evaluation (`VersionAnnouncer`) run beside
+it. It ends with the last step, a stop request (between steps, or while it waits for data), a peer's failure, or a stall
+(`asyncrl.master.data.stall`).
 
-Exactly once. A prompt is used from the moment its step is complete, or from when the master hears that it was dropped
-for good (`SampleBuffer`). A checkpoint holds the model, the used prompts and what was dropped, of one and the same
-version, in one folder that appears at once, so after a restart all forget the same steps. What holds when a process
-dies: `asyncrl.master.recovery`.
+Exactly once. A prompt is used from the moment its step is complete, or when the master learns that it was dropped for
+good (`SampleBuffer`). A checkpoint has the model, the used prompts and the drop counts of one version, in one folder
+that appears at once, so after a restart all parts go back to the same step. `asyncrl.master.recovery` describes what
+happens when a process dies.
 
-The manager's reply to each report has the books (`asyncrl.master.books.reports`). They are written down, so that every
-end has them: `summary.json` if the run ended well, else `books.json` as of the last report.
+The manager's reply to each report has the books (`asyncrl.master.books.reports`). They are written to a file however
+the run ends: `summary.json` if it ended well, else `books.json` as of the last report.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class TrainLoop:
     """Trains a run to its end. `run` is the whole life; set `parts.stop` to end it early with a checkpoint.
 
     Args:
-        ready: called once it is clear where the run stands, before its next step.
+        ready: called once it is clear from which state the run continues, before its next step.
     """
 
     def __init__(self, parts: Parts, ready: Callable[[], None] = lambda: None) -> None:
@@ -59,14 +60,15 @@ class TrainLoop:
         self._filtered = FilteredOut(parts.config.train_batch_size, parts.config.system.stall_timeout_s)
 
     async def run(self) -> None:
-        """Train up to `total_train_steps`, or until asked to stop; then checkpoint, balance the books and sum up.
+        """Train up to `total_train_steps`, or until asked to stop; then checkpoint, check the books and write the
+        summary.
 
         Raises:
             Stalled: no step for `system.stall_timeout_s`.
             BooksError: a rollout is unaccounted for.
             ExecutionError: a model function call failed.
             RestartTrainer: the ranks are not between two steps, so no MasterWorker can continue with them.
-            Exception: another process failed. Complete steps are saved first, if that is possible.
+            Exception: another process failed. Complete steps are saved first, if possible.
         """
         beside = asyncio.create_task(self.parts.clock.keep()), asyncio.create_task(self._watch_filters())
         try:
@@ -95,11 +97,11 @@ class TrainLoop:
         await self._step_end.run(step)  # publish, report, save
 
     async def _wait_for_batch(self) -> tuple[TrainBatch, float]:
-        """Return the next batch, and how long it was waited for.
+        """Return the next batch, and how long the loop waited for it.
 
         Raises:
-            StopRequested: the run is asked to stop.
-            Exception: a checkpoint could not be written; no step is trained after it.
+            StopRequested: the run was asked to stop.
+            Exception: a checkpoint could not be written; no further step is trained.
         """
         if self.parts.stop.is_set():
             raise StopRequested
@@ -168,7 +170,7 @@ class TrainLoop:
             await self.parts.announcer.close()
 
     async def _save_what_is_complete(self) -> None:
-        """After a failure: save the last complete step, unless a step that failed has touched the model since."""
+        """After a failure: save the last complete step, unless a failed step has changed the model since."""
         if self.parts.steps.on:
             await self.parts.announcer.abandon()
         try:
@@ -178,7 +180,7 @@ class TrainLoop:
         write_books(self.parts.run_dir, self.parts.version, self.parts.reported.told.books)
 
     async def _save_last_step(self) -> None:
-        """Save the last complete step; wait for a checkpoint in progress, which is of a complete step in any case."""
+        """Save the last complete step; wait for a checkpoint in progress, which is always of a complete step."""
         parts = self.parts
         try:
             await parts.checkpoints.finish()

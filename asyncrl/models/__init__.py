@@ -1,3 +1,1 @@
-"""Facts about transformers' models that both engines use, and the parity check that the engines compute what
-transformers does.
-"""
+"""Facts about transformers' models that both engines use, and the check that the engines agree with transformers."""

@@ -1,23 +1,23 @@
-"""Does an engine compute what transformers computes, and keep sequences apart? Asked at load, before a token counts.
+"""The parity check: an engine must compute what transformers computes, and keep sequences apart. It runs at load.
 
-The measure is transformers' own forward: eager attention, one sequence at a time, no cache. An engine is given several
-short sequences at once, as it will get them in a run:
+The reference is transformers' own forward: eager attention, one sequence at a time, no cache. An engine is given
+several short sequences at once, as in a run:
 
-1. **Equal** (`Difference`). Engine and plain forward sum in other orders and so differ by rounding: in the mean by
-   some 1e-6 nats a token in fp32, by some 1e-2 in bf16. What is wrong differs by 0.1 to 4 nats on real weights: state
-   that leaked from a neighbour, an attention sink or a soft cap that was left out, a slot of another row. The mean over
-   all tokens is compared: rounding, and the odd expert that it flips, averages to little, while an error that one in
-   ten tokens has still shows.
-2. **Alone** (`find_leak`), of engines that train. Random weights of the usual spread make attention almost uniform,
-   and a leak then hides in the rounding (LFM2 at 0.02: 3e-6 nats in fp32). Its gradient does not hide: what one
-   sequence gives must have a gradient of *exactly* 0 by the token embeddings of another, in any dtype. A product with a
-   masked weight is 0, not small, and a mixture of experts, whose groups change their sizes with the neighbours, passes
-   no gradient between tokens either.
+1. **Equal** (`Difference`). The engine sums in another order than the reference and so differs by rounding: on average
+   by some 1e-6 nats a token in fp32, by some 1e-2 in bf16. Errors differ by 0.1 to 4 nats on real weights: state that
+   leaked from a neighbour, an attention sink or a soft cap that was left out, the slot of another row. The mean over
+   all tokens is compared: rounding, and the occasional expert that it flips, averages to little, while an error in one
+   of ten tokens still shows.
+2. **Alone** (`find_leak`), for engines that train. Random weights of the usual spread make attention almost uniform,
+   and a leak then hides in the rounding (LFM2 at 0.02: 3e-6 nats in fp32). Its gradient does not hide: the output of
+   one sequence must have a gradient of *exactly* 0 with respect to the token embeddings of another, in any dtype. A
+   product with a masked weight is 0, not small, and a mixture of experts, whose group sizes depend on the neighbours,
+   passes no gradient between tokens either.
 
-Short sequences cannot show what begins later: a window or a chunk of attention that is longer than they are. So all is
-asked once more of a copy of the model in which these lengths are short (`short_lengths`). A window of a few tokens
-changes little where attention is almost uniform, so there the measure is finer: an engine may differ by a tenth of what
-the short lengths change, or by some times the rounding that it showed without them.
+Short sequences do not reach a window or a chunk of attention that is longer than they are. So everything is checked
+again on a copy of the model in which these lengths are short (`short_lengths`). A window of a few tokens changes little
+if attention is almost uniform, so there the tolerance is smaller: an engine may differ by a tenth of the change that
+the short lengths make, or by a few times the rounding that it showed without them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from asyncrl.models.transformers_internals import attention, context_limit, text
 Tokens = Sequence[int]
 
 _SIDE = 32
-"""Pixels of a side of the pictures."""
+"""Side of the pictures, in pixels."""
 LENGTHS = (19, 12, 11, 7)
-"""Tokens of the sequences: ragged, and so few that the parity check costs some forwards of a sentence or two."""
+"""Lengths of the sequences: ragged, and so short that the check costs a few forwards of a sentence or two."""
 TEXT_BEHIND = 5
-"""Tokens at the end of a sequence with a picture that are text for certain."""
+"""Number of tokens at the end of a sequence with a picture that are certainly text."""
 _SEED = 77
 
 
@@ -53,12 +53,12 @@ class UnsupportedModelError(ValueError):
 
 FLOAT32_TOLERANCE = 1e-4
 COARSE_TOLERANCE = 0.05
-"""Greatest mean absolute difference a token, in nats or in parts of a hidden state's size; coarse is bf16 and fp16."""
+"""Largest mean absolute difference per token, in nats or relative to a hidden state's size, for bf16 and fp16."""
 
 
 _ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-6}
 _COARSE_ROUNDING = 1e-3
-"""Mean differences that every engine may have, however little the model's lengths change."""
+"""Mean difference that an engine may always have, however little the model's lengths change."""
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -77,9 +77,9 @@ def short_tolerance(dtype: torch.dtype, effect: float, rounding: float) -> float
 
 
 def probe_sequences(vocabulary: int, context: int | None = None) -> list[list[int]]:
-    """The sequences that are asked for, longest first; none longer than `context`.
+    """Return the sequences to compute, longest first; none longer than `context`.
 
-    Those at even and at odd places have no token in common, as long as there are two tokens.
+    Those at even and at odd places have no token in common if the vocabulary has at least two.
     """
     draw = random.Random(_SEED)
     half = vocabulary // 2
@@ -91,14 +91,15 @@ def probe_sequences(vocabulary: int, context: int | None = None) -> list[list[in
 
 
 def probe_for(model: PreTrainedModel) -> list[list[int]]:
-    """`probe_sequences` for `model`."""
+    """Return `probe_sequences` for `model`."""
     return probe_sequences(int(text_settings(model.config)["vocab_size"]), context_limit(model.config))
 
 
 def forks(sequences: Sequence[Tokens]) -> list[list[int]]:
-    """Sequences that begin as `sequences` do and go on otherwise: forks of forks, one that ends where another goes on.
+    """Return sequences that begin like `sequences` and continue differently, also forks of forks and a prefix of
+    another.
 
-    `sequences` and these, one after the other, are still without a common token at even and at odd places.
+    In `sequences` followed by these, those at even and at odd places still have no token in common.
     """
     even, odd, other, _ = (list(tokens) for tokens in sequences[:4])
     half, third = len(even) // 2, len(odd) // 3
@@ -121,18 +122,18 @@ class Difference(NamedTuple):
 
     @classmethod
     def of(cls, plain: Sequence[Tensor], engine: Sequence[Tensor]) -> Difference:
-        """Compare what transformers computes of each sequence alone with what an engine computes of them together.
+        """Compare transformers' results for each sequence alone with the engine's results for all together.
 
         Args:
-            plain: a number or a vector for each token of each sequence.
-            engine: the same of the engine. Both in nats, or hidden states `in_rms`.
+            plain: transformers' number or vector for each token of each sequence.
+            engine: the same from the engine. Both are in nats, or hidden states `in_rms`.
         """
         pairs = list(zip(plain, engine, strict=True))
         errors = torch.cat([(mine.float() - its.float()).abs().flatten() for its, mine in pairs])
         return cls(float(errors.mean()), float(errors.max()), len(pairs))
 
     def beyond(self, allowed: float) -> str | None:
-        """The fault that this difference is; None if it is rounding."""
+        """Describe this difference as a fault; None if it is rounding."""
         if self.mean <= allowed:
             return None
         return (  # NaN too
@@ -149,9 +150,9 @@ def find_leak(
     """Return a message if a sequence influences the engine's output for another one; None if none does.
 
     Args:
-        model: whose input embedding the engine calls.
-        sequences: of which those at even places have no token in common with those at odd ones (`probe_sequences`).
-        together: the engine on several sequences at once, differentiable.
+        model: the model whose input embedding the engine calls.
+        sequences: those at even and at odd places must have no token in common (`probe_sequences`).
+        together: runs the engine on several sequences at once, differentiably.
     """
     embedding: nn.Module = model.get_input_embeddings()
     embedded: list[tuple[Tensor, Tensor]] = []
@@ -184,10 +185,10 @@ def find_leak(
 
 
 def picture_probes(pictures: Pictures, sequences: Sequence[Tokens]) -> tuple[list[list[int]], list[SeenPicture]]:
-    """Sequences with pictures, and the pictures, which the caller holds as long as it uses these ids.
+    """Return sequences with pictures, and the pictures, which the caller must hold while it uses these ids.
 
-    The first two have the same text around different pictures; those at even and at odd places have neither tokens nor
-    pictures in common, as long as `sequences` have not.
+    The first two have the same text around different pictures. Those at even and at odd places have neither tokens nor
+    pictures in common if the same holds for `sequences`.
     """
     draw = random.Random(_SEED)
 
@@ -226,7 +227,7 @@ def fault_with_pictures(
         plain: transformers' results for them.
         compare: returns the engine's difference from `plain`.
         rounding: mean difference of the engine on sequences of text.
-        leak: looks for sequences that influence each other, if they do not differ.
+        leak: if there is no difference, looks for sequences that influence each other.
     """
     if not plain:
         return None
@@ -244,13 +245,13 @@ def fault_with_pictures(
 
 
 def _without(tokens: Tokens, placeholder: int) -> list[int]:
-    """`tokens` with another of them in the place of `placeholder`, by which transformers would count pictures."""
+    """Return `tokens` with `placeholder`, by which transformers would count pictures, replaced by another of them."""
     other = next((token for token in tokens if token != placeholder), placeholder)
     return [other if token == placeholder else token for token in tokens]
 
 
 def plain_logprobs(model: PreTrainedModel, tokens: Tokens, pictures: Pictures | None = None) -> Tensor:
-    """log p(tokens[t] | tokens[:t]) for t >= 1 at temperature 1 by transformers alone, [L - 1], fp32.
+    """Return log p(tokens[t] | tokens[:t]) for t >= 1 at temperature 1 by transformers alone, [L - 1], fp32.
 
     Rows of pictures count as the placeholder.
     """
@@ -268,7 +269,7 @@ def _plain_inputs(model: PreTrainedModel, tokens: Tokens, pictures: Pictures | N
 
 
 def plain_hidden(trunk: PreTrainedModel, tokens: Tokens, pictures: Pictures | None = None) -> Tensor:
-    """The last hidden state at each token by transformers alone, [L, H], fp32, each divided by its root mean square."""
+    """Return each token's last hidden state by transformers alone, [L, H], fp32, divided by its root mean square."""
     with torch.no_grad(), attention(trunk, "eager"):
         inputs = _plain_inputs(trunk, tokens, pictures)
         hidden_LH: Tensor = trunk(**inputs, use_cache=False).last_hidden_state[0]
@@ -276,11 +277,11 @@ def plain_hidden(trunk: PreTrainedModel, tokens: Tokens, pictures: Pictures | No
 
 
 def in_rms(hidden_LH: Tensor) -> Tensor:
-    """Hidden states in multiples of their own root mean square, fp32."""
+    """Return hidden states in multiples of their root mean square, fp32."""
     hidden_LH = hidden_LH.float()
     return hidden_LH / hidden_LH.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
 
 
 def told(error: Exception) -> str:
-    """An exception of a model's own code as a reason to refuse it."""
+    """Describe an exception in a model's own code as a reason to refuse the model."""
     return f"{type(error).__name__}: {error!s:.160}"

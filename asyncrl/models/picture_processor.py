@@ -1,12 +1,12 @@
 """The image processor and the processor class in a model's folder, without torch and without video.
 
-Everything that is particular to a family of models is asked of transformers:
+Everything specific to a family of models comes from transformers:
 
     marker         text that the chat template writes once for a picture (`processor.image_token`)
-    text           text that stands for a picture of some size in the prompt (`processor.replace_image_token`)
-    token_id       token at whose places the picture's rows stand (`image_token_id` of the config)
+    text           text that represents a picture of some size in the prompt (`processor.replace_image_token`)
+    token_id       token that is replaced by the picture's rows (`image_token_id` of the config)
 
-A processor that also takes videos cannot be made where torchvision is not installed; here it is made without.
+A processor that also takes videos cannot be made without torchvision; here it is made without its video part.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CONFIG_FILE = "config.json"
 
 
 class PictureModelError(ValueError):
-    """A model folder whose pictures cannot be read in; the message says why."""
+    """The pictures of the model in a folder cannot be prepared; the message says why."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of the folder's `config.json`."""
+    """Return the content of the folder's `config.json`."""
     found: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     return found
 
@@ -42,7 +42,7 @@ class PictureProcessor:
     Attributes:
         images: transformers' image processor.
         token_id, placeholder: the token of a picture's rows, and its text.
-        marker: what the chat template writes for a picture.
+        marker: the text that the chat template writes for a picture.
     """
 
     images: Any
@@ -53,10 +53,10 @@ class PictureProcessor:
 
     @classmethod
     def of(cls, folder: Path) -> PictureProcessor:
-        """That of the model in `folder`.
+        """Return the processor of the model in `folder`.
 
         Raises:
-            PictureModelError: it takes no pictures, or its folder lacks what reads them in.
+            PictureModelError: the model takes no pictures, or its folder lacks files that are needed to prepare them.
         """
         from transformers import AutoTokenizer
 
@@ -73,14 +73,14 @@ class PictureProcessor:
         return cls(images, token_id, str(tokenizer.convert_ids_to_tokens(token_id)), marker, processor)
 
     def text_of_size(self, width: int, height: int) -> str:
-        """Text that stands in a prompt for a picture of so many pixels."""
+        """Return the text that represents a picture of this size, in pixels, in a prompt."""
         _, texts = self._processed(Image.new("RGB", (width, height)))
         if self.placeholder not in texts[0]:
             raise PictureModelError(f"a picture of {width} x {height} pixels has no {self.placeholder!r} in its text")
         return texts[0]
 
     def read(self, image: Image.Image) -> tuple[dict[str, Any], int]:
-        """Prepare a picture: arrays by transformers' names, which the model takes, and the number of its rows."""
+        """Prepare a picture: return the model's input arrays, by transformers' names, and the number of its rows."""
         made, texts = self._processed(image)
         return dict(made), texts[0].count(self.placeholder)
 
@@ -93,7 +93,7 @@ class PictureProcessor:
 
 
 def image_processor(folder: Path) -> Any:
-    """Transformers' image processor of the model in `folder`, the one that needs Pillow alone.
+    """Return transformers' image processor of the model in `folder`, the variant that needs only Pillow.
 
     Raises:
         PictureModelError: the folder has none.
@@ -111,7 +111,7 @@ def image_processor(folder: Path) -> Any:
 
 
 def _processor_class(kind: str, folder: Path) -> Any:
-    """Transformers' processor class for models of `kind`, whatever it would need for videos."""
+    """Return transformers' processor class for models of `kind`, even if its requirements for videos are missing."""
     from transformers.models.auto import processing_auto
 
     name = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"].get(kind)
@@ -133,7 +133,7 @@ def _processor_class(kind: str, folder: Path) -> Any:
 
 
 def _without_video(kind: Any, images: Any, tokenizer: Any, folder: Path) -> Any:
-    """The processor of class `kind` with what the folder says of it, and with nothing that reads videos or sounds."""
+    """Return a processor of class `kind` with the folder's settings, without parts that read videos or sounds."""
 
     class Processor(kind):  # type: ignore[misc]
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:

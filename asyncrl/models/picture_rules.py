@@ -1,8 +1,8 @@
-"""Which text stands for a picture in the prompts of a model, for processes that do without torch.
+"""The text that represents a picture in a model's prompts, for processes without torch.
 
-How many tokens a picture takes, and what stands around and between them, is the model's processor's to say, and depends
-on the picture's size alone. So a process of its own, which has the processor and no torch (`picture_rules_child`), is
-asked once for each size; it ends when nobody asks.
+The model's processor decides how many tokens a picture takes, and which text is around and between them, by the
+picture's size alone. So a separate process, which has the processor but not torch (`picture_rules_child`), is asked
+once for each size; it ends when it gets no more questions.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 ANSWER_S: Final = 120.0
-"""Longest wait for an answer: the first one comes after some seconds of imports, on a busy machine after many."""
+"""Longest wait for an answer: the first one takes some seconds of imports, and many on a busy machine."""
 _CONFIG_FILE: Final = "config.json"
 TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
-"""Fields of a config that hold the placeholder's id."""
+"""Fields of a config that may have the placeholder's id."""
 
 
 class PictureRulesError(ValueError):
-    """The model in a folder takes no such picture; the message says why."""
+    """The model in a folder does not accept a picture; the message says why."""
 
 
 class Sized(Protocol):
-    """A picture, as far as it matters here."""
+    """A picture, of which only the size matters here."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -42,7 +42,7 @@ class PictureRules:
     """Texts of pictures for the model in `folder`. For any thread.
 
     Raises:
-        PictureRulesError: (of every member) the folder lacks what the answer needs.
+        PictureRulesError: (by every member) the folder lacks files that the answer needs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +55,7 @@ class PictureRules:
 
     @property
     def token_id(self) -> int:
-        """Id of the token at whose places a picture's rows stand."""
+        """Id of the token that is replaced by a picture's rows."""
         return self._known().token_id
 
     @property
@@ -64,7 +64,7 @@ class PictureRules:
         return self._known().marker
 
     def text(self, picture: Sized) -> str:
-        """Text that stands in a prompt in the marker's place for `picture`."""
+        """Return the text that replaces the marker of `picture` in a prompt."""
         with self._lock:
             text = self._texts.get(picture.size)
             if text is None:
@@ -72,11 +72,11 @@ class PictureRules:
         return text
 
     def rows(self, picture: Sized) -> int:
-        """Number of placeholders in the text of `picture`."""
+        """Return the number of placeholders in the text of `picture`."""
         return self.text(picture).count(self._known().placeholder)
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if it was started."""
         with self._lock:
             self._end()
 
@@ -142,7 +142,7 @@ class PictureRules:
             return child.wait()
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: the process is the parent's."""
+        """In a forked child, forget the process, which belongs to the parent."""
         self._lock = threading.Lock()
         child, self._child = self._child, None
         if child is not None:
@@ -160,7 +160,7 @@ class _Model:
 
 
 def picture_rules(folder: Path) -> PictureRules | None:
-    """The rules of the model in `folder`; None where its config names no pictures. Starts nothing yet.
+    """Return the rules of the model in `folder`; None if its config has no pictures. No process is started yet.
 
     Raises:
         OSError, ValueError: the folder has no readable `config.json`.
@@ -170,14 +170,14 @@ def picture_rules(folder: Path) -> PictureRules | None:
 
 
 def placeholder_id(config: Mapping[str, Any]) -> int | None:
-    """Id of the token at whose places a picture's rows stand, from the content of `config.json`; None: it has none."""
+    """Return the id of the token that is replaced by a picture's rows, from the content of `config.json`, or None."""
     if "vision_config" not in config:
         return None
     return next((int(config[name]) for name in TOKEN_FIELDS if config.get(name) is not None), None)
 
 
 def placeholder_in(folder: str | Path) -> int | None:
-    """As `placeholder_id`, of the model in `folder`; None also if its `config.json` cannot be read."""
+    """As `placeholder_id`, for the model in `folder`; None also if its `config.json` cannot be read."""
     try:
         return placeholder_id(json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError):

@@ -1,10 +1,10 @@
-"""The process behind `picture_rules`: it asks the processor of a model's folder which text stands for a picture.
+"""The process behind `picture_rules`, which asks a model folder's processor for the text that represents a picture.
 
-It reads lines of JSON, `[width, height]`, and answers each with one: `{"text": ...}` or `{"error": ...}`. The first
-line that it writes says which model it is: `{"marker", "placeholder", "token_id"}`, or `{"error": ...}`.
+It reads lines of JSON, `[width, height]`, and answers each with one: `{"text": ...}` or `{"error": ...}`. Its first
+output line describes the model: `{"marker", "placeholder", "token_id"}`, or `{"error": ...}`.
 
-Torch is kept out: only Pillow's image processors are used, so the process takes some 90 MB instead of 400 and starts in
-two seconds of CPU time. It ends with its input, and after a minute without a question.
+Torch is not imported: only Pillow's image processors are used, so the process takes some 90 MB instead of 400 and
+starts in two seconds of CPU time. It ends with its input, and after a minute without a question.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _KEPT_OUT: Final = frozenset({"torch", "torchvision", "torchaudio"})
 
 
 class _KeepOut:
-    """Finds nothing for torch, as if it were not installed."""
+    """An import hook that hides torch, as if it were not installed."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Refuse torch, and leave the rest to others."""
+        """Hide torch, and leave other modules to other finders."""
         if name.partition(".")[0] in _KEPT_OUT:
             raise ModuleNotFoundError(f"{name} is kept out of this process", name=name)
         return None
 
 
 def keep_torch_out() -> None:
-    """Have transformers find no torch in this process."""
+    """Hide torch from transformers in this process."""
     find = importlib.util.find_spec
     sys.meta_path.insert(0, _KeepOut())
     importlib.util.find_spec = lambda name, package=None: (  # asked by transformers before it imports
@@ -51,7 +51,7 @@ def _send(answer: dict[str, Any]) -> None:
 
 
 def main(folder: str) -> None:
-    """Answer until the input ends."""
+    """Answer questions until the input ends."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     keep_torch_out()
     from asyncrl.models.picture_processor import PictureProcessor

@@ -1,8 +1,8 @@
 """Mixtures of experts whose routers can report their choices and replay given ones. Torch-free: the launcher checks it.
 
-A choice is recorded for every token of a sequence, every layer of the model and each of the experts that a token goes
-through: an array [T, layers, per_token] of expert numbers (`asyncrl.api.Sample.routing`). Dense layers have a place
-too, which says nothing, so that a layer is found by its number in the model, whatever part of it a rank has.
+The choices are recorded for every token of a sequence, every layer of the model and each of the token's experts: an
+array [T, layers, per_token] of expert numbers (`asyncrl.api.Sample.routing`). Dense layers have a place too, without
+meaning, so that a layer is found by its number in the model, whichever part of the model a rank has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUTERS: Mapping[str, str] = {
     "olmoe": "OlmoeTopKRouter",
     "gpt_oss": "GptOssTopKRouter",
 }
-"""By `model_type` the class of its routers, each of which chooses by one `topk`; a test has shown each to replay."""
+"""The class of the routers for each `model_type`. Each chooses by one `topk`, and a test shows that it can replay."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LARGEST_BYTE = 255
 
@@ -37,12 +37,12 @@ class RoutingShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest type that holds every expert's number, and one more for what was not recorded."""
+        """The smallest type for every expert's number and one more, which marks choices that were not recorded."""
         return np.dtype(np.uint8 if self.experts <= _LARGEST_BYTE else np.uint16)
 
 
 def routing_shape(described: Mapping[str, Any]) -> RoutingShape | str:
-    """The choices that a model of this `config.json` makes, or why they cannot be replayed."""
+    """Return the shape of the choices of a model with this `config.json`, or the reason why they cannot be replayed."""
     text = described.get("text_config") or described
     model_type = str(text.get("model_type") or described.get("model_type") or "")
     experts = next((number for name in _EXPERTS if isinstance(number := text.get(name), int)), 0)
@@ -57,10 +57,10 @@ def routing_shape(described: Mapping[str, Any]) -> RoutingShape | str:
 
 
 def routing_shape_of(path: str) -> RoutingShape:
-    """The choices that the model in the folder `path` makes.
+    """Return the shape of the choices of the model in the folder `path`.
 
     Raises:
-        ValueError: they cannot be replayed; says why.
+        ValueError: the choices cannot be replayed; the message says why.
         OSError: there is no such model.
     """
     shape = routing_shape(json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8")))

@@ -1,15 +1,15 @@
-"""Recording which experts a model's routers choose, and having them choose what was recorded.
+"""Recording which experts a model's routers choose, and replaying recorded choices.
 
 "Rollout routing replay" (R3, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv
-2510.11370): where the engine that generated chose the experts I of a token, the trainer gives expert i in I the weight
-exp(s_i) / sum over j in I of exp(s_j), s being the logits of the *trainer's* router. So the choice is the engine's, the
-weights and their gradient are the trainer's.
+2510.11370): if the generating engine chose the experts I of a token, the trainer gives expert i in I the weight
+exp(s_i) / sum over j in I of exp(s_j), where s are the logits of the *trainer's* router. So the choice is the engine's,
+and the weights and their gradient are the trainer's.
 
-A router here is a module whose forward calls `topk` once, on logits or on probabilities, and makes weights of the
-values that it gets. That one call is where a choice is seen and replaced: it gets the values of the given experts, and
-the model goes on with them as always. Mixtral and Qwen3-MoE (`norm_topk_prob`) divide them by their sum, GPT-OSS takes
-their softmax, which both are the formula above; a model that does not renormalise its probabilities does not do so
-here either.
+A router here is a module whose forward calls `topk` once, on logits or on probabilities, and turns the resulting values
+into weights. Choices are recorded and replaced at this one call: it returns the values of the given experts, and the
+model continues with them as usual. Mixtral and Qwen3-MoE (`norm_topk_prob`) divide them by their sum, and GPT-OSS takes
+their softmax; both equal the formula above. A model that does not renormalise its probabilities does not do so here
+either.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from asyncrl.models.routers import ROUTERS
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 UNRECORDED = -1
-"""An entry of choices without a record: the router chooses for itself."""
+"""An entry without a recorded choice: the router chooses itself."""
 
 
 class _OneTopK(TorchFunctionMode):
-    """Sees the calls of `topk`, and answers them with `given` [T, k] where that is there."""
+    """Intercepts the calls of `topk`, and answers them with `given` [T, k] if that is set."""
 
     def __init__(self, given: Tensor | None) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class _OneTopK(TorchFunctionMode):
 
 
 class Routers:
-    """The routers of a transformers model, or of its trunk; they compute as ever until told otherwise.
+    """The routers of a transformers model, or of its trunk; by default they compute as usual.
 
     Args:
         model_type: transformers' name of the architecture.
 
     Raises:
-        UnsupportedModelError: no routers of that architecture are in it.
+        UnsupportedModelError: the model has no routers of that architecture.
     """
 
     def __init__(self, model: nn.Module, model_type: str) -> None:
@@ -105,10 +105,10 @@ class Routers:
 
     @contextmanager
     def recording(self) -> Iterator[dict[int, Tensor]]:
-        """Within it a forward leaves each layer's choices, [its tokens, per_token], under the layer's number.
+        """Within the block, a forward records each layer's choices, [its tokens, per_token], under the layer's number.
 
         Raises:
-            UnsupportedModelError: at its end, where a router was not asked: something else computes its layer.
+            UnsupportedModelError: at the end of the block, if a router was not called: other code computes its layer.
         """
         before, self._recorded = self._recorded, {}
         recorded = self._recorded
@@ -124,11 +124,11 @@ class Routers:
 
     @contextmanager
     def replaying(self, choices_ILK: Tensor | None) -> Iterator[None]:
-        """Within it the routers choose as recorded.
+        """Within the block, the routers choose as recorded.
 
         Args:
-            choices_ILK: of every token of the forwards to come, every layer of the whole model; `UNRECORDED` and None
-                leave the router its choice.
+            choices_ILK: the choices for all tokens of the next forwards and all layers of the whole model; with
+                `UNRECORDED` or None the router chooses itself.
         """
         before, self._given = self._given, choices_ILK
         try:
@@ -137,5 +137,5 @@ class Routers:
             self._given = before
 
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For `torch.utils.checkpoint`: what the forward that runs now replays, its recomputation replays too."""
+        """For `torch.utils.checkpoint`: make the recomputation of the current forward replay the same choices."""
         return nullcontext(), self.replaying(self._given)

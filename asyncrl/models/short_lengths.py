@@ -1,16 +1,15 @@
-"""A model with the lengths of its config made short, so that short sequences show what begins beyond them.
+"""A copy of a model with short lengths in its config, so that short sequences reach beyond them.
 
-A sliding window of 4,096 tokens, a chunk of 8,192 or the 2,048 best keys of an index change nothing that the parity
-check's sequences (`asyncrl.models.parity`) would show. So an engine is proven a second time, on a copy of the model
-whose config has `SHORT` in place of these lengths, with the same weights.
+A sliding window of 4,096 tokens, a chunk of 8,192 or the 2,048 best keys of an index have no effect on the short
+sequences of the parity check (`asyncrl.models.parity`). So an engine is checked a second time, on a copy of the model
+whose config has `SHORT` instead of these lengths, with the same weights.
 
-No list of names would hold all fields that are lengths. A field is taken for one if the copy has parameters of the same
-shapes after the field is lowered, and still computes: a size changes the shapes. Factors that pass for lengths do no
-harm: the copy is a model like any other, and an engine must compute it as transformers does.
+No list of names would cover all fields that are lengths. A field counts as a length if lowering it keeps the shapes of
+the parameters, unlike a size, and the copy still computes. Other factors that pass this test do no harm: the copy is a
+model like any other, and an engine must compute it as transformers does.
 
 Tables of positions are the other kind of length: a row of several sequences, end to end, may be longer than the table.
-Where parameters or buffers have an entry for each position, the copy has so many that the parity check's sequences just
-fit.
+If parameters or buffers have an entry for each position, the copy has just enough for the parity check's sequences.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from asyncrl.models.transformers_internals import attention, context_limit, new_model
 
 SHORT = 8
-"""Value to which lengths are lowered: below most of the parity check's sequences, and a power of two, as blocks have to
-be.
+"""The lowered lengths: below most of the parity check's sequences, and a power of two, as blocks must be.
 """
 _NO_LENGTH = re.compile(r"^(num|n)_|_ids?$|_dim$|intermediate_size|^original_max_position_embeddings$")
-"""Names of counts, of tokens, of widths, and of what `batch_independent_limit` finds."""
+"""Names of counts, tokens and widths, and of the fields that `batch_independent_limit` reads."""
 _POSITIONS = "max_position_embeddings"
 
 
@@ -40,8 +38,8 @@ class ShortModel(NamedTuple):
     """A copy of a model with short lengths.
 
     Attributes:
-        model: shares the memory of the original's parameters; of tables of positions it has the first entries.
-        lengths: the lowered fields of the config and the original's values.
+        model: shares the memory of the original's parameters, and has the first entries of tables of positions.
+        lengths: the lowered fields of the config, with the original values.
     """
 
     model: PreTrainedModel
@@ -49,17 +47,17 @@ class ShortModel(NamedTuple):
 
 
 def spoken(lengths: Mapping[str, int]) -> str:
-    """Lengths as a message names them."""
+    """Return the lengths as text for a message."""
     return " and ".join(f"{name}={value}" for name, value in lengths.items())
 
 
 def short_model(model: PreTrainedModel, weights: Mapping[str, Tensor], reach: int, fitting: int) -> ShortModel | None:
-    """A copy of `model` with every length lowered that `reach` comes up to; None if there is none.
+    """Return a copy of `model` in which every length up to `reach` is lowered; None if there is no such length.
 
     Args:
-        weights: the parameters, by the names that they have in a new model.
-        reach: tokens of the longest row of the run.
-        fitting: tokens of the longest sequence that the copy is to compute.
+        weights: the parameters, by their names in a new model.
+        reach: number of tokens of the run's longest row.
+        fitting: number of tokens of the longest sequence that the copy must compute.
     """
     shapes = _Shapes.of(_skeleton(model, model.config))
     found, lengths = None, {}
@@ -97,7 +95,7 @@ def _computing(
     *,
     tables: bool,
 ) -> PreTrainedModel | None:
-    """`model` with another `config`: of the same shapes, or of others (`tables`); None if there is no such model."""
+    """Return `model` with another `config`, with the same shapes or others (`tables`); None if that is impossible."""
     try:
         made = _skeleton(model, config)
         if _Shapes.of(made) == shapes if tables else _Shapes.of(made).parameters != shapes.parameters:
@@ -113,14 +111,14 @@ def _computing(
 
 
 def _skeleton(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
-    """A model of the class of `model` without memory for parameters; buffers are there."""
+    """Return a model of the class of `model` with buffers but without memory for parameters."""
     with torch.random.fork_rng(devices=[]), _without_parameters():
         return new_model(type(model), copy.deepcopy(config), model.dtype)
 
 
 @contextmanager
 def _without_parameters() -> Iterator[None]:
-    """Parameters of modules that are made meanwhile have a shape and no values."""
+    """Within the block, parameters of new modules have a shape but no values."""
     register = nn.Module.register_parameter
 
     def register_shape(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -136,7 +134,7 @@ def _without_parameters() -> Iterator[None]:
 
 
 def _take_weights(made: nn.Module, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put `weights` in the place of the parameters of `made`, and saved buffers of `model` in that of its buffers."""
+    """Replace the parameters of `made` by `weights`, and its buffers by the saved buffers of `model`."""
     buffers = dict(model.named_buffers())
     device = next(iter(weights.values())).device
     for prefix, module in made.named_modules():
@@ -153,7 +151,7 @@ def _take_weights(made: nn.Module, model: nn.Module, weights: Mapping[str, Tenso
 
 
 def _lengths(config: PretrainedConfig, reach: int) -> dict[str, int]:
-    """Fields that may be lengths, and their greatest values."""
+    """Return the fields that may be lengths, and their largest values."""
     positions = {_POSITIONS, config.get_text_config().attribute_map.get(_POSITIONS)}
     found: dict[str, int] = {}
     for fields in _records(config.get_text_config()):
@@ -177,7 +175,7 @@ def _lower(config: PretrainedConfig, name: str, reach: int) -> None:
 
 
 def _records(fields: Any) -> Iterator[dict[str, Any]]:
-    """The fields of a config and those of configs and dictionaries in it."""
+    """Yield the fields of a config, and those of the configs and dictionaries in it."""
     own = vars(fields) if isinstance(fields, PretrainedConfig) else fields
     yield own
     for value in list(own.values()):

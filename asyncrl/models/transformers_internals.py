@@ -1,8 +1,8 @@
 """Everything that asyncrl uses of transformers beyond its documented interface, in one place.
 
-These names and habits may change with any release; `tests/unit/models/test_transformers_internals.py` says which
-one did. What depends on them here is proven at load all the same (`parity`), so that a change that the test does not
-know ends in a refusal, not in wrong numbers.
+These names and behaviours may change with any release; `tests/unit/models/test_transformers_internals.py` shows which
+one did. The code that depends on them is also checked at load (`parity`), so that a change which the test misses makes
+asyncrl refuse the model instead of computing wrong numbers.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from asyncrl.models.picture_rules import placeholder_id
 
 CACHE_LAYER_METHODS = frozenset({"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"})
-"""Methods that a cache layer must define. The embedded engine's slots define them; no model calls others."""
+"""Methods that a cache layer must define. The embedded engine's slots define them; models call no others."""
 
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""Layer types whose keys are those of a causal attention, all of them or the last `sliding_window`."""
+"""Layer types of causal attention, to all keys or to the last `sliding_window`."""
 CHUNKED_LAYERS = frozenset({"chunked_attention"})
-"""Layer types whose keys are those of a causal attention within chunks of `attention_chunk_size`."""
+"""Layer types of causal attention within chunks of `attention_chunk_size`."""
 RECURRENT_LAYERS = frozenset(
     kind for kind, layer in DYNAMIC_LAYER_TYPE_MAPPING.items() if issubclass(layer, LinearAttentionCacheLayerMixin)
 )
-"""Layer types that carry a state from token to token: those for which transformers' cache keeps one. In `hybrid` layers
-attention stands beside it."""
+"""Layer types that carry a state from token to token, which transformers' cache keeps. `hybrid` layers have attention
+as well."""
 TOKENWISE_LAYERS = frozenset({"moe", "mlp"})
-"""Layer types that look at one token alone."""
+"""Layer types that compute each token independently."""
 
 EXPERTS_MODULE, EXPERTS_PARAMETER = "ep_dispatch_experts", "grouped_gemm"
-"""Styles in `PreTrainedModel.ep_plan`: a module that is called with tokens, their chosen experts and the weights of
-these, and has `num_experts`; and a parameter of it, whose first dimension is the expert."""
+"""Styles in `PreTrainedModel.ep_plan`: a module that is called with tokens, their chosen experts and these experts'
+weights, and has `num_experts`; and a parameter of it, whose first dimension is the expert."""
 
 _LOGIT_FACTORS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "logits_scaling": lambda logits, value: logits / value,  # Granite
@@ -61,21 +61,22 @@ _LOGIT_FACTORS: Mapping[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def text_settings(config: PretrainedConfig) -> dict[str, Any]:
-    """The settings of the language model in `config`, which may be a part of a larger model's."""
+    """Return the settings of the language model in `config`, which may describe a larger model."""
     settings: dict[str, Any] = config.get_text_config().to_dict()
     return settings
 
 
 def context_limit(config: PretrainedConfig) -> int | None:
-    """Positions that the model has, under whatever name its config gives them; None where it tells of no limit."""
+    """Return the model's number of positions, whatever the config calls it; None if the config has no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)  # a property of some configs only
     return None if limit is None else int(limit)
 
 
 def batch_independent_limit(config: PretrainedConfig) -> int | None:
-    """Length beyond which one sequence of a batch changes the rotary positions of all others; None where none does.
+    """Return the length beyond which one sequence of a batch changes the rotary positions of all others, or None.
 
-    So with `longrope` (Phi-3 and Phi-4 with 128k positions): its factors are chosen by the longest of the batch.
+    This happens with `longrope` (Phi-3 and Phi-4 with 128k positions): the batch's longest sequence decides its
+    factors.
     """
     rope = text_settings(config).get("rope_parameters") or {}
     kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # by layer type in some models
@@ -88,12 +89,14 @@ def batch_independent_limit(config: PretrainedConfig) -> int | None:
 
 
 def layer_types(config: PretrainedConfig) -> frozenset[str]:
-    """Types of the layers, as transformers names them; empty where the config does not tell."""
+    """Return the layers' types, by transformers' names; empty if the config does not have them."""
     return frozenset(getattr(config.get_text_config(), "layer_types", None) or ())  # under other names in some configs
 
 
 def logits_of_head(config: PretrainedConfig, head: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The map from hidden states [N, H] to logits [N, V] by the output embedding `head` of a model of `config`."""
+    """Return the map from hidden states [N, H] to logits [N, V] by the output embedding `head` of a model of
+    `config`.
+    """
     settings = config.get_text_config()  # MiniCPM3's factor is a property of its config, not a setting
     values = {name: getattr(settings, name, None) for name in _LOGIT_FACTORS}
     factors = [(_LOGIT_FACTORS[name], value) for name, value in values.items() if value is not None]
@@ -109,7 +112,7 @@ def logits_of_head(config: PretrainedConfig, head: nn.Module) -> Callable[[Tenso
 
 
 def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a causal language model below what makes logits of its hidden states."""
+    """Return the part of a causal language model that computes hidden states."""
     if model.base_model is not model:
         return cast(PreTrainedModel, model.base_model)
     children = (child for child in model.children() if isinstance(child, PreTrainedModel))
@@ -117,26 +120,28 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def text_part(model: PreTrainedModel) -> PreTrainedModel:
-    """The language model in a vision-language `model`; any other model itself."""
+    """Return the language model in a vision-language `model`; any other model is returned itself."""
     if not hasattr(model.config, "vision_config"):
         return model
     return cast(PreTrainedModel, model.get_decoder())  # type: ignore[no-untyped-call]
 
 
 def decoding_parts(model: PreTrainedModel) -> tuple[nn.Module, ...]:
-    """The modules that compute a step of decoding: all of `model` but its vision tower."""
+    """Return the modules that compute a step of decoding: all of `model` except its vision tower."""
     text = text_part(model)
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return (model,) if text is model else (text, head)
 
 
 def language_model(path: str | Path) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
-    """Transformers' auto class for the language model in the folder `path`, with its vision tower where it has one."""
+    """Return transformers' auto class for the language model in the folder `path`, with its vision tower if it has
+    one.
+    """
     return language_model_for(json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
 
 
 def language_model_on_meta(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The language model of `config`, with its vision tower where it has one, without memory."""
+    """Return the language model of `config`, with its vision tower if it has one, without memory."""
     with torch.device("meta"):
         model: PreTrainedModel = language_model_for(config.to_dict()).from_config(  # type: ignore[no-untyped-call]
             config, **({} if dtype is None else {"dtype": dtype})
@@ -152,14 +157,16 @@ def language_model_for(
 
 
 def has_more_than_head(model: PreTrainedModel) -> bool:
-    """True if parameters beside the output embedding turn hidden states into logits, as in ModernBERT's decoder."""
+    """True if other parameters than the output embedding also turn hidden states into logits, as in ModernBERT's
+    decoder.
+    """
     parts = (trunk_of(model), model.get_output_embeddings())  # type: ignore[no-untyped-call]
     known = {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
     return any(id(parameter) not in known for parameter in model.parameters())
 
 
 def logits_of_model(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """The map from hidden states [N, H] to logits [N, V] by the model's own code, given the hidden states."""
+    """Return the map from hidden states [N, H] to logits [N, V] by the model's own code."""
     trunk = trunk_of(model)
 
     def logits_of(hidden_NH: Tensor) -> Tensor:
@@ -176,12 +183,13 @@ def logits_of_model(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def packing_arguments(ends: Tensor, longest: int, seq_ids_I: Tensor) -> dict[str, Any]:
-    """The keywords by which a forward is told where the sequences of a packed row lie; most models hand them down.
+    """Return the keyword arguments that tell a forward where the sequences of a packed row are; most models pass them
+    on.
 
     Args:
-        ends: [sequences + 1], where each starts and the last ends; int32.
-        longest: tokens of the longest.
-        seq_ids_I: [I], which sequence each token is of; int32.
+        ends: [sequences + 1], the start of each sequence and the end of the last; int32.
+        longest: number of tokens of the longest sequence.
+        seq_ids_I: [I], the sequence of each token; int32.
 
     Returns:
         Four for flash attention and linear attention, and `seq_idx` for convolutions. Torch's own convolutions cannot

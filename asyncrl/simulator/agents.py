@@ -1,7 +1,7 @@
 """Rollouts of a simulation, in place of a user's data set, agent and environment.
 
-The agent of single answers is asyncrl's own. Tokens mean nothing: a prompt's first one is its number, by which lengths
-of its answers are alike, and an answer's all are one that stands for its seed.
+The agent of single answers is asyncrl's own. Tokens have no meaning: a prompt's first token is the prompt's number, on
+which the lengths of its answers depend, and all tokens of an answer are one token that encodes its seed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from asyncrl.simulator.lengths import LogNormal
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Episodes of several turns: `least` to `most` of them, after each but the last a tool that takes `tool_s`, a
-    log-normal time in seconds, and answers `tool_tokens` tokens."""
+    """Episodes of `least` to `most` turns. Between two turns a tool takes `tool_s`, a log-normal time in seconds, and
+    returns `tool_tokens` tokens.
+    """
 
     least: int
     most: int
@@ -37,11 +38,11 @@ class Turns:
     tool_tokens: int
 
     def number(self, seed: int) -> int:
-        """Turns of the episode with this seed."""
+        """Return the number of turns of the episode with this seed."""
         return self.least + int(uniform(seed, 1) * (self.most - self.least + 1))
 
     def tool_s(self, seed: int) -> float:
-        """Seconds of a call."""
+        """Return the seconds of a tool call."""
         thousandths = LogNormal(1e3 * self.tool_median_s, self.tool_sigma, int(1e3 * self.tool_limit_s), alike=0.0)
         return 1e-3 * thousandths.tokens(0, seed)
 
@@ -52,7 +53,7 @@ class _NoWords:
 
 
 class _Scored(Environment):
-    """Every answer is worth nothing, after `user_s` seconds."""
+    """An environment that gives every answer the reward 0, after `user_s` seconds."""
 
     def __init__(self, user_s: float) -> None:
         self._user_s = user_s
@@ -94,7 +95,7 @@ class TurnsAgent(Agent):
 
 
 class _Client:
-    """An episode's client that counts nothing."""
+    """An episode's client without counters."""
 
     metrics: Mapping[str, float] = {}
 
@@ -110,8 +111,8 @@ class SimulatedCode:
 
     Args:
         turns: episodes of several turns; None: single answers.
-        prompt_tokens: of a prompt; with the rest in the run's units.
-        in_order: a prompt's number is its place in the data order.
+        prompt_tokens: tokens of a prompt; all tokens are in the run's units.
+        in_order: True if a prompt's number is its place in the data order.
         user_s: seconds that an environment takes for an answer.
     """
 

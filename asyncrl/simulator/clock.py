@@ -1,9 +1,8 @@
 """An asyncio event loop in virtual time.
 
-`loop.time()` is a number. Where a real loop would sleep until its next timer, this one sets the number forward and goes
-on at once. So a run of hours takes the time that its Python code takes, every `asyncio.sleep`, timeout and deadline of
-the code that runs in it is kept to the microsecond, and two runs are alike. Nothing may come from outside of the loop:
-no socket, no thread.
+`loop.time()` is a number. When a real loop would sleep until its next timer, this one advances the number and continues
+at once. So a run of hours takes only as long as its Python code, every `asyncio.sleep`, timeout and deadline in it is
+exact to the microsecond, and two runs are identical. The loop allows no input from outside: no socket, no thread.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from unittest import mock
 
 T = TypeVar("T")
 _NAMED = 12
-"""Waiting tasks that the message about a deadlock names."""
+"""Number of waiting tasks that the message about a deadlock names."""
 
 
 class Deadlock(RuntimeError):
-    """Everything waits for something that no timer brings; the message says what."""
+    """All tasks wait, and no timer will wake one; the message says what they wait for."""
 
 
 class _Skip(selectors.SelectSelector):
-    """Waits by setting its loop's time forward. It reports no file descriptor: there are none to wait for."""
+    """Waits by advancing its loop's time. It never reports a file descriptor, as there are none."""
 
     loop: VirtualLoop
 
@@ -46,12 +45,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = 1e-6  # of the base class: timers due within it run together, whatever a sum rounds to
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return the virtual time in seconds."""
         return self.now
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` in a loop of its own, from time 0. Code that asks `time.monotonic` is told virtual time too.
+    """Run `main` in a new loop, from time 0. `time.monotonic` returns virtual time meanwhile.
 
     Raises:
         Deadlock: see there.

@@ -1,9 +1,9 @@
-"""The cores of one host, which everything that computes there shares.
+"""The cores of one host, shared by all computations on it.
 
-On a machine with a core for each process nobody takes another's time. Where there are fewer, they are shared by weight,
-and nobody gets more than one core: what one cannot use goes to the others. That changes whenever one of them begins or
-ends, and those whose speed it changes are told, so that they set their next event anew: exact, as long as each computes
-with one thread.
+With one core per process no process slows another down. With fewer cores, they are shared by weight, and no computation
+gets more than one core: the part that one cannot use goes to the others. The shares change whenever a computation
+begins or ends, and those whose speed changes are told, so that they reschedule their next event. This is exact as long
+as each computes with one thread.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import math
 from typing import Protocol
 
 FIRST, LATER = 1024.0, 110.0
-"""The kernel's weights of nice 0, which training has where it runs on the CPU, and of nice 10, which all else has."""
+"""The kernel's weights of nice 0, for training on the CPU, and of nice 10, for everything else."""
 
 
 class Computing(Protocol):
     """A computation on the cores."""
 
     def advance(self) -> None:
-        """Compute up to now at the speed that there was: it changes."""
+        """Compute up to now at the old speed, which is about to change."""
         ...
 
     def reschedule(self) -> None:
-        """Set the next event anew: the speed has changed."""
+        """Reschedule the next event: the speed has changed."""
         ...
 
 
 class Cores:
-    """`count` cores; infinitely many: nobody takes another's time."""
+    """`count` cores; if infinitely many, no computation slows another down."""
 
     def __init__(self, count: float) -> None:
         self._count = count
@@ -41,12 +41,12 @@ class Cores:
         return self._speeds.get(computing, 1.0)
 
     def join(self, computing: Computing, weight: float = LATER) -> None:
-        """It computes from now on; harmless where it does already."""
+        """Add a computation; no effect if it runs already."""
         if self._count < math.inf and computing not in self._weights:
             self._change({**self._weights, computing: weight})
 
     def leave(self, computing: Computing) -> None:
-        """It computes no more; harmless where it does not."""
+        """Remove a computation; no effect if it does not run."""
         if computing in self._weights:
             self._change({other: weight for other, weight in self._weights.items() if other is not computing})
 
@@ -70,13 +70,13 @@ class Cores:
         return speeds
 
     async def work(self, seconds: float, weight: float = LATER) -> None:
-        """Compute for so many seconds of a core."""
+        """Compute for so many core-seconds."""
         if seconds > 0:
             await _Job(self, seconds).run(weight)
 
 
 class _Job:
-    """A number of seconds to compute."""
+    """A computation of a number of core-seconds."""
 
     def __init__(self, cores: Cores, seconds: float) -> None:
         self._cores, self._left = cores, seconds
@@ -86,7 +86,7 @@ class _Job:
         self._done = asyncio.Event()
 
     async def run(self, weight: float) -> None:
-        """To its end."""
+        """Run it to its end."""
         self._cores.join(self, weight)
         self.reschedule()
         try:
@@ -96,7 +96,7 @@ class _Job:
             self._cores.leave(self)
 
     def lengthen(self, seconds: float) -> None:
-        """It takes so much longer."""
+        """Add so many seconds to it."""
         self.advance()
         self._left += seconds
         self.reschedule()
@@ -116,10 +116,11 @@ class _Job:
 
 
 class Process:
-    """A process on the cores: one thing after the other, whatever threads it has, as they share an interpreter's lock.
+    """A process on the cores. It does one thing after the other even with several threads, because of the interpreter
+    lock.
 
     Attributes:
-        used_s: seconds of a core that it has computed.
+        used_s: core-seconds that it has computed.
     """
 
     def __init__(self, cores: Cores, weight: float = LATER) -> None:
@@ -128,7 +129,7 @@ class Process:
         self.used_s = 0.0
 
     async def work(self, seconds: float) -> None:
-        """Compute for so many seconds of a core, once what came before is done."""
+        """Compute for so many core-seconds, once the earlier work is done."""
         if seconds <= 0:
             return
         async with self._turn:
@@ -140,7 +141,7 @@ class Process:
                 self._job = None
 
     async def cut_in(self, seconds: float) -> None:
-        """Compute for so many seconds at once, in another thread: what is under way takes so much longer."""
+        """Compute for so many seconds at once, in another thread: the work under way takes so much longer."""
         if self._job is None:
             await self.work(seconds)
             return

@@ -1,32 +1,32 @@
-"""A simulated generation server: continuous batching by a model of its speed, behind the paths that a real one has.
+"""A simulated generation server: continuous batching by a model of its speed, with the HTTP paths of a real server.
 
-The model. A decode step of n sequences in r rows that have C tokens of context together takes
+The model. A decode step of n sequences in r rows with a total of C tokens of context takes
 
     step = step_s + sequence_s · n + row_s · r + context_s · C                                         seconds,
 
-that is reading the weights, sampling and what else each sequence costs, what each row computes, and reading the keys
-and values. A sequence is a row of its own; only where the engine computes samples whose tokens are the same so far once
-(`Answer.own_from`) there are fewer rows. To prefill t tokens that no cache has takes `prefill_s + prefill_token_s · t`,
-and `admission_s` for what is prefilled together; a call costs `call_s` of the server's HTTP. In these nothing is
-decoded: chunked or not, it is the device's time.
+for reading the weights, sampling and the other costs of each sequence, computing each row, and reading the keys and
+values. Each sequence is one row, except that an engine may compute samples whose tokens are equal so far only once
+(`Answer.own_from`). Prefilling t uncached tokens takes `prefill_s + prefill_token_s · t`, plus `admission_s` for all
+that are prefilled together; a call takes `call_s` of the server's HTTP. Nothing is decoded in these times: chunked or
+not, prefilling takes the device's time.
 
-With `change_share` what queues starts, and the row of what ended is left out, as in the embedded engine: not while
-something is prefilled, and only once that changes one sequence in so many, or after `idle_steps`. So what comes in a
-burst is prefilled together. Else, as on GPUs' servers, at once.
+With `change_share`, queued sequences start and the rows of ended ones are left out as in the embedded engine: not while
+something is prefilled, and only once this changes one sequence in so many, or after `idle_steps`. So requests that come
+in a burst are prefilled together. Without it this happens at once, as on servers with GPUs.
 
-At most `max_running` sequences run, of at most `kv_tokens` tokens; further ones queue, and where the running ones grow
-out of the memory the youngest goes back into the queue, to be prefilled again.
+At most `max_running` sequences with at most `kv_tokens` tokens run; further ones queue. If the running ones need more
+memory, the youngest goes back into the queue and is prefilled again.
 
-Nothing is simulated token by token. While nobody comes or goes, k steps take
+Nothing is simulated token by token. While no sequence starts or ends, k steps take
 
     t(k) = β k + α k²,    α = context_s · r / 2,    β = step_s + sequence_s · n + row_s · r + context_s · C,
 
-so the next event (the shortest answer ends, one parts from its group, memory is full) is a root of that, and what was
-decoded when something else happens before it another. All running sequences are at the same count of steps, so each is
-a number at which it ends or parts, in a heap: an event costs O(log n), however many run.
+so the time of the next event (the shortest answer ends, one parts from its group, memory is full) is a root of this
+equation, and so is the number of decoded tokens if something else happens first. All running sequences are at the same
+count of steps, so each is a number in a heap, the count at which it ends or parts: an event costs O(log n).
 
-Prefixes that are cached (a group's prompt, a conversation, an answer whose call took long) are not prefilled again; the
-cache is emptied with new weights, and holds as many tokens as the memory, those used last.
+Cached prefixes (a group's prompt, a conversation, an answer whose call took long) are not prefilled again; the cache is
+emptied with new weights, and keeps the most recently used prefixes, up to the memory's number of tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from asyncrl.simulator.lengths import Lengths
 
 _INSTANT_S = 1e-9
 ADMITTED_TO = 0.9
-"""Share of the memory up to which sequences start: the rest is for the running ones to grow into."""
+"""Share of the memory up to which sequences start; the running ones need the rest to grow."""
 
 
 class Engine:
@@ -63,9 +63,9 @@ class Engine:
 
     Args:
         model: its speed.
-        lengths: of answers.
-        version: of its weights.
-        cores: what it computes with, where others need them, too.
+        lengths: lengths of answers.
+        version: version of its weights.
+        cores: the cores that it shares with other processes.
     """
 
     def __init__(self, model: EngineModel, lengths: Lengths, version: int = 0, cores: Cores | None = None) -> None:
@@ -74,9 +74,9 @@ class Engine:
         self._lengths = lengths
         self.counts = EngineCounts()
         self.gone: asyncio.Event = asyncio.Event()
-        """The process ended: calls break."""
+        """Set once the process has ended, which breaks its calls."""
         self.frozen: asyncio.Event | None = None
-        """Set while the process is stopped: nothing is answered until the event."""
+        """An event while the process is suspended: nothing is answered until it is set."""
         self._loop = asyncio.get_running_loop()
         self._at = self._loop.time()
         self._steps = 0.0
@@ -218,7 +218,7 @@ class Engine:
         return {"success": True, "weight_version": str(self.version)}
 
     def die(self) -> None:
-        """The process ends at once: what it was asked breaks off."""
+        """End the process at once: calls under way break."""
         self.advance()
         self.gone.set()
         if self.frozen is not None:
@@ -234,13 +234,13 @@ class Engine:
         self._alive = self._rows = 0
 
     def stop(self) -> None:
-        """The process is stopped: it computes and answers nothing until `go_on`."""
+        """Suspend the process: it computes and answers nothing until `go_on`."""
         self.advance()
         self.frozen = asyncio.Event()
         self.reschedule()
 
     def go_on(self) -> None:
-        """The opposite of `stop`."""
+        """Resume the process after `stop`."""
         self._at = self._loop.time()
         assert self.frozen is not None
         self.frozen.set()
@@ -248,19 +248,19 @@ class Engine:
         self.reschedule()
 
     def settle(self) -> EngineCounts:
-        """The counts as of now."""
+        """Return the counts as of now."""
         self.advance()
         return self.counts
 
     @property
     def sequences(self) -> int:
-        """Answers under way or queued."""
+        """Number of answers under way or queued."""
         return len(self._by_rid)
 
     # continuous batching
 
     def _steps_in(self, seconds: float) -> float:
-        """k with t(k) = seconds; see the module's docstring."""
+        """Return k with t(k) = seconds; see the module's docstring."""
         alpha, beta = self._step()
         return 2 * seconds / (beta + math.sqrt(beta * beta + 4 * alpha * seconds))
 
@@ -269,12 +269,12 @@ class Engine:
         return steps * (beta + alpha * steps)
 
     def _step(self) -> tuple[float, float]:
-        """α and β; see the module's docstring."""
+        """Return α and β; see the module's docstring."""
         alive, rows = self._alive + self._holes, self._rows + self._hole_rows
         return self.model.context_s * self._rows / 2, self.model.decode_step_s(alive, self._context, rows)
 
     def advance(self) -> None:
-        """Compute up to now, at the speed that there was."""
+        """Compute up to now, at the old speed."""
         now = self._loop.time()
         seconds, self._at = now - self._at, now
         if self.frozen is not None or seconds <= 0:
@@ -299,7 +299,7 @@ class Engine:
             counts.running_s += seconds * self._alive
 
     def _event(self) -> None:
-        """An answer ends, one parts from its group, or the memory is full."""
+        """Process an event: an answer ends, one parts from its group, or the memory is full."""
         self._timer = None
         self.advance()
         self._drop_ended()
@@ -326,7 +326,7 @@ class Engine:
         self._admit()
 
     def _admit(self) -> None:
-        """Start what queues as far as there is room, then wait for the next event."""
+        """Start queued sequences while there is room, then wait for the next event."""
         if not self._may_change():
             self.reschedule()
             return
@@ -340,7 +340,7 @@ class Engine:
         self.reschedule()
 
     def _has_room(self) -> bool:
-        """For the first that queues."""
+        """True if there is room for the first queued sequence."""
         needed = self._context + self._queue[0].context
         return self._alive < self.model.max_running and (
             not self._alive or needed <= ADMITTED_TO * self.model.kv_tokens
@@ -377,19 +377,19 @@ class Engine:
             self._await(sequence, min(sequence.own_from, sequence.most))
 
     def _part(self, sequence: Running) -> None:
-        """From here on it is computed in a row of its own."""
+        """Compute the sequence in its own row from here on."""
         sequence.own = True
         self._rows += 1
         self._context += sequence.context
         self._await(sequence, sequence.most)
 
     def _await(self, sequence: Running, done: float) -> None:
-        """An event once it has generated so much."""
+        """Schedule an event for when the sequence has generated `done` units."""
         sequence.place = next(self._numbers)
         heapq.heappush(self._running, (self._steps + done - sequence.done, sequence.place, sequence))
 
     def _settle(self, sequence: Running) -> None:
-        """Write down what a running sequence has by now."""
+        """Update the number of units that a running sequence has generated."""
         if sequence.running:
             sequence.done = min(sequence.most, sequence.done + self._steps - sequence.began_at)
             sequence.began_at = self._steps
@@ -422,7 +422,7 @@ class Engine:
             heapq.heappop(self._running)
 
     def reschedule(self) -> None:
-        """Set the timer to the next event, at the speed that there is now."""
+        """Set the timer to the next event, at the current speed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -444,5 +444,5 @@ class Engine:
 
 
 def _runs(entry: tuple[float, int, Running]) -> bool:
-    """True if the entry of the heap belongs to the sequence's present run."""
+    """True if the heap's entry belongs to the sequence's current run."""
     return entry[2].running and entry[2].place == entry[1]

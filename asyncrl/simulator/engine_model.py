@@ -8,16 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 GROUPS_TOKEN = 1
-"""Stands for all tokens that samples of a group have alike."""
+"""The token used wherever samples of a group have equal tokens."""
 ROUNDING = 1e-6
-"""Tokens that a sequence may lack at its end, by rounding."""
+"""Part of a token that a sequence may lack at its end because of rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Speed of a server; see the module's docstring. `update_s`: from its pause to its new weights.
+    """Speed of a server; see `asyncrl.simulator.engine`. `update_s`: time from its pause to its new weights.
 
-    `kv_tokens`: what its memory holds of context, in tokens.
+    `kv_tokens`: number of tokens of context that fit its memory.
     """
 
     step_s: float
@@ -32,17 +32,19 @@ class EngineModel:
     admission_s: float = 0.0
     call_s: float = 0.0
     change_share: int = 0
-    """What queues starts, and what ended leaves its row, once that is one sequence in so many; 0: at once."""
+    """Queued sequences start, and ended ones leave their rows, once they are one sequence in so many; 0: at once."""
     idle_steps: int = 0
-    """With `change_share`: or so many steps after it was done last."""
+    """With `change_share`: or so many steps after the last such change."""
 
     def decode_step_s(self, running: int, context: float, rows: int | None = None) -> float:
-        """One token of each of `running` sequences with `context` tokens of context in all; `rows` None: as many."""
+        """Return the time for one token of each of `running` sequences with `context` tokens in total; by default
+        `rows` is `running`.
+        """
         rows = running if rows is None else rows
         return self.step_s + self.sequence_s * running + self.row_s * rows + self.context_s * context
 
     def coarse(self, grain: int) -> EngineModel:
-        """The same server, in units of `grain` tokens: a unit of an answer takes `grain` steps."""
+        """Return the same server in units of `grain` tokens: a unit of an answer takes `grain` steps."""
         return replace(
             self,
             step_s=self.step_s * grain,
@@ -54,16 +56,17 @@ class EngineModel:
         )
 
     def slower(self, factor: float) -> EngineModel:
-        """All takes `factor` times as long."""
+        """Return a server that takes `factor` times as long for everything."""
         times = [each.name for each in fields(self) if each.name.endswith("_s")]
         return replace(self, **{name: getattr(self, name) * factor for name in times})
 
 
 @dataclass(slots=True)
 class Running:
-    """An answer under way. `done`: units generated, as of the last time it stopped running; `own_from`: units that are
-    another's of its group, too; `began_at`: in the engine's count of steps while it runs; `own`: it runs in a row of
-    its own; `marks`: (units, version) where the version changed."""
+    """An answer under way. `done`: units generated when it last stopped running; `own_from`: units that it shares with
+    another answer of its group; `began_at`: while it runs, its start in the engine's count of steps; `own`: it runs in
+    its own row; `marks`: (units, version) at each change of the version.
+    """
 
     rid: str
     input_ids: Sequence[int]
@@ -77,18 +80,18 @@ class Running:
     running: bool = False
     own: bool = False
     place: int = -1
-    """Number of its entry in the heap, which holds those of earlier starts too."""
+    """Number of its entry in the heap, which also holds entries of earlier starts."""
     aborted: bool = False
     marks: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def context(self) -> float:
-        """Units of context when it begins to run."""
+        """Return the units of context when it begins to run."""
         return len(self.input_ids) + self.done
 
     @property
     def units(self) -> int:
-        """Whole units generated."""
+        """Return the number of whole units generated."""
         return int(self.done + ROUNDING)
 
     @property
@@ -101,7 +104,8 @@ class Running:
 @dataclass(slots=True)
 class EngineCounts:
     """Work of a server: seconds of decoding or prefilling, seconds paused, the integral of running sequences over time,
-    and token counts."""
+    and token counts.
+    """
 
     busy_s: float = 0.0
     prefilling_s: float = 0.0
@@ -111,29 +115,29 @@ class EngineCounts:
     prefilled: float = 0.0
     cached: float = 0.0
     interrupted: float = 0.0
-    """Tokens of answers that a weight update ended, which have to be prefilled again."""
+    """Tokens of answers that a weight update interrupted, which must be prefilled again."""
     retracted: int = 0
     updates: int = 0
 
     def add(self, other: EngineCounts) -> None:
-        """Sum of two."""
+        """Add `other` to these counts."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class PrefixCache:
-    """Prefixes whose keys and values are there: of at most `capacity` units, those used last."""
+    """The prefixes whose keys and values are cached: the most recently used, up to `capacity` units."""
 
     def __init__(self, capacity: float) -> None:
         self._capacity = capacity
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     def clear(self) -> None:
-        """With new weights."""
+        """Empty the cache, as the weights are new."""
         self._cached.clear()
 
     def found(self, ids: Iterable[int]) -> int:
-        """Units of `ids` from the beginning on that are cached; from here on all of them are."""
+        """Return how many of the first units of `ids` are cached; then cache all of them."""
         key = found = 0
         missed = False
         for token in ids:

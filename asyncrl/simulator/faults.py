@@ -1,9 +1,9 @@
-"""Generation servers that come, go, and misbehave. What is drawn depends on the run's seed alone.
+"""Generation servers that die, freeze or are slow. The random choices depend only on the run's seed.
 
-A server that dies breaks the calls to it. Its registration stays until its lease is over, then a new process takes its
-place, at another address and with the base model's weights, as a launcher starts it. One that is stopped (a frozen
-virtual machine, a driver that hangs) answers nothing, and goes on where it was. One that is taken away (a preemptible
-machine) dies and comes back much later, with others at the same time.
+A server that dies breaks the calls to it. Its registration stays until its lease is over; then a new process takes its
+place, at another address and with the initial model's weights, as a launcher starts it. A suspended server (a frozen
+virtual machine, a hanging driver) answers nothing, and later continues where it was. A preempted server dies and comes
+back much later, together with others.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class Faults:
     """Faults of the servers; times in seconds, None: never.
 
     Attributes:
-        slow_share, slow_factor: so many of the servers take so many times as long for everything.
+        slow_share, slow_factor: this share of the servers takes so many times as long for everything.
         death_every_s: mean time between two deaths of one server; `restart_s`: until its next process registers.
-        silence_every_s: mean time between two stops of one server, of `silence_s` each.
-        preempted_share, preempted_at_s, preempted_for_s: so many of the servers are taken away then, for so long.
+        silence_every_s: mean time between two suspensions of one server, of `silence_s` each.
+        preempted_share, preempted_at_s, preempted_for_s: this share of the servers is taken away at that time, for so
+            long.
     """
 
     slow_share: float = 0.0
@@ -51,8 +52,8 @@ class Fleet:
     """The servers of a run.
 
     Args:
-        tell: is told what name resolution has: index to (URL, version at registration).
-        lease_s: a registration outlives its process by so much.
+        tell: called with the registered servers: index to (URL, version at registration).
+        lease_s: seconds by which a registration outlives its process.
     """
 
     def __init__(
@@ -82,13 +83,13 @@ class Fleet:
         self.deaths = self.silences = 0
 
     def start(self) -> None:
-        """All servers are there."""
+        """Register all servers."""
         for index in range(self._count):
             self._begin(index)
         self._tell(self._registered)
 
     async def run(self) -> None:
-        """Do what is to happen."""
+        """Cause the faults."""
         faults, seeds = self._faults, [self._random.getrandbits(32) for _ in range(2 * self._count + 1)]
         async with asyncio.TaskGroup() as tasks:
             for index in range(self._count):
@@ -111,7 +112,7 @@ class Fleet:
 
     @property
     def sequences(self) -> int:
-        """Answers under way or queued at the servers."""
+        """Return the number of answers under way or queued at the servers."""
         return sum(engine.sequences for engine in self.engines.values())
 
     def _begin(self, index: int) -> None:
@@ -123,7 +124,7 @@ class Fleet:
         self._registered[index] = (url, 0)
 
     async def _die(self, index: int, back_after_s: float) -> None:
-        """The server's process ends; another one comes."""
+        """End the server's process; a new one starts later."""
         engine = self.engines.pop(index)
         del self._network.hosts[self._urls[index]]
         self._past.add(engine.settle())

@@ -1,4 +1,4 @@
-"""Computations on one host beside engines and trainer, and the delay until its manager learns of a version."""
+"""Computations on one host besides engines and trainer, and the delay until its manager learns of a version."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from asyncrl.simulator.cores import FIRST, Cores, Process
 from asyncrl.simulator.setup import Host
 
 NOTHING = Host(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-"""Where no host is given: nobody takes another's time, and what is simulated besides engines and trainer takes none."""
+"""Used if no host is given: no process slows another, and everything besides engines and trainer takes no time."""
 
 
 class Processes:
-    """The processes of a run, each of which does one thing after the other, on `host`; None: they take no time.
+    """The processes of a run on `host`, each of which does one thing at a time; None: they take no time.
 
-    `probe` is a server's, while it gets no requests; `rank` comes first on the cores.
+    `probe` is a server's process while it gets no requests; `rank` has priority on the cores.
     """
 
     def __init__(self, host: Host | None, cores: Cores) -> None:
@@ -34,19 +34,19 @@ class Processes:
         return Process(self._cores)
 
     async def receive(self) -> None:
-        """A thread of the rank takes a trajectory in, before it is acknowledged."""
+        """Receive a trajectory in a thread of the rank, before it is acknowledged."""
         await self.rank.cut_in(self.host.receive_s)
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Nobody waits for it."""
+        """Start `work`, for which nothing waits."""
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
 
 class Announcements:
-    """Versions as the manager hears of them: it looks for one, as name resolution does, after longer and longer pauses,
-    and from the shortest again after `WATCH_S`, or once it has found one. Not `polled`: at once.
+    """The versions as the manager learns of them. It polls like name resolution, with growing pauses that start from
+    the shortest again after `WATCH_S` or once it has found a version. If not `polled`, it learns of them at once.
     """
 
     def __init__(self, tell: Callable[[Target], None], *, polled: bool) -> None:
@@ -55,7 +55,7 @@ class Announcements:
         self._watched_from = self._loop.time()
 
     def announce(self, target: Target) -> None:
-        """It is published."""
+        """Publish `target`."""
         self._loop.call_later(self._next_look_s() if self._polled else 0.0, self._heard, target)
 
     def _heard(self, target: Target) -> None:

@@ -1,12 +1,13 @@
 """Lengths of answers in tokens: a function of the seed, so that an interrupted answer continues to the same end.
 
-Log-normal: reasoning models' lengths have a median of some thousand tokens and a tail that only the length limit ends.
-Answers to one prompt are alike: of the variance of the logarithm the share `alike` is the prompt's.
+Log-normal: lengths of reasoning models' answers have a median of some thousand tokens and a tail up to the length
+limit. Answers to one prompt are similar: the share `alike` of the logarithm's variance is common to a prompt.
 
     log length = log median + σ (√alike · z(prompt) + √(1 - alike) · z(answer)),   z standard normal
 
-Or the groups that a real run recorded, of which each prompt is one by chance: its answers have their lengths, and part
-where they parted (`own_from`), which tells how many rows an engine has to compute that computes what is the same once.
+Or the recorded groups of a real run. Each prompt is assigned one by chance: its answers have the same lengths and
+differ from the same token on (`own_from`), which determines the number of rows of an engine that computes equal tokens
+once.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ _NORMAL = NormalDist()
 
 
 class Answer(NamedTuple):
-    """`tokens` of an answer, at least 1. The first `own_from` of them are another's of its group, too. One that `leads`
-    is the one that the others share them with."""
+    """`tokens` of an answer, at least 1. It shares the first `own_from` of them with another answer of its group, the
+    one that `leads`.
+    """
 
     tokens: int
     own_from: int = 0
@@ -34,14 +36,14 @@ class Answer(NamedTuple):
 
 
 class Lengths(Protocol):
-    """Answers by the numbers of the prompt, of its own seed, and of the member of the group."""
+    """Lengths of answers, by the prompt's number, the answer's seed, and the number of the member of the group."""
 
     def answer(self, prompt: int, seed: int, member: int) -> Answer:
-        """The same for the same numbers."""
+        """Return the answer; equal numbers give equal answers."""
         ...
 
     def coarse(self, grain: int) -> Lengths:
-        """In units of `grain` tokens."""
+        """Return the same lengths in units of `grain` tokens."""
         ...
 
 
@@ -74,10 +76,10 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The groups of a real run; of each its answers, as tokens, `own_from` and reward, the first of which leads.
+    """The groups of a real run; each answer has tokens, `own_from` and reward, and the first answer of a group leads.
 
-    `times`: they are so many times as long here. `apart`: engines compute each answer for itself, as those on GPUs do.
-    `in_order`: prompts are numbered by their places, each has its own group, and beyond the last they go backwards.
+    `times`: the lengths are multiplied by this. `apart`: engines compute each answer separately, as those on GPUs do.
+    `in_order`: prompts are numbered by their places and have their own groups; after the last the order is reversed.
     """
 
     groups: tuple[tuple[tuple[int, int, float], ...], ...]
@@ -87,7 +89,7 @@ class Recorded:
 
     @property
     def mean(self) -> float:
-        """Tokens of an answer."""
+        """Return the mean number of tokens of an answer."""
         lengths = [tokens for group in self.groups for tokens, _, _ in group]
         return self.times * sum(lengths) / len(lengths)
 
@@ -105,7 +107,7 @@ class Recorded:
         return replace(self, times=self.times / grain)
 
     def is_trained(self, order: int) -> bool:
-        """True if the rewards of the group at that place differ."""
+        """True if the rewards of the group at this place differ."""
         return len({reward for _, _, reward in self._at(order)}) > 1
 
     def _at(self, order: int) -> tuple[tuple[int, int, float], ...]:
@@ -114,7 +116,7 @@ class Recorded:
 
     @staticmethod
     def of_places(groups: Mapping[int, Sequence[tuple[int, int, float]]]) -> Recorded:
-        """In order; at places whose group is not known is the one before."""
+        """Return the groups in order; a place whose group is unknown gets the previous one."""
         found = [tuple(groups[min(groups)])]
         for place in range(1, max(groups) + 1):
             found.append(tuple(groups[place]) if place in groups else found[-1])
@@ -122,11 +124,11 @@ class Recorded:
 
     @staticmethod
     def of_run(run_dir: Path, after: int = 0) -> Recorded:
-        """Read the lengths of the samples that a run kept (`samples.every=1`), without those of its first `after`
+        """Read the lengths of the samples that a run saved (`samples.every=1`), without those of its first `after`
         steps.
 
         Raises:
-            ValueError: it kept none.
+            ValueError: it saved none.
         """
         import pyarrow.parquet as pq
 
@@ -148,12 +150,12 @@ class Recorded:
 
     @staticmethod
     def of_file(file: Path, times: float = 1.0) -> Recorded:
-        """As `save` wrote it."""
+        """Read a file written by `save`."""
         groups = json.loads(file.read_text())
         return Recorded(tuple(tuple((length, own, reward) for length, own, reward in group) for group in groups), times)
 
     def save(self, file: Path) -> None:
-        """For `of_file`, without `times`."""
+        """Write the groups for `of_file`, without `times`."""
         lines = (json.dumps(group, separators=(",", ":")) for group in self.groups)
         file.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 

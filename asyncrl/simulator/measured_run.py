@@ -9,7 +9,7 @@ Sources, all over the doctor's window of newest steps:
     rest       seconds of a rollout outside of generation; publishing, checkpoints and evaluations of a step; seconds
                of the servers' weight updates
 
-A figure that the files do not determine is replaced by a careful one, and `MeasuredRun.assumed` names it.
+A figure that the files do not determine is replaced by a conservative one, which `MeasuredRun.assumed` names.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from asyncrl.simulator.trainer import TrainerModel
 from asyncrl.trainer.parallel.layout import Layout
 
 FEWEST_LOADS = 4
-"""Readings of the servers below which their speed is not known."""
+"""With fewer readings of the servers their speed is unknown."""
 LEAST_SPREAD = 1.3
-"""Ratio of the greatest to the smallest load below which a fit cannot tell `step_s` from `sequence_s`."""
+"""With a smaller ratio of the greatest to the smallest load a fit cannot separate `step_s` and `sequence_s`."""
 UNITS = 48
 """Simulated tokens of a mean answer; real tokens are grouped into these units."""
 SIMULATED_STEPS = 10
@@ -56,9 +56,9 @@ class MeasuredRun:
     Attributes:
         setup: simulates the run as it was.
         step_s: measured seconds of a step.
-        layout: of the training ranks.
-        server_devices: devices of one generation server.
-        assumed: what the files do not say, and what was taken instead; one sentence each.
+        layout: layout of the training ranks.
+        server_devices: number of devices of one generation server.
+        assumed: the figures missing from the files, and the values used instead; one sentence each.
     """
 
     setup: Setup
@@ -113,12 +113,14 @@ def measured_run(history: History, measured: Measured) -> MeasuredRun:
 
 
 def steps_of(eta: int) -> dict[str, Any]:
-    """Return the steps to simulate for `eta`. The first ones do not count: they train the answers that are short."""
+    """Return the steps to simulate for `eta`. The first ones do not count, as they train the short answers."""
     return {"steps": eta + SIMULATED_STEPS, "warm_up": eta + 4}
 
 
 def _seconds(history: History, measured: Measured) -> tuple[float, float]:
-    """Begin and end of the measured steps, in seconds since 1970; the warm-up before counts for loads, too."""
+    """Return begin and end of the measured steps, in seconds since 1970; for loads the warm-up before them counts
+    too.
+    """
     first, last = (history.steps[step].at for step in measured.steps)
     return first - measured.step_s, last
 
@@ -187,7 +189,7 @@ def _engine(
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Non-negative intercept and slope that make the relative error of `y` small (least squares)."""
+    """Return the non-negative intercept and slope with the smallest relative error of `y` (least squares)."""
     weights = 1 / np.maximum(np.array(y, float), 1e-12)
     columns = np.stack([weights, weights * np.array(x, float)], axis=1)
     intercept, slope = np.linalg.lstsq(columns, np.ones(len(x)), rcond=None)[0]
@@ -214,7 +216,7 @@ def _trainer(history: History, m: Measured, mean: float, prompt_tokens: int, ass
 
 
 def _lengths(history: History, m: Measured, assumed: list[str]) -> LogNormal:
-    """Lengths of answers; the limit is the setting or the longest answer seen."""
+    """Return the lengths of answers; the limit is the setting or the longest answer seen."""
     rows = [row for row in window(history) if row.get("rollout/len_mean")]
     limit = int(history.setting("rollout.sampling.max_new_tokens", 0))
     if rows:
@@ -233,7 +235,7 @@ def _lengths(history: History, m: Measured, assumed: list[str]) -> LogNormal:
 
 
 def _sigma(ratio: float, count: int) -> float:
-    """Return σ of a log-normal of which the longest of `count` is `ratio` times the mean, as far as one is.
+    """Return σ of the log-normal whose longest of `count` draws is `ratio` times the mean, or the nearest possible.
 
     The longest is about exp(μ + σ z) with z = Φ⁻¹(1 - 1/count), and the mean exp(μ + σ²/2).
     """

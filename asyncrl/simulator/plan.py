@@ -1,8 +1,8 @@
-"""Which split of a number of devices between training and generation, and which η, would be fastest for a run.
+"""The search for a run's fastest split of a number of devices between training and generation, and its fastest η.
 
-Each candidate is simulated with the run's own rates (`measured_run`), and so is the run as it was: how far that is from
-what was measured says how far to trust the rest. A server keeps its number of devices, and the training ranks keep
-their tensor and pipeline axes, so that only the number of servers and of data-parallel ranks changes.
+Each candidate is simulated with the run's own rates (`measured_run`). So is the run as it was: the difference from the
+measured time shows how far to trust the other predictions. A server keeps its number of devices, and the training ranks
+keep their tensor and pipeline axes, so only the numbers of servers and of data-parallel ranks change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl.trainer.parallel.layout import Layout
 ETAS = (0, 1, 2, 4, 8)
 MOST_SPLITS = 9
 WORTH = 1.1
-"""A larger η has to make a step faster by this factor, as tokens get older."""
+"""A larger η must make a step faster by this factor to be worth the older tokens."""
 ASSUMED = (
     "train time beyond its fixed part falls with the number of data-parallel ranks; publishing and checkpoints do not",
     "servers are alike, and each has as many cores or GPUs as those that were measured",
@@ -34,7 +34,7 @@ class Candidate:
     Attributes:
         layout: `trainer.parallel`.
         servers: `generation.servers`.
-        places: rollouts at a time over all RolloutWorkers.
+        places: number of rollouts at a time over all RolloutWorkers.
         step_s: predicted seconds of a step.
         wait: predicted share of the time in which training waits for rollouts.
         idle: predicted share of the time in which servers have nothing to decode.
@@ -130,7 +130,7 @@ def _splits(run: MeasuredRun, devices: int) -> Iterator[tuple[Layout, int]]:
 
 
 def _setup(run: MeasuredRun, layout: Layout, servers: int, eta: int) -> Setup:
-    """The run with other devices, and with as many rollouts at a time as η admits and the servers can decode."""
+    """Return the run with other devices, and with as many rollouts at a time as η admits and the servers can decode."""
     own = run.setup
     room = -(-servers * own.engine.max_running // own.group)
     copies = run.layout.ranks // (run.layout.tensor * run.layout.pipeline)

@@ -1,12 +1,12 @@
-"""One simulated run: the control plane's own code, and around it what is simulated.
+"""One simulated run: the control plane's own code, with simulated surroundings.
 
 Real: `ManagerService` with its gate, router, leases and pacing; `FleetDecisions` and `FleetRunner`; `ManagerClient`,
 `RolloutClient` and `RolloutLoop` of every RolloutWorker; `PromptQueue`; `Collector`, `SampleBuffer` and the ranks'
 `Inbox`. Simulated: the servers (`Engine`), the time that a step and its publishing take, HTTP and ZMQ (calls in
 process), name resolution (a call). The master's step is the loop below, in the order of `asyncrl.master.train_loop`.
 
-At the end the run is brought to rest and audited: no rollout may be lost, nothing may stay placed on a server, every
-server that lives has to serve the newest version, and no trained token may be older than allowed.
+At the end the run is brought to rest and audited: no rollout may be lost, no request may stay placed on a server, every
+live server must serve the newest version, and no trained token may be older than allowed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.api import GenerationRequest, GenerationResult
-from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.update import UpdateCheck
 from asyncrl.manager.messages import (
-    AllocateReply,
     Empty,
     GateBooks,
     RequestSize,
-    Route,
-    RouteRequest,
     RunReport,
     StatusReply,
 )
@@ -43,11 +38,11 @@ from asyncrl.master.data.collector import Collector
 from asyncrl.master.recovery.recorded import Recorded
 from asyncrl.master.settings import OnStale
 from asyncrl.plugins.datasets.queue.order import DataOrder
-from asyncrl.rollout.generation.client import RolloutClient
 from asyncrl.rollout.loop import RolloutLoop
 from asyncrl.rollout.settings import Pacing, RolloutConfig
 from asyncrl.runtime.process.waiting import cancel
 from asyncrl.simulator.agents import SimulatedCode
+from asyncrl.simulator.clients import SimulatedManagerClient, SimulatedRolloutClient
 from asyncrl.simulator.clock import run as run_virtual
 from asyncrl.simulator.cores import Cores
 from asyncrl.simulator.engine_model import EngineCounts
@@ -61,62 +56,21 @@ from asyncrl.trainer.messages import Discard, RolloutRecord
 from asyncrl.weights.transports.disk import DiskManagerEnd
 
 HOLD_S = 10.0
-"""As the master's: how long the manager holds one question about expiring rollouts."""
+"""As in the master: how long the manager holds one question about expiring rollouts."""
 LEASE_TICK_S = 1.0
 REST_LIMIT_S = 7200.0
-"""Virtual time in which a run has to come to rest after its last step."""
+"""Virtual time within which a run must come to rest after its last step."""
 
 _log = logging.getLogger(__name__)
 
 
 class Stalled(RuntimeError):
-    """A step took longer than allowed; the message tells what the gate and the buffer have."""
-
-
-class _Client(ManagerClient):
-    """The real client, whose calls stay in the process; a manager on a host computes for what it is asked."""
-
-    def __init__(self, worker: str, network: Network, on: Processes) -> None:
-        super().__init__("http://manager", worker, None)
-        self._http = VirtualHttp(network)
-        self._on = on
-
-    async def allocate(self, *args: Any, **more: Any) -> AllocateReply:
-        reply = await super().allocate(*args, **more)
-        await self._on.manager.work(len(reply.granted) * self._on.host.manager_s / 2)
-        return reply
-
-    async def schedule(self, request: RouteRequest, timeout_s: float) -> Route | None:
-        route = await super().schedule(request, timeout_s)
-        await self._on.manager.work(self._on.host.manager_s / 2)
-        return route
-
-
-class _Rollouts(RolloutClient):
-    """Likewise; a worker on a host computes for each rollout and call, one after the other."""
-
-    def __init__(self, manager: ManagerClient, network: Network, on: Processes, **settings: Any) -> None:
-        super().__init__(manager, security=None, **settings)
-        self._http = VirtualHttp(network)
-        self._on, self._worker = on, on.worker()
-
-    async def generate(self, request: GenerationRequest, *args: Any, **more: Any) -> GenerationResult:
-        found = await super().generate(request, *args, **more)
-        tokens = sum(len(each.token_ids) for each in found.completions)
-        await self._worker.work(self._on.host.rollout_s + self._on.host.rollout_token_s * tokens)
-        if self._on.host.manager_s:
-            self._on.begin(self._on.manager.work(self._on.host.manager_s / 2))
-        return found
-
-    async def _round(self, *args: Any) -> None:
-        await self._worker.work(self._on.host.call_s / 2)
-        await super()._round(*args)
-        await self._worker.work(self._on.host.call_s / 2)
+    """A step took longer than allowed; the message shows the state of the gate and the buffer."""
 
 
 @dataclass(slots=True)
 class _Mark:
-    """State of the run at a time."""
+    """State of the run at one time."""
 
     at: float
     counts: EngineCounts
@@ -175,7 +129,7 @@ class Simulation:
         self.head = DataHead(capacity, self.on.receive, shares_prefixes=setup.shares_prefixes)
         self.buffer = SampleBuffer(setup.batch, setup.eta, setup.on_stale)
         self.collector = Collector([self.head], self.buffer)  # type: ignore[list-item]
-        self.manager = _Client("master_worker/0", self.network, self.on)
+        self.manager = SimulatedManagerClient("master_worker/0", self.network, self.on)
         self.version = 0
         self.staleness: Counter[int] = Counter()
         self.beyond = 0  # tokens older than η, which carry no loss with on_stale=mask
@@ -188,7 +142,7 @@ class Simulation:
         self._books = GateBooks(0, 0, {}, 0)
 
     async def run(self) -> Outcome:
-        """All steps, then rest and audit.
+        """Run all steps, bring the run to rest, and audit it.
 
         Raises:
             Stalled, Deadlock: see there.
@@ -252,7 +206,7 @@ class Simulation:
             await asyncio.sleep(LEASE_TICK_S)
 
     async def _worker(self, index: int) -> None:
-        """A RolloutWorker."""
+        """Run a RolloutWorker."""
         setup = self.setup
         most = setup.in_flight or setup.batch * (setup.eta + 1)
         concurrent = -(-most // setup.workers)
@@ -270,10 +224,10 @@ class Simulation:
             rollout_timeout_s=setup.rollout_timeout_s,
             request_timeout_s=setup.request_timeout_s,
         )
-        manager = _Client(f"rollout_worker/{index}", self.network, self.on)
+        manager = SimulatedManagerClient(f"rollout_worker/{index}", self.network, self.on)
         requests = concurrent if setup.turns is None else concurrent * setup.group
         limits = {"max_concurrent": requests, "request_timeout_s": setup.request_timeout_s}
-        async with _Rollouts(manager, self.network, self.on, **limits) as client:
+        async with SimulatedRolloutClient(manager, self.network, self.on, **limits) as client:
             await RolloutLoop(code, manager, client, self.head.push, config).run()
 
     # the master, in the order of `asyncrl.master.train_loop.TrainLoop`
@@ -318,7 +272,7 @@ class Simulation:
         self.steps.append(self._loop.time() - begun)
 
     def _trained_tokens(self, record: RolloutRecord) -> int:
-        """None where it is known that the rewards of its group are all alike."""
+        """Return the number of trained tokens; 0 if the rewards of the group are known to be equal."""
         lengths = self.setup.lengths
         if self.setup.in_order and not lengths.is_trained(record.order):
             return 0
@@ -375,7 +329,7 @@ class Simulation:
         return _Mark(self._loop.time(), counts, self._train_s, self._wait_s, self.staleness.copy(), self.answers.copy())
 
     async def _audit(self) -> list[str]:
-        """Let what runs end, then look whether everything is accounted for."""
+        """Let all rollouts end, then check that everything is accounted for."""
         found: list[str] = []
         await self.manager.close_gate()
         deadline = self._loop.time() + REST_LIMIT_S

@@ -20,15 +20,15 @@ LONG = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One host on which everything runs, and what its processes compute besides the engine and the trainer.
+    """One host on which everything runs, and the computing time of its processes besides engine and trainer.
 
-    Training comes first on its cores, as on the demo's (`cores.FIRST`). Attributes, in CPU-seconds:
+    Training has priority on its cores, as in the demo (`cores.FIRST`). Attributes, in CPU-seconds:
         cores: of the host.
         call_s: of a RolloutWorker, for a call to a server; half of it before the call and half after it.
         rollout_s, rollout_token_s: of a RolloutWorker, for a rollout and a token of it, once its answers are there.
-        receive_s: of the ranks' other threads, for a rollout, before it is acknowledged. They come first, too.
+        receive_s: of the ranks' other threads, for a rollout, before it is acknowledged. They have priority too.
         manager_s: of the manager, for a rollout: half as it is admitted, half as it ends; and half for each request
-            that it places anew.
+            that it places again.
         master_s: of the master, for a step: half before the ranks' work, half after it.
         check_s: of a server and the manager, for an update, from its new weights until it gets requests.
     """
@@ -50,12 +50,12 @@ class Setup:
     Attributes:
         servers, engine: generation servers and the speed of each.
         trainer: the speed of training.
-        devices: of generation and of training; the same ones where `colocated`.
-        lengths: of answers, at most `max_new_tokens` each.
+        devices: devices of generation and of training; the same ones if `colocated`.
+        lengths: lengths of answers, at most `max_new_tokens` each.
         batch, group: rollouts per step, answers per rollout.
         grain: tokens that one simulated token stands for.
         turns: episodes of several turns; None: single answers.
-        user_s: of a rollout outside of generation, once its answers are there.
+        user_s: seconds of a rollout outside generation, once its answers are complete.
         in_flight: rollouts at a time over all workers; None: as many as the gate can allow.
         steps, warm_up: train steps, of which so many are not measured.
         step_limit_s: a step that takes longer is a stall.
@@ -110,16 +110,16 @@ class Outcome:
     generation_idle: float
     training_idle: float
     idle: float
-    """Idle share of all devices."""
+    """Share of all devices' time in which they are idle."""
     running: float
-    """Sequences at a server, on average."""
+    """Mean number of sequences at a server."""
     tokens_per_s: float
-    """Generated."""
+    """Generated tokens per second."""
     trained_per_s: float
-    """Tokens trained, of those that were generated: what counts. A step of short answers is soon done."""
+    """Generated tokens that were trained, per second. This is the useful rate, as steps of short answers end sooner."""
     staleness: Counter[int]
     long_share: float
-    """Trained answers of `LONG` tokens and more, of all trained; it falls where long ones are selected against."""
+    """Share of the trained answers that have at least `LONG` tokens; it falls if the selection disfavours long ones."""
     interrupted: float
     """Tokens that had to be prefilled again after weight updates, as a share of those generated."""
     retracted: int
@@ -135,11 +135,11 @@ class Outcome:
 
     @property
     def staleness_mean(self) -> float:
-        """Versions, over trained tokens."""
+        """Mean age of trained tokens, in versions."""
         total = self.staleness.total()
         return sum(age * tokens for age, tokens in self.staleness.items()) / total if total else 0.0
 
     @property
     def staleness_max(self) -> int:
-        """Versions."""
+        """Age of the oldest trained token, in versions."""
         return max(self.staleness, default=0)

@@ -1,4 +1,4 @@
-"""A training step by a model of its time, and what stands in for the ModelWorkers that receive trajectories."""
+"""A training step by a model of its time, and the substitute for the ModelWorkers that receive trajectories."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from asyncrl.trainer.trajectories.inbox import Inbox
 
 @dataclass(frozen=True, slots=True)
 class TrainerModel:
-    """A step takes `fixed_s` and `token_s` for each token of its batch, prompts included; then its weights are
-    published in `publish_s`. `switch_s`: where the same devices generate, to change from that to training and back.
-    `ahead_share`: the part of `token_s` that needs no newest weights (a frozen reference) and is done while the trainer
-    waits for data, as if all tokens were there by then.
+    """A step takes `fixed_s`, plus `token_s` for each token of its batch including prompts; then publishing its weights
+    takes `publish_s`. If the same devices generate, changing from generation to training and back takes `switch_s`.
+    `ahead_share` is the part of `token_s` that does not need the newest weights (a frozen reference) and is done while
+    the trainer waits for data, as if all tokens had arrived by then.
     """
 
     token_s: float
@@ -29,7 +29,7 @@ class TrainerModel:
     ahead_share: float = 0.0
 
     def step_s(self, tokens: float, waited_s: float = 0.0) -> float:
-        """Return the seconds of a step on a batch of `tokens` that was waited for, without publishing."""
+        """Return the seconds of a step on a batch of `tokens` after a wait of `waited_s`, without publishing."""
         ahead_s = min(waited_s, self.ahead_share * self.token_s * tokens)
         return self.fixed_s + self.token_s * tokens - ahead_s + self.switch_s
 
@@ -39,10 +39,10 @@ class TrainerModel:
 
 
 class DataHead:
-    """The ModelWorkers' end as far as the collector and the pushers see it: the real inbox, polled in process.
+    """The ModelWorkers' end as the collector and the pushers see it: the real inbox, polled in process.
 
     Args:
-        receive: what a trajectory takes before it is held.
+        receive: awaited for each trajectory before it is held.
     """
 
     def __init__(self, capacity: int, receive: Callable[[], Awaitable[None]], *, shares_prefixes: bool = False) -> None:
@@ -50,12 +50,12 @@ class DataHead:
         self.inbox = Inbox(0, capacity, self._arrived.set, shares_prefixes=shares_prefixes)
 
     async def push(self, trajectory: Trajectory) -> None:
-        """Hand a trajectory over; returns once it is held."""
+        """Hand over a trajectory; return once it is held."""
         await self._receive()
         self.inbox.put(trajectory, 0.0)
 
     async def call(self, request: PollBuffer | Discard, *, timeout_s: float) -> Any:
-        """Answer what the master asks, as the ModelWorker does."""
+        """Answer the master's call as a ModelWorker does."""
         if isinstance(request, Discard):
             self.inbox.remove(request.rollout_ids)
             return Done()

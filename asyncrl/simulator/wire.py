@@ -1,9 +1,9 @@
-"""Calls between the parts of a simulated run: what `asyncrl.comm.http.calls.JsonHttp` does, without sockets.
+"""Calls between the parts of a simulated run, as `asyncrl.comm.http.calls.JsonHttp` makes them, without sockets.
 
-A host is whatever answers under a URL. A call takes `latency_s` there and as long back (all of it there, which is one
-timer), keeps its time limit, and fails as HTTP does: no such host is `HttpUnreachable`, silence is `HttpTimeout`, what
-the host refuses is `HttpRefused`. With `encode` everything is written as JSON and read again, as on the wire: slower,
-and exact.
+A host is an object that answers under a URL. A call takes `latency_s` in each direction (both at its start, to save a
+timer), keeps its time limit, and fails as over HTTP: an unknown host gives `HttpUnreachable`, silence `HttpTimeout`,
+and a refused request `HttpRefused`. With `encode` everything is written as JSON and read again, as on the wire, which
+is slower but exact.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Host(Protocol):
     """A host that answers under a URL."""
 
     async def answer(self, path: str, body: Any) -> Any:
-        """The reply to a call.
+        """Return the reply to a call.
 
         Raises:
             ConnectionError: the connection broke.
-            BadRequest: refused.
+            BadRequest: the request is refused.
         """
         ...
 
 
 class Network:
-    """Hosts by URL. `latency_s`: of one way."""
+    """Hosts by URL; `latency_s` is the time of one direction."""
 
     def __init__(self, latency_s: float = 0.0002, *, encode: bool = False) -> None:
         self.hosts: dict[str, Host] = {}
@@ -69,11 +69,11 @@ class VirtualHttp(JsonHttp):
         return decoded_reply(url, 200, msgspec.json.encode(answer), reply) if network.encode else answer
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 class VerbsHost:
-    """A host of verbs, as the manager's."""
+    """A host that answers verbs, like the manager."""
 
     def __init__(self, verbs: dict[str, Verb]) -> None:
         self._verbs = verbs

@@ -27,7 +27,7 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
     start_run: Any, transport: str, ranks: int, servers: int, mode: str, lora: int
 ) -> None:
     """One of several ranks sends, to each server separately. Only the last version is written to disk. Adapters are
-    merged.
+    merged. How weights come from disk, `tests/integration/test_generation_contract.py` shows.
     """
     shared_memory = set(SHARED_MEMORY.iterdir())
     run = start_run(
@@ -39,6 +39,8 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
         manager__update_mode=mode,
         model__lora__rank=lora,
         trainer__parallel=f"d{ranks}",
+        rollout__sampling__temperature=0.7,
+        rollout__sampling__top_p=0.9,
         total_train_steps=3,
         max_head_offpolicyness=1,
         checkpoint__interval=0,
@@ -48,6 +50,8 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
     rows = run.rows()
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["staleness/max"] for row in rows) <= 1  # so version 1 was served before step 3
+    assert rows[0]["ppo/behave_kl"] < 1e-8, "SGLang's log-probabilities of version 0 are not the trainer's"
+    assert rows[0]["ppo/behave_imp_weight_max"] == pytest.approx(1.0, abs=1e-4)
     assert max(row["ppo/behave_kl"] for row in rows) < 1e-2
     log = (run.run_dir / "logs" / "gserver_manager-0.log").read_text()
     assert "does not serve the trainer's" not in log
@@ -59,27 +63,3 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
     assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
     assert run.survivors() == []
     assert left_in_memory(run.run_dir, shared_memory) == []
-
-
-@pytest.mark.slow
-@pytest.mark.sglang
-@needs_sglang
-def test_a_run_on_sglang_trains_keeps_its_bound_and_leaves_nothing(start_run: Any) -> None:
-    run = start_run(
-        generation__backend="sglang",
-        generation__sglang__python=PYTHON,
-        generation__device="cpu",
-        rollout__sampling__temperature=0.7,
-        rollout__sampling__top_p=0.9,
-        total_train_steps=3,
-    )
-    run.wait_for_step(1)
-    assert run.wait() == 0, run.output + run.logs()
-    rows = run.rows()
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert max(row["staleness/max"] for row in rows) <= 2
-    assert rows[0]["ppo/behave_kl"] < 1e-8, "SGLang's log-probabilities of version 0 are not the trainer's"
-    assert rows[0]["ppo/behave_imp_weight_max"] == pytest.approx(1.0, abs=1e-4)
-    books = run.summary()["books"]
-    assert books["submitted"] == books["trained"] + sum(books["dropped"].values()) + books["abandoned"]
-    assert run.survivors() == []

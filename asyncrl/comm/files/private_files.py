@@ -1,7 +1,7 @@
 """Folders and files that only their owner can open, whatever the umask, and the check that they are so.
 
-Names, locks and the run's keys lie in folders of mode 0700: a lock that others can open they can also hold, and a
-folder that others can write to is a place for their forgeries.
+Names, locks and the run's keys are kept in folders of mode 0700: a lock that others can open they can also hold, and in
+a folder that others can write to they can forge entries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NotPrivate(Exception):
 
 
 def make_private_folder(path: Path) -> None:
-    """Make `path`, and what it lies in as far as that is missing, for this user alone; check and close what was there.
+    """Make `path` and its missing parents for this user alone; a folder that exists is checked and closed to others.
 
     Raises:
         NotPrivate: `path` is another user's, or others could have written to it.
@@ -53,7 +53,7 @@ def check_owned(path: Path, status: os.stat_result | None = None) -> None:
     """Check that `path` is this user's and that nobody else can write to it; a symbolic link only has to be ours.
 
     Raises:
-        NotPrivate: it is not so.
+        NotPrivate: it belongs to another user, or others can write to it.
     """
     status = path.lstat() if status is None else status
     if status.st_uid != os.geteuid():

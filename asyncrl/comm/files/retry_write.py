@@ -1,6 +1,6 @@
-"""Writing to a disk that may be full or read-only for a while: it is tried again, and said, until it is done.
+"""Writing to a disk that may be full or read-only for a while: the write is retried, and logged, until it succeeds.
 
-What may be left out, or has another place to go, is written `no_retry` instead: there the first failure is raised.
+Data that may be left out, or can go to another place, is written within `no_retry`: the first failure is raised.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 from asyncrl.comm.backoff import Backoff
 
 PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EAGAIN})
-"""Errors that somebody can fix while the run waits: no space, over quota, read-only, a file server that is away."""
+"""Errors that somebody can fix while the run waits: no space, over quota, read-only, an unreachable file server."""
 LIMIT_S = 600.0
 """Longest time, in s, that writes are retried; then the process ends with the disk's error."""
 SAY_AGAIN_S = 30.0
@@ -64,16 +64,16 @@ class _Patience:
         return _BACKOFF.delay(self._failures)
 
     def done(self) -> None:
-        """It is written."""
+        """Log that the write succeeded, if it had to wait."""
         if self._failures:
             self._log.warning("wrote %s after %.1f s", self._what, time.monotonic() - self._since)
 
 
 async def retry_write(write: Callable[[], _T], what: str, log: logging.Logger) -> _T:
-    """Call `write`, again and again while the disk takes nothing; `what` it writes is said in the log.
+    """Call `write`, and retry it while the disk refuses writes; the log says `what` is being written.
 
     Raises:
-        OSError: another failure, or the disk took nothing for `LIMIT_S`.
+        OSError: another failure, or the disk refused writes for `LIMIT_S`.
     """
     patience = _Patience(what, log)
     while True:

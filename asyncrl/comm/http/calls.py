@@ -1,6 +1,7 @@
-"""JSON over HTTP, a time limit on every call and typed failures: under all HTTP clients here.
+"""JSON over HTTP, with a time limit on every call and typed failures: the base of all HTTP clients here.
 
-Where the run has a secret, a server is spoken to only if it proves by TLS that it is the run's; then it gets the token.
+If the run has a secret, the client first verifies by TLS that the server belongs to the run, and only then sends the
+token.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ T = TypeVar("T")
 _JSON = {"Content-Type": "application/json"}
 
 KEEP_ALIVE_S = 4.0
-"""An idle connection is closed before the server does it, which would break the next call; uvicorn does after 5 s."""
+"""Idle connections are closed after so many seconds, before the server closes them, which would break the next call;
+uvicorn does so after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
-"""A peer on the same network that does not accept a connection within this is not there."""
+"""A peer on the same network that does not accept a connection within so many seconds is taken to be gone."""
 
 
 PIECE_BYTES = 1 << 20
@@ -32,19 +34,19 @@ _SHOWN_BYTES = 500
 
 
 class HttpError(Exception):
-    """Base of what can go wrong; the message names the URL."""
+    """Base of the failures of a call; the message names the URL."""
 
 
 class HttpUnreachable(HttpError):
-    """No connection, or it broke before the whole reply was there: the peer may or may not have acted."""
+    """There was no connection, or it broke before the whole reply had arrived: the peer may or may not have acted."""
 
 
 class HttpTimeout(HttpError):
-    """No whole reply in time: the peer may or may not have acted."""
+    """The whole reply did not arrive in time: the peer may or may not have acted."""
 
 
 class HttpRefused(HttpError):
-    """The peer answered with another status than 2xx; `status` and the beginning of its `body` say why."""
+    """The peer did not answer with a 2xx status; `status` and the beginning of its `body` say why."""
 
     def __init__(self, url: str, status: int, body: bytes) -> None:
         super().__init__(f"{url} answered {status}: {body[:500].decode(errors='replace')}")
@@ -53,7 +55,7 @@ class HttpRefused(HttpError):
 
 
 class HttpMalformed(HttpRefused):
-    """The peer answered with a 2xx status and something else than was expected; the message says what and where."""
+    """The peer answered with a 2xx status but an unexpected body; the message says what is wrong and where."""
 
     def __init__(self, url: str, status: int, body: bytes, why: str) -> None:
         super().__init__(url, status, body)
@@ -65,7 +67,7 @@ class JsonHttp:
 
     Args:
         security: the run's token and certificate; None where it has no secret, and for servers that are not the run's.
-        key: a bearer token for servers that are not the run's, which are proven by their own certificates.
+        key: a bearer token for servers that are not the run's; these are verified by their own certificates.
     """
 
     def __init__(self, security: HttpSecurity | None, *, key: str | None = None) -> None:
@@ -82,9 +84,9 @@ class JsonHttp:
     async def call(self, method: str, url: str, body: Any = None, *, timeout_s: float, reply: type[T]) -> T: ...
 
     async def call(self, method: str, url: str, body: Any = None, *, timeout_s: float, reply: Any = None) -> Any:
-        """Send `body` as JSON (none: no body) and return the reply, which has to be of the type `reply`.
+        """Send `body` as JSON (None: no body) and return the reply, which must be of the type `reply`.
 
-        Without a type the reply is returned parsed if it is JSON, else as None.
+        Without a type the reply is returned parsed if it is JSON, and None otherwise.
 
         Raises:
             HttpUnreachable, HttpTimeout, HttpRefused, HttpMalformed: see there.
@@ -146,7 +148,7 @@ class JsonHttp:
         """Return the TLS context that verifies the server at `url`, and the headers that identify this process to it.
 
         Raises:
-            HttpUnreachable: it cannot.
+            HttpUnreachable: the server cannot be verified.
         """
         if self._security is None or self._tls is None:
             return True, self._authorization
@@ -165,10 +167,10 @@ class JsonHttp:
 
 
 def decoded_reply(url: str, status: int, content: bytes, reply: type[T] | None) -> Any:
-    """The JSON that `url` answered with, as a `reply` where that is given.
+    """Return the JSON that `url` answered with, decoded as `reply` if a type is given.
 
     Raises:
-        HttpMalformed: it is none.
+        HttpMalformed: it is not JSON, or not of that type.
     """
     try:
         return msgspec.json.decode(content, type=Any if reply is None else reply)
@@ -177,7 +179,7 @@ def decoded_reply(url: str, status: int, content: bytes, reply: type[T] | None) 
 
 
 def _plain(value: object) -> object:
-    """Agents may give token ids as numpy arrays."""
+    """Return plain data for `value`: agents may give token ids as numpy arrays."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"{value!r:.80} is a {type(value).__name__}; JSON has no such thing")

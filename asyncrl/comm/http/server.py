@@ -1,10 +1,10 @@
 """The HTTP server under GserverManager and embedded engine: routes, token, TLS, and limits on what a caller may cost.
 
-A caller without the run's token is refused with 401 after the header, and whoever is refused amid a body has its
-connection closed: nothing more of it is read. One with it may still be at fault, so all
-that it can hold is bounded: a body has a limit per route, kept while it is read; the handshake, the header and the body
-have a time limit each; a compressed body is not unpacked. What is refused is counted by reason, shown under `/metrics`,
-and logged once per address.
+A caller without the run's token is refused with 401 after the header. If a request is refused before its body was read
+whole, the connection is closed and no more of it is read. A caller with the token may still be faulty, so all it can
+take up is bounded: the body has a limit per route, enforced while it is read; the handshake, the header and the body
+have a time limit each; compressed bodies are not unpacked. Refused requests are counted by reason, shown under
+`/metrics`, and logged once per address.
 
 aiohttp's low-level server is used without its router and middleware: at thousands of calls per second on one core they
 cost a fifth.
@@ -60,7 +60,9 @@ class HttpRoute:
 
 
 class Refused(Exception):
-    """A request that is not served: the status, the body of the answer, and the reason it is counted by."""
+    """Raised for a request that is not served: the answer's status and body, and the reason under which it is
+    counted.
+    """
 
     def __init__(self, status: int, body: Any, reason: str) -> None:
         super().__init__(f"{status}: {body}")
@@ -158,7 +160,7 @@ class _RefusalCollector(Collector):
         self._refused = refused
 
     def collect(self) -> Iterator[Metric]:
-        """The counter, by reason."""
+        """Yield the counter of refusals, by reason."""
         metric = CounterMetricFamily("asyncrl_http_refused", "HTTP requests refused, by reason.", labels=["reason"])
         for reason, count in self._refused.items():
             metric.add_metric([reason], count)
@@ -166,22 +168,22 @@ class _RefusalCollector(Collector):
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
-    """`body` as JSON."""
+    """Return a response with `body` as JSON."""
     return web.Response(body=msgspec.json.encode(body), status=status, headers={"Content-Type": "application/json"})
 
 
 def refusal(request: web.BaseRequest, answer: web.Response) -> web.Response:
-    """`answer`, and the end of the connection where the body of `request` is not all there."""
+    """Return `answer`; the connection is closed after it if the body of `request` has not been read whole."""
     if not request.content.is_eof():
         answer.force_close()
     return answer
 
 
 async def read_body(request: web.BaseRequest, limit: int) -> Body:
-    """The request's body.
+    """Read and return the request's body.
 
     Raises:
-        Refused: it is larger than `limit`, which is noticed while it comes; or it does not come in time.
+        Refused: it is larger than `limit`, which is noticed while reading, or does not arrive in time.
     """
     content = request.content
     if (request.content_length or 0) > limit:

@@ -46,13 +46,13 @@ class NameBackend(StrEnum):
 def make_resolver(
     backend: NameBackend, root: str, *, etcd: EtcdAccess | None = None, patience_s: float = PATIENCE_S
 ) -> NameResolver:
-    """A resolver of the given back end.
+    """Return a resolver of the given back end.
 
-    `root` is a directory for `file` and a key prefix for `etcd3`, which `etcd` says how to reach. Calls that fail are
-    made again for `patience_s` seconds.
+    `root` is a directory for `file` and a key prefix for `etcd3`, whose cluster `etcd` describes. Failed calls are
+    retried for `patience_s` seconds.
 
     Raises:
-        NameResolveError: the back end cannot be reached, or refuses; or `etcd` says what cannot be.
+        NameResolveError: the back end cannot be reached, or refuses; or `etcd` is invalid.
         ValueError: there is no such back end.
     """
     if NameBackend(backend) == NameBackend.file:

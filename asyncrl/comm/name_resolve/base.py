@@ -71,7 +71,7 @@ def check_name(name: str) -> str:
     """Return `name` if it is a valid entry name.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not valid.
     """
     if len(name) > MAX_NAME_LENGTH or not _NAME.fullmatch(name):
         raise ValueError(
@@ -131,10 +131,10 @@ class NameResolver(ABC):
             self._renewer.keep(name, lease_s)
 
     def get(self, name: str) -> str:
-        """The value under `name`.
+        """Return the value of the entry `name`.
 
         Raises:
-            NameEntryNotFound: there is none.
+            NameEntryNotFound: there is no such entry.
         """
         value = self._patiently("get", self._read, check_name(name))
         if value is None:
@@ -142,17 +142,17 @@ class NameResolver(ABC):
         return value
 
     def get_subtree(self, root: str = "") -> dict[str, str]:
-        """All living entries at or below `root` ("" is everything), by full name, sorted."""
+        """Return all living entries at or below `root` ("" is everything), by full name, sorted."""
         found = self._patiently("get_subtree", self._read_subtree, check_name(root) if root else "")
         return dict(sorted(found.items()))
 
     def follow(self, root: str) -> Subtree:
-        """The living entries at or below `root` ("" is everything), kept up to date from now on until `close`.
+        """Return the living entries at or below `root` ("" is everything), kept up to date from now on until `close`.
 
-        The same for every call with this `root`; the first one reads.
+        Every call with the same `root` returns the same object; only the first call reads from the back end.
 
         Raises:
-            NameResolveError: the back end refuses to tell.
+            NameResolveError: the back end refuses access.
         """
         with self._following:
             if root not in self._followed:
@@ -165,10 +165,10 @@ class NameResolver(ABC):
             return self._followed[root]
 
     def wait(self, name: str, timeout_s: float) -> str:
-        """The value under `name`, as soon as there is one.
+        """Wait for the entry `name` and return its value.
 
         Raises:
-            NameResolveTimeout: none appeared within `timeout_s` seconds.
+            NameResolveTimeout: it did not appear within `timeout_s` seconds.
         """
         try:
             value = self.watch(name, timeout_s, last=None)
@@ -178,7 +178,7 @@ class NameResolver(ABC):
         return value
 
     def watch(self, name: str, timeout_s: float, last: str | None = None) -> str | None:
-        """The value under `name` as soon as it differs from `last`; None stands for no entry, both ways.
+        """Wait until the value of `name` differs from `last` and return it; both may be None, for no entry.
 
         Raises:
             NameResolveTimeout: it did not change within `timeout_s` seconds.

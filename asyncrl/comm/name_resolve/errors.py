@@ -8,7 +8,7 @@ class NameResolveError(Exception):
 
 
 class NameResolveUnavailable(NameResolveError):
-    """The back end does not answer, or not as it should (connection, stale handle, full disk): another time it may."""
+    """The back end does not answer, or answers wrongly (connection, stale handle, full disk); a later call may work."""
 
 
 class NameEntryExists(NameResolveError):
@@ -19,7 +19,7 @@ class NameEntryExists(NameResolveError):
 
 
 class OwnerFenced(NameResolveError):
-    """An entry was to be added by an owner that was given up, as its `fences` say."""
+    """An owner that was replaced, according to its `fences`, tried to add an entry."""
 
     def __init__(self, name: str, root: str) -> None:
         super().__init__(f"name {name!r} under {root!r} is not for this process any more: another is in its place")

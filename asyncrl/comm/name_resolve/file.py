@@ -10,10 +10,10 @@ A lease is the file's modification time plus the seconds written in it. Its owne
 descriptor whose content it has checked, so a stalled owner that comes back can only ever touch its own file. "Now" is
 the file system's own clock (the modification time of a probe file), so machines whose clocks differ agree.
 
-Who follows entries (`_Scan`) opens the directory and looks at its modification time, ten times a second: entries come,
-change and go by renaming and unlinking, which change it, and renewals do not. Only where it is another are the entries
-read, and only where the lease of one would have run out is that one looked at. inotify would be silent about other
-hosts' changes; opening the directory is what makes NFS ask the server (close-to-open consistency).
+To follow entries, `_Scan` opens the directory ten times a second and checks its modification time. Entries appear,
+change and disappear by renaming and unlinking, which change that time; renewals do not. The entries are read again only
+if the time has changed, and a single entry only if its lease would have run out. inotify would not report the changes
+of other hosts; opening the directory makes NFS ask the server (close-to-open consistency).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CLOCK_PROBE_S = 30.0  # clocks drift by microseconds per second: a half-minute-
 _LOCK_TIMEOUT_S = 30.0
 _SLOW_LOOK_S = 1.0
 _RACY_S = 2.0
-"""Within so long of a change there may be another one with the same modification time: clocks of file systems tick."""
+"""A second change within so many seconds may have the same modification time: file systems' clocks are coarse."""
 _REFUSALS = (PermissionError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that a retry cannot fix. They raise NameResolveError at once; other OSErrors are retried."""
 
@@ -164,7 +164,9 @@ class FileResolver(NameResolver):
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """The operating system's errors as NameResolveError: another attempt may help but where it is refused."""
+        """Raise the operating system's errors as NameResolveError; those that a retry may fix as
+        NameResolveUnavailable.
+        """
         try:
             yield
         except OSError as error:
@@ -180,7 +182,10 @@ class FileResolver(NameResolver):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the directory's lock. It is held for microseconds: a long wait means that a stopped process has it."""
+        """Hold the directory's lock.
+
+        It is held for microseconds, so a long wait means that a suspended process holds it.
+        """
         with open(open_private_file(self._dir / ".lock"), "ab") as file:
             if not take_lock(file.fileno(), _LOCK_TIMEOUT_S):
                 raise NameResolveUnavailable(
@@ -199,7 +204,7 @@ class _Seen:
 
 
 class _Scan:
-    """The entries of `directory` at or below `root`, looked at again and again; see the module's docstring."""
+    """The entries of `directory` at or below `root`, scanned repeatedly; see the module's docstring."""
 
     def __init__(self, directory: Path, root: str, clock: _FileSystemClock) -> None:
         self._directory, self._root, self._clock = directory, root, clock
@@ -236,7 +241,9 @@ class _Scan:
         return seen
 
     def _look_at_lease(self, name: str) -> None:
-        """Its owner may have renewed it; one that has lapsed may come back, if its owner was merely stalled."""
+        """Read when the entry's lease now ends: its owner may have renewed it, even after it lapsed if it was only
+        stalled.
+        """
         seen = self._seen[name]
         with contextlib.suppress(FileNotFoundError):  # the next look sees the directory changed
             seen.expires = _expiry(seen.record, os.stat(_path(self._directory, name)))
@@ -252,7 +259,7 @@ class _FileSystemClock:
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        """Seconds since the epoch as the file system stamps them."""
+        """Return the file system's time, in seconds since the epoch."""
         with self._lock:
             if time.monotonic() > self._probed + _CLOCK_PROBE_S:
                 with tempfile.TemporaryFile(dir=self._directory) as probe:
@@ -267,14 +274,14 @@ def _path(directory: Path, name: str) -> Path:
 
 
 def _names(directory: Path, root: str) -> list[str]:
-    """The names at or below `root`, of the living and the expired."""
+    """Return the names at or below `root`, of living and expired entries."""
     files = [entry for entry in os.listdir(directory) if entry.endswith(_SUFFIX) and not entry.startswith(".")]
     names = [entry.removesuffix(_SUFFIX).replace("+", "/") for entry in files]
     return [name for name in names if is_below(name, root)]
 
 
 def _expiry(record: _Record, file: os.stat_result) -> float:
-    """When the entry in `file` expires if nobody renews it, in seconds of the file system's clock."""
+    """Return when the entry in `file` expires unless it is renewed, in seconds of the file system's clock."""
     return math.inf if record.lease_s is None else file.st_mtime + record.lease_s
 
 

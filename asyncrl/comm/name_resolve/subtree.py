@@ -9,7 +9,7 @@ a moment later. So after a sign of trouble (`trouble`: a call failed, or took lo
 late, and not at all if the entry is back by then. Without trouble it takes effect at once.
 
     t=0 s     etcd stops answering; the watch breaks       trouble(15): removals until 23 s are held back
-    t=30 s    etcd goes on, its leases have run out        trouble(30), remove("a"): held back until 38 s
+    t=30 s    etcd answers again, leases have run out      trouble(30), remove("a"): held back until 38 s
     t=31 s    the owner of "a" has put it back             put("a"): the reader never missed it
     t=38 s    nobody has put "b" back                      it is gone
 """

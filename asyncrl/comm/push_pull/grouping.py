@@ -1,16 +1,16 @@
 """Assignment of pushers to pullers, for any number of either.
 
-With N pushers and M pullers the larger side is dealt out over the smaller in turn: for N >= M every pusher has one
-puller and the pullers' loads differ by at most one; for N < M every puller has one pusher and the pushers' shares
-differ by at most one. So no puller starves.
+The larger side is dealt out over the smaller in turn. With at least as many pushers as pullers, every pusher has one
+puller and the pullers' loads differ by at most one; with fewer, every puller has one pusher and the pushers' shares
+differ by at most one. So no puller is left without data.
 
     group(["a", "b", "c"], ["P"])         {"a": ("P",), "b": ("P",), "c": ("P",)}
     group(["a", "b", "c"], ["P", "Q"])    {"a": ("P",), "b": ("Q",), "c": ("P",)}
     group(["a"], ["P", "Q"])              {"a": ("P", "Q")}
 
-The result depends on who is there alone, so every pusher works out its own share, and all agree. To move as few as can
-be when somebody comes or goes they would have to agree on what was before: two that saw the others come in another
-order left a puller to nobody.
+The result depends only on who is present, so every pusher computes its own share and all agree. Keeping more of the
+previous assignment when somebody comes or goes would need agreement on what that was: two pushers that saw the others
+arrive in different orders could leave a puller without any.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     pusher ─▶ puller    [ Numbers, header, payload ]    trajectories of `trajectory_codec` and their numbers
     puller ─▶ pusher    [ Accepted | Refused ]
 
-A number is the pusher's own of a trajectory. Trajectories that are pushed at about the same time share a message,
-because most of what a small one costs is paid per message: up to BATCH_TRAJECTORIES and BATCH_BYTES. A message of more
-than BATCH_BYTES holds a single trajectory, so that a refusal for size hits nobody else.
+Each pusher numbers its trajectories. Those pushed at about the same time share a message of up to BATCH_TRAJECTORIES
+and BATCH_BYTES, because most of the cost of a small trajectory is per message. A message of more than BATCH_BYTES holds
+a single trajectory, so that a refusal for size affects no other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Batch:
         self._nbytes = 0
 
     def add(self, entry: OutboxEntry[Prepared]) -> bool:
-        """Take `entry` in; False if it has no room here. An empty batch has room for every one."""
+        """Add `entry` and return True, or return False if it does not fit. An empty batch takes any entry."""
         nbytes = self._nbytes + entry.content.nbytes
         if self.entries and (nbytes > BATCH_BYTES or len(self.entries) == BATCH_TRAJECTORIES):
             return False
@@ -47,13 +47,13 @@ Numbers: TypeAlias = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec
 
 
 class Accepted(msgspec.Struct, tag="accepted", frozen=True):
-    """These were accepted; said again for duplicates."""
+    """The trajectories with these numbers were accepted; sent again for duplicates."""
 
     numbers: Numbers
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """These are invalid: no use in sending them again."""
+    """The trajectories with these numbers are invalid and must not be sent again."""
 
     numbers: Numbers
     reason: str
@@ -65,20 +65,20 @@ _REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def pack(entries: Sequence[OutboxEntry[Prepared]]) -> list[Frame]:
-    """The message that carries `entries`."""
+    """Return the message that carries `entries`."""
     return [encode([entry.seq for entry in entries]), *encode_prepared([entry.content for entry in entries])]
 
 
 def encode(message: list[int] | Reply) -> bytes:
-    """The frame of numbers or of a reply."""
+    """Return the frame of numbers or of a reply."""
     return msgspec.msgpack.encode(message)
 
 
 def decode_numbers(frame: Frame) -> list[int]:
-    """The numbers at the head of a pusher's message.
+    """Return the numbers in the first frame of a pusher's message.
 
     Raises:
-        CodecError: these are none.
+        CodecError: the frame is malformed.
     """
     return decode_typed(_NUMBERS, frame, "numbers of trajectories")
 
@@ -87,6 +87,6 @@ def decode_reply(frame: Frame) -> Reply:
     """Decode a puller's reply.
 
     Raises:
-        CodecError: it is no reply of a puller.
+        CodecError: it is not a puller's reply.
     """
     return decode_typed(_REPLY, frame, "reply")

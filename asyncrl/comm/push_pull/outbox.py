@@ -6,11 +6,11 @@ Life of an entry:
               ▲                │
               └─ expire / lost / untake / set_peers without its peer
 
-An entry is kept until it is acknowledged. In flight for longer than `resend_after_s` it waits again, for the same peer,
-because a slow peer must not get it twice over two ways; when its connection is lost or its peer leaves, it may go to
-any peer. At most `high_water` entries are kept, which bounds the sender's memory. New entries go to the peer with the
-fewest in flight. Delivery is at least once: receivers drop duplicates by rollout id, and of one that reached two peers
-the MasterWorker keeps the first.
+An entry is kept until it is acknowledged. If it is in flight for longer than `resend_after_s` it waits again for the
+same peer, so that a slow peer does not make a second one receive it too; if its connection is lost or its peer leaves,
+it may go to any peer. At most `high_water` entries are kept, which bounds the sender's memory. New entries go to the
+peer with the fewest in flight. Delivery is at least once: receivers drop duplicates by rollout id, and if two peers
+received one the MasterWorker keeps the first.
 
 Example: peers A and B, `resend_after_s` 5. At t=0 entries 1, 2, 3 go to A, B, A. B acknowledges 2. At t=3 A's
 connection is lost: 1 and 3 wait, and go to B. Had A stayed silent instead, they would go to A again at t=5.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class OutboxFull(Exception):
-    """`add` with `high_water` entries unacknowledged."""
+    """`add` was called while `high_water` entries were unacknowledged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class OutboxEntry(Generic[T]):
 
 
 class Outbox(Generic[T]):
-    """Unacknowledged entries and where they are. Times are seconds of any monotonic clock."""
+    """The unacknowledged entries and their states. Times are seconds of any monotonic clock."""
 
     def __init__(self, peers: Iterable[str], *, high_water: int, resend_after_s: float) -> None:
         self._high_water = high_water
@@ -105,7 +105,7 @@ class Outbox(Generic[T]):
         return None
 
     def untake(self, entries: list[OutboxEntry[T]]) -> None:
-        """The connection did not take these after all: they wait again, in front."""
+        """Put these back at the front of the waiting entries: the connection did not accept them."""
         for entry in entries:
             entry.sends -= 1
         self._wait_again(entries, keep_peer=False)
@@ -120,7 +120,7 @@ class Outbox(Generic[T]):
         return entry
 
     def expire(self, now: float) -> list[OutboxEntry[T]]:
-        """Entries whose due time has come wait again, for the same peer; returns them."""
+        """Let entries that are overdue wait again, for the same peer; returns them."""
         expired = []
         for entry in self._in_flight.values():
             if entry.due > now:
@@ -130,7 +130,7 @@ class Outbox(Generic[T]):
         return expired
 
     def lost(self, peer: str) -> None:
-        """`peer`'s connection broke: what was in flight there, or bound to go there, may go anywhere."""
+        """Record that `peer`'s connection broke: entries in flight to it, or waiting for it, may go to any peer."""
         self._wait_again([entry for entry in self._in_flight.values() if entry.peer == peer], keep_peer=False)
         for entry in self._waiting:
             if entry.peer == peer:
@@ -144,7 +144,7 @@ class Outbox(Generic[T]):
         self._in_flight_at = kept
 
     def next_due(self) -> float | None:
-        """When `expire` has work to do; None if nothing is in flight."""
+        """Return the time at which `expire` next has work to do; None if nothing is in flight."""
         return next((entry.due for entry in self._in_flight.values()), None)
 
     def _least_loaded(self, peers: Collection[str]) -> str:

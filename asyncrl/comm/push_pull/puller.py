@@ -30,7 +30,7 @@ _CLOSE_LINGER_MS = 500  # for the acknowledgements of what was accepted just bef
 
 @dataclass(slots=True)
 class PullerCounters:
-    """Counters of arrivals. Each trajectory counts in one of the first four, a refused handshake in the last."""
+    """Counters of arrivals. Each trajectory is counted in one of the first four, a refused handshake in the last."""
 
     received: int = 0
     """Accepted by the consumer."""
@@ -39,7 +39,7 @@ class PullerCounters:
     malformed: int = 0
     """Not decodable, too large, or invalid for the consumer."""
     refused: int = 0
-    """The consumer raised; not acknowledged, so it comes again."""
+    """The consumer raised an error; not acknowledged, so it is sent again."""
     unauthenticated: int = 0
     """Connections that failed the handshake."""
 
@@ -51,15 +51,15 @@ class InvalidTrajectory(ValueError):
 class TrajectoryPuller:
     """Receives trajectories at `endpoint`, drops duplicates, acknowledges what its consumer has accepted.
 
-    The consumer, `on_message(trajectory)`, is called in the puller's thread, and its return is the acceptance; it may
-    block for a while, which holds back the senders. If it raises `InvalidTrajectory`, that trajectory is refused for
-    good, and its sender told why; if it raises anything else, the trajectory comes again.
+    The consumer, `on_message(trajectory)`, is called in the puller's thread and accepts by returning; it may block for
+    a while, which holds back the senders. If it raises `InvalidTrajectory`, the trajectory is refused for good and its
+    sender is told why; if it raises anything else, the trajectory is sent again.
 
     Args:
         bind_host: address of the interface to listen on; also the host that `endpoint` names.
         security: the run's keys, or None for plaintext.
         max_bytes: limit of one message; at least twice BATCH_BYTES, and above the pushers' `max_bytes`.
-        remembered: ids kept to know duplicates by (`ids_remembered`).
+        remembered: how many ids are kept to recognize duplicates (`ids_remembered`).
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class TrajectoryPuller:
 
     @property
     def counters(self) -> PullerCounters:
-        """Counts so far."""
+        """Return the counts so far."""
         self._counters.unauthenticated = self._gate.refused
         return self._counters
 
     def close(self) -> None:
-        """Stop receiving. What was accepted is acknowledged; the rest stays with its sender."""
+        """Stop receiving. Accepted trajectories are acknowledged; the others stay with their senders."""
         self._closing.set()
         with contextlib.suppress(OSError):  # closed before
             self._waker.send(b"w")
@@ -125,9 +125,9 @@ class TrajectoryPuller:
             self._wakened.close()
 
     def _read(self) -> None:
-        """Take what has arrived.
+        """Read the messages that have arrived.
 
-        Each message is acknowledged by itself: its sender prepares the next while this end decodes what it holds.
+        Each message is acknowledged separately: the sender prepares the next one while this end decodes.
         """
         for _ in range(_MESSAGES_PER_TURN):
             if (frames := receive(self._socket)) is None:
@@ -160,7 +160,7 @@ class TrajectoryPuller:
             self._acknowledge()
 
     def _accept(self, trajectory: Trajectory) -> bool:
-        """Deliver what is not a duplicate; True if it is to be acknowledged.
+        """Deliver the trajectory unless it is a duplicate; return True if it is to be acknowledged.
 
         Raises:
             InvalidTrajectory: the consumer will never take it.
@@ -181,7 +181,7 @@ class TrajectoryPuller:
         return True
 
     def _refuse(self, frames: list[zmq.Frame], numbers: list[int], error: CodecError | InvalidTrajectory) -> None:
-        """Count and log what is malformed, and tell its sender so that it is not sent again."""
+        """Count and log malformed trajectories, and tell their sender not to send them again."""
         self._counters.malformed += 1
         self._log.note(peer_address(frames), str(error))
         if numbers:

@@ -22,17 +22,20 @@ from asyncrl.comm.trajectory_codec import Prepared, prepare
 _log = logging.getLogger(__name__)
 
 DEFAULT_RESEND_AFTER_S = 10.0
-"""Longer than any pause of a healthy puller; a broken connection is noticed at once and does not wait for this."""
+"""Longer than any pause of a healthy puller. It does not delay anything when a connection breaks: that is noticed at
+once."""
 DEFAULT_PUSH_TIMEOUT_S = 600.0
 _SOCKET_HIGH_WATER = 16  # batches in libzmq's own buffer per puller; the outbox holds the rest
 
 
 class TrajectoryRejected(Exception):
-    """The puller refused the trajectory: it is invalid, or sender and receiver differ in version or limits."""
+    """The puller refused the trajectory: it is invalid, or the sender's version or limits differ from the
+    receiver's.
+    """
 
 
 class PushTimeout(Exception):
-    """No acknowledgement within the time limit; the trajectory is still held and sent again."""
+    """No acknowledgement came within the time limit; the trajectory is kept and will be sent again."""
 
 
 @dataclass(slots=True)
@@ -95,7 +98,7 @@ class TrajectoryPusher:
         return self._outbox.labels
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """Send to these pullers from now on; what was in flight to others is sent again to one of these."""
+        """Send to these pullers from now on; trajectories in flight to others are sent again to one of these."""
         addresses = list(dict.fromkeys(addresses))
         for gone in [address for address in self._links if address not in addresses]:
             self._writable.pop(gone, None)
@@ -134,11 +137,9 @@ class TrajectoryPusher:
         await push.accepted
 
     async def close(self, timeout_s: float) -> list[str]:
-        """Wait up to `timeout_s` seconds for acknowledgements, then close; returns the ids never acknowledged.
+        """Wait up to `timeout_s` seconds for acknowledgements, then close; return the ids never acknowledged.
 
-        Without a connection to a puller none can come, and nothing is waited for.
-
-        Pushes still waiting raise PushTimeout.
+        Without a connection to a puller it closes at once. Pushes that are still waiting raise PushTimeout.
         """
         if not self._closed:
             self._closed = True
@@ -171,7 +172,7 @@ class TrajectoryPusher:
                 push.accepted.set_exception(PushTimeout(f"{self._identity} was closed"))
 
     def _hold(self, push: _Push) -> None:
-        """Put what is pushed in the outbox, which has room."""
+        """Put the pushed trajectory in the outbox, which has room."""
         self._pushes[self._outbox.add(push.rollout_id, push.content).seq] = push
         self._drained.clear()
         self._pump_soon()
@@ -200,7 +201,7 @@ class TrajectoryPusher:
             self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Send what waits, as far as the pullers' connections take it."""
+        """Send waiting trajectories for as long as the pullers' connections accept them."""
         self._pump_scheduled = False
         now = self._loop.time()
         filling: dict[str, messages.Batch] = {}  # by puller
@@ -235,7 +236,9 @@ class TrajectoryPusher:
         self._timer = self._loop.call_at(due, self._on_timer)
 
     def _on_timer(self) -> None:
-        """Give up on pushes and send again what is due: one timer, for one per push would cost as much as sending."""
+        """End expired pushes and send overdue trajectories again: one timer, as one per push would cost as much as
+        sending.
+        """
         self._timer, self._timer_due = None, math.inf
         now = self._loop.time()
         due = self._give_up(self._pushes.values(), now, "an acknowledgement")
@@ -251,7 +254,7 @@ class TrajectoryPusher:
             self._set_timer(due)
 
     def _give_up(self, pushes: Iterable[_Push], now: float, awaited: str) -> float:
-        """End those past their deadline; the earliest deadline of the others."""
+        """End the pushes past their deadline; return the earliest deadline of the others."""
         due = math.inf
         for push in pushes:
             if push.accepted.done():

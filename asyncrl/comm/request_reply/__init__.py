@@ -7,10 +7,10 @@ and its handlers are of two kinds:
 - `immediate`: an async function on the I/O thread's loop. It answers while the main thread computes (heartbeats,
   metadata), and it may wait (long polls). Immediate calls start in order of arrival and end when they end.
 - `queued`: a plain function that the main thread runs with `serve_one`, strictly in order of arrival over all clients:
-  what computes on the device.
+  work on the device.
 
 Requests and replies are types (`messages.py`), checked where they arrive. A call is never sent twice: on a broken
-connection every outstanding call raises PeerGone, and the caller, who knows whether the call may be repeated, decides.
+connection every outstanding call raises PeerGone, and the caller decides, as it knows whether the call may be repeated.
 """
 
 from asyncrl.comm.request_reply.client import PeerGone, RemoteError, RequestClient, RequestTimeout

@@ -26,11 +26,11 @@ class RemoteError(Exception):
 
 
 class RequestTimeout(TimeoutError):
-    """No answer within the time limit; the server may still be at it."""
+    """No answer within the time limit; the server may still be working on it."""
 
 
 class PeerGone(Exception):
-    """The connection broke, or was never made: the call may or may not have been executed."""
+    """The connection broke or was never made; the call may or may not have been executed."""
 
 
 class RequestClient:
@@ -43,10 +43,10 @@ class RequestClient:
         security: the run's keys, or None for plaintext.
         name: the server's name in errors, e.g. `model_worker/0`; the address by default.
         max_bytes: limit of one reply.
-        router: that of several clients, whose owner closes it after them; None: one of its own.
+        router: shared with other clients; its owner closes it after them. None: the client makes its own.
 
     Raises:
-        ValueError: `address` is no endpoint, or another client of `router` has it; or the router has other keys.
+        ValueError: `address` is not an endpoint, another client of `router` has it, or the router has other keys.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class RequestClient:
 
         Raises:
             RemoteError: the handler raised, the server does not know the call, or it found a field wrong.
-            RequestTimeout: no answer within `timeout_s` seconds in which this process ran, though the connection
-                stands.
+            RequestTimeout: no answer within `timeout_s` seconds in which this process ran, while the connection
+                stayed open.
             PeerGone: the connection broke, could not be made within `timeout_s`, or the client was closed.
             MessageError: the request cannot be encoded, or the reply is not of its type.
         """

@@ -1,6 +1,6 @@
 """Format of a call: the types of a request and its reply, and their encoding.
 
-A room defines the calls that it serves, and whoever calls it uses the same types:
+A package defines the calls that it serves, and its callers use the same types:
 
     class PublishedWeights(Reply, frozen=True):
         path: str
@@ -15,7 +15,7 @@ annotated `dict[str, Any]`.
     client ─▶ server    [ id + verb, request ]
     server ─▶ client    [ id + verb, reply ]  or  [ id, failure ]
 
-`id` is the client's own number of the call, an unsigned 64-bit little-endian number; a failure is a `Failure`.
+`id` is the number that the client gave the call, unsigned, 64 bits, little-endian; a failure is a `Failure`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEFAULT_MAX_BYTES = 64 << 20
 
 
 class MessageError(ValueError):
-    """A body that is not of its type, cannot be encoded or is too large; frames that are no request or reply."""
+    """A body is not of its type, cannot be encoded or is too large; or frames are neither a request nor a reply."""
 
 
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +44,7 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Done(Reply, frozen=True):
-    """Reply of a call that has nothing to tell."""
+    """Reply of a call that returns nothing."""
 
 
 class Failure(Reply, frozen=True):
@@ -56,7 +56,7 @@ class Failure(Reply, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The failure that `error` is."""
+        """Return `error` as a failure."""
         text = "".join(traceback.format_exception(error))
         return cls(type(error).__name__, str(error)[:_MAX_TEXT], text[-_MAX_TEXT:])
 
@@ -70,7 +70,7 @@ class Request(msgspec.Struct, Generic[R], frozen=True, forbid_unknown_fields=Tru
 
     Attributes:
         verb: the call's name on the wire and in errors, from the class's name.
-        reply_type: what the server answers.
+        reply_type: the type of the server's answer.
     """
 
     verb: ClassVar[str]
@@ -83,7 +83,7 @@ class Request(msgspec.Struct, Generic[R], frozen=True, forbid_unknown_fields=Tru
 
 
 def encode(body: msgspec.Struct) -> bytes:
-    """The bytes of `body`.
+    """Return `body` as bytes.
 
     Raises:
         MessageError: a free-form part of it is not plain data, or it is larger than DEFAULT_MAX_BYTES.
@@ -98,10 +98,10 @@ def encode(body: msgspec.Struct) -> bytes:
 
 
 def decode(encoded: memoryview, body_type: type[_B], max_bytes: int) -> _B:
-    """The body of `body_type` in `encoded`, whatever bytes these are.
+    """Return the body in `encoded`, which may be any bytes, as `body_type`.
 
     Raises:
-        MessageError: they are not one; the message has the path of the first wrong field and what was expected.
+        MessageError: it is not of that type; the message has the path of the first wrong field and what was expected.
     """
     if encoded.nbytes > max_bytes:
         raise MessageError(f"{body_type.__name__} of {encoded.nbytes} bytes is over the limit of {max_bytes}")
@@ -113,7 +113,7 @@ def decode(encoded: memoryview, body_type: type[_B], max_bytes: int) -> _B:
 
 
 def pack(call: int, verb: str, body: msgspec.Struct) -> list[bytes]:
-    """Frames of call number `call`, or of the answer to it; a failure's verb is empty.
+    """Return the frames of call number `call`, or of its answer; a failure's verb is empty.
 
     Raises:
         MessageError: see `encode`.
@@ -122,10 +122,10 @@ def pack(call: int, verb: str, body: msgspec.Struct) -> list[bytes]:
 
 
 def unpack(frames: Sequence[memoryview]) -> tuple[int, str, memoryview]:
-    """The call's number, its verb and the body, which is to be decoded.
+    """Return the call's number, its verb and the body, still encoded.
 
     Raises:
-        MessageError: this is no message of request-reply.
+        MessageError: this is not a message of request-reply.
     """
     if len(frames) != 2 or len(frames[0]) < _ID.size:
         raise MessageError("message is not a call's number and a body")
@@ -138,7 +138,9 @@ def _decoder(body_type: type[msgspec.Struct]) -> msgspec.msgpack.Decoder[Any]:
 
 
 def _as_builtin(value: Any) -> Any:
-    """`value` as the builtin number that it derives from: `numpy.float64` is a float, and users' statistics hold it."""
+    """Return `value` as the built-in number it derives from: `numpy.float64` is a float and occurs in users'
+    statistics.
+    """
     for builtin in (float, int):
         if isinstance(value, builtin):
             return builtin(value)

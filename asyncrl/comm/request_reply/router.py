@@ -1,11 +1,11 @@
 """The connections of many clients to their servers, over one socket.
 
-The socket is a ROUTER that connects instead of binding. It names each connection itself, and messages leave and arrive
-by these names, so no server can use another's. A connection costs one descriptor, the least possible over TCP: 1,256
-connections cost the master 1,256, and its limit of open files must be above that.
+The socket is a ROUTER that connects instead of binding. It names each connection itself and routes messages both ways
+by these names, so no server can use another's. A connection takes one descriptor, the least possible over TCP: with
+1,256 connections the master's limit of open files must be above 1,256.
 
 The servers bind, not the master. A ROUTER that binds does not learn whose connection broke, so a dead process would be
-noticed by its silence alone. If it connects, its monitor names the address.
+noticed only by its silence. If it connects, its monitor names the address.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DESCRIPTORS_PER_CONNECTION = 1
 _REPLIES_HIGH_WATER = 1000  # in libzmq's own buffer per connection
 _EVENTS = int(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
 _ENDPOINT = re.compile(r"tcp://[\d.]+:\d+")
-"""Form in which bound sockets name themselves, and the monitor names the other end. Host names do not match."""
+"""Form of a bound socket's endpoint, and of the address that the monitor reports. Host names do not match."""
 
 
 class Connection:
@@ -88,15 +88,15 @@ class CallRouter:
         on_message: Callable[[list[memoryview]], None],
         on_lost: Callable[[], None],
     ) -> Connection:
-        """A connection to `address`, which is made, and made again when it breaks, until it is closed.
+        """Return a connection to `address`, which is made, and made again whenever it breaks, until it is closed.
 
         Args:
-            on_connected: it takes messages from now on.
-            on_message: one message has come; its buffers live as long as they are referred to.
-            on_lost: it broke: what was sent and not answered may be lost.
+            on_connected: called when it accepts messages.
+            on_message: called with each message that arrives; its buffers live as long as they are referred to.
+            on_lost: called when it breaks: unanswered messages may be lost.
 
         Raises:
-            ValueError: `address` is no endpoint, or has a connection.
+            ValueError: `address` is not an endpoint, or has a connection already.
         """
         if not _ENDPOINT.fullmatch(address):
             raise ValueError(f"address {address!r} is not an endpoint: use tcp://<IP address>:<port>")
@@ -183,7 +183,7 @@ class CallRouter:
                 self._lose(connection)
 
     def _lose(self, connection: Connection) -> None:
-        """Deliver what has arrived, leave the connection, make it again after a moment."""
+        """Deliver the messages that have arrived, leave the connection, and make it again after a moment."""
         self._deliver(sys.maxsize)
         if connection.connected:  # a receiver may have closed it
             self._disconnect(connection)
@@ -192,7 +192,9 @@ class CallRouter:
 
 
 def _monitor(context: Context, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """The receiving end of the socket's events; without a mark, at which libzmq's I/O thread would stand still."""
+    """Return the socket that receives the events of `socket`. It has no high-water mark, which would block libzmq's I/O
+    thread.
+    """
     address = f"inproc://monitor-{id(socket)}"
     socket.monitor(address, _EVENTS)
     monitor = context.socket(zmq.PAIR)

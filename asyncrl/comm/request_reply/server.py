@@ -44,7 +44,7 @@ class _Call:
 
 
 class RequestServer:
-    """Serves calls at `endpoint`: for every request's type a handler, immediate or queued.
+    """Serves calls at `endpoint`, with one handler per type of request, immediate or queued.
 
     Args:
         bind_host: address of the interface to listen on; also the host that `endpoint` names.
@@ -109,7 +109,7 @@ class RequestServer:
     def serve_one(self, timeout_s: float) -> bool:
         """Run the oldest queued call in this thread and answer it; False if none came within `timeout_s` seconds.
 
-        What the handler raises goes to the client as RemoteError; an exit or interrupt goes on here as well.
+        An exception of the handler reaches the client as RemoteError; an exit or interrupt is raised here as well.
         """
         try:
             call = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
@@ -127,7 +127,7 @@ class RequestServer:
         return True
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop serving; outstanding calls see their connection break. Replies given before are sent first."""
+        """Stop serving. Replies given so far are sent; for outstanding calls the connection breaks."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout_s)

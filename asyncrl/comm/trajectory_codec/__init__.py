@@ -1,10 +1,11 @@
 """Trajectories as messages: all arrays joined end to end, so that the cost follows tokens, not trajectories or samples.
 
-One message carries one trajectory or many: what numpy and msgpack cost per call is paid once for all of them. For the
-same reason everything is in columns, of which types and bounds are checked whole.
+One message carries one trajectory or many, so the cost of a call to numpy and msgpack is paid once for all of them. For
+the same reason everything is in columns, whose types and bounds are checked for a whole column at a time.
 
-A trajectory's prompt, the longest run of tokens that all its samples begin with and that no policy generated (loss_mask
-0, behave_logprobs 0, versions -1), is sent once and as tokens alone: 4 bytes a token in place of 13 in every sample.
+A trajectory's prompt is the longest run of tokens that all its samples begin with and that no policy generated
+(loss_mask 0, behave_logprobs 0, versions -1). It is sent once, and only as tokens: 4 bytes per token instead of 13 in
+every sample.
 
 Arrays; R are the trajectories of the message, S their samples, N those of trajectories with comparison groups, P the
 tokens of their prompts and T those that follow a prompt, W those of T in trajectories whose turns were rewarded, B and
@@ -38,9 +39,9 @@ Pictures that all samples begin with belong to the prompt; a prompt ends where p
 
 Meta: a list of R `TrajectoryHeader`s, whose numbers are finite.
 
-The bounds are checked once, where bytes arrive: a receiver must not trust what it gets, and its refusal comes back to
-the sender, so an agent's fault is raised where it was made. Decoded columns are read-only views into the message, and
-samples are made of them, and prompts repeated, only for who asks for samples.
+The bounds are checked once, where bytes arrive: a receiver must not trust its input, and its refusal comes back to the
+sender, so an agent's mistake is raised in the process that made it. Decoded columns are read-only views into the
+message; samples, with their prompts repeated, are made from them only on request.
 """
 
 from asyncrl.comm.trajectory_codec.decode import decode_each, decode_trajectories

@@ -1,4 +1,4 @@
-"""Frames to trajectories: everything that they may hold is checked, each trajectory refused by itself."""
+"""Frames to trajectories: all their contents are checked, and each trajectory is refused separately."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HEADER = msgspec.msgpack.Decoder(Header[list[msgspec.Raw]])  # raw, so that a f
 
 
 def decode_trajectories(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Trajectory]:
-    """The trajectories in `frames`.
+    """Return the trajectories in `frames`.
 
     Raises:
         CodecError: the frames are malformed or larger than `max_bytes`, or a value is out of its bounds.
@@ -52,7 +52,7 @@ def decode_trajectories(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX
 
 
 def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Trajectory | CodecError]:
-    """For every trajectory in `frames`: itself, or what is wrong with it.
+    """Return, for every trajectory in `frames`, the trajectory or the error in it.
 
     Raises:
         CodecError: the frames are malformed or larger than `max_bytes` as a whole.
@@ -118,7 +118,7 @@ def decode_each(frames: Sequence[Frame], *, max_bytes: int = DEFAULT_MAX_BYTES) 
 
 
 def _flags(arrays: dict[str, Array], name: str, length: int) -> list[int]:
-    """Such an array of flags as a list."""
+    """Return the array `name`, which must have `length` flags, as a list."""
     flags = _array(arrays, name, length)
     if (high := np.maximum.reduce(flags, initial=0)) > 1:
         raise CodecError(f"trajectory.{name} has {high}: use 0 or 1")
@@ -127,7 +127,7 @@ def _flags(arrays: dict[str, Array], name: str, length: int) -> list[int]:
 
 
 def _groups(arrays: dict[str, Array], sizes: Sequence[int]) -> list[list[int]]:
-    """For each trajectory the numbers of its samples' comparison groups; empty if it names none."""
+    """Return for each trajectory the numbers of its samples' comparison groups; empty if it names none."""
     own_sizes = [size if flag else 0 for size, flag in zip(sizes, _flags(arrays, "grouped", len(sizes)), strict=True)]
     numbers = _array(arrays, "groups", sum(own_sizes)).tolist()
     ends = [*accumulate(own_sizes)]
@@ -135,10 +135,10 @@ def _groups(arrays: dict[str, Array], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _names(numbers: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
-    """The comparison group of each sample.
+    """Return the comparison group of each sample.
 
     Raises:
-        CodecError: a number names none of `names`, two of those are equal, or one cannot be a name.
+        CodecError: a number has no name in `names`, two of these are equal, or one is not a valid name.
     """
     if len({*names}) != len(names) or not numbers or max(numbers) >= len(names):
         raise CodecError(f"trajectory.groups has the numbers {numbers!r:.80} of the names {names!r:.80}")
@@ -151,7 +151,7 @@ def _names(numbers: Sequence[int], names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: Sequence[int]) -> list[Array | None]:
-    """Each trajectory's part of the column, None where it has none; `token_ends` are those of the samples."""
+    """Return each trajectory's part of the column, or None; `token_ends` has the end of each sample's tokens."""
     flags = _flags(arrays, "rewarded", len(sizes))
     ends = [token_ends[end - 1] for end in accumulate(sizes)]
     lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -165,7 +165,7 @@ def _token_rewards(arrays: dict[str, Array], sizes: Sequence[int], token_ends: S
 
 
 def _contents(arrays: dict[str, Array], trajectories: int) -> list[Array]:
-    """The bytes of each trajectory's pictures."""
+    """Return the bytes of each trajectory's pictures."""
     if "pictures" not in arrays:
         return [np.empty(0, np.uint8)] * trajectories
     sizes = _counts(arrays, "picture_sizes", trajectories, least=0)
@@ -175,11 +175,11 @@ def _contents(arrays: dict[str, Array], trajectories: int) -> list[Array]:
 def _pictures(
     content: Array, header: PicturesHeader | None, prompt: Array, rest: SampleColumns
 ) -> tuple[tuple[PlacedPicture, ...], tuple[tuple[PlacedPicture, ...], ...]]:
-    """The pictures of a trajectory's prompt and of each sample after it.
+    """Return the pictures of a trajectory's prompt and those of each sample after it.
 
     Raises:
-        CodecError: the bytes are not the pictures that its header names, or a span is not of the prompt or the sample,
-            or at generated tokens.
+        CodecError: the bytes are not the pictures that the header names, or a span is outside the prompt or sample or
+            covers generated tokens.
     """
     contents = [] if header is None else header.contents
     if header is None or sum(size for _, size in contents) != len(content):
@@ -213,10 +213,10 @@ def _placed(spans: Sequence[Span], table: Sequence[Picture], tokens: int) -> tup
 
 
 def _routing(data: Array, header: RoutingHeader | None, tokens: int) -> Array | None:
-    """A trajectory's routing `[tokens, layers, per_token]` of its bytes; None where there is none.
+    """Return a trajectory's routing `[tokens, layers, per_token]` from its bytes; None if it has none.
 
     Raises:
-        CodecError: there are other bytes than its header says.
+        CodecError: the bytes do not match its header.
     """
     expected = 0 if header is None else tokens * header.nbytes
     if len(data) != expected:
@@ -232,7 +232,7 @@ def _routing(data: Array, header: RoutingHeader | None, tokens: int) -> Array | 
 def _with_more(
     rest: SampleColumns, token_rewards: Array | None, entry: TrajectoryHeader, own_columns: Array
 ) -> SampleColumns:
-    """`rest` with what few trajectories have; `own_columns` are its token columns, one after the other.
+    """Return `rest` with the parts that few trajectories have; `own_columns` are its token columns, joined.
 
     Raises:
         CodecError: a value is out of bounds, or a list is not one for each sample.
@@ -267,7 +267,7 @@ def _with_more(
 
 
 def _counts(arrays: dict[str, Array], name: str, length: int, *, least: int) -> list[int]:
-    """Such an array as a list."""
+    """Return the array `name`, which must have `length` entries of at least `least`, as a list."""
     counts: list[int] = _array(arrays, name, length).tolist()
     if not counts or min(counts) < least:
         raise CodecError(f"trajectory.{name} is {counts!r:.80}: use integers of at least {least}")
@@ -275,7 +275,7 @@ def _counts(arrays: dict[str, Array], name: str, length: int, *, least: int) -> 
 
 
 def _array(arrays: dict[str, Array], name: str, length: int) -> Array:
-    """Such an array, of its dtype and this length."""
+    """Return the array `name`, which must have its dtype and this length."""
     array, dtype = arrays[name], (DTYPES | PICTURE_DTYPES)[name]
     if array.dtype != dtype or array.shape != (length,):
         raise CodecError(f"trajectory.{name} is {array.dtype} {array.shape}, expected {dtype} ({length},)")

@@ -216,7 +216,9 @@ def prepare(trajectory: Trajectory) -> Prepared:
 def _pictures(
     prompt: Sequence[PlacedPicture], samples: Sequence[Sequence[PlacedPicture]]
 ) -> tuple[PicturesHeader | None, list[bytes]]:
-    """The header of a trajectory's pictures and the content of each, once; None and no content where there are none."""
+    """Return the header of a trajectory's pictures and the content of each, once; None and no content if it has
+    none.
+    """
     contents: dict[str, bytes] = {}
     numbers: dict[str, int] = {}
 
@@ -233,7 +235,7 @@ def _pictures(
 
 
 def _shared_pictures(pictures: Sequence[Sequence[PlacedPicture]], shared: int) -> int:
-    """The number of the `shared` tokens at the start of all samples that show the same pictures, each whole."""
+    """Return how many of the `shared` first tokens show the same pictures, each whole, in all samples."""
     for number in range(max(map(len, pictures), default=0)):
         placed = {own[number] if number < len(own) else None for own in pictures}
         begins = min(each.position for each in placed if each is not None)
@@ -245,10 +247,10 @@ def _shared_pictures(pictures: Sequence[Sequence[PlacedPicture]], shared: int) -
 
 
 def _routing_header(routing: Sequence[Array]) -> RoutingHeader | None:
-    """The shape of `routing`, one for all parts.
+    """Return the shape of `routing`, one for all parts.
 
     Raises:
-        CodecError: the parts are of different shapes, or of a type or a size that does not travel.
+        CodecError: the parts differ in shape, or their type or size is not supported.
     """
     kinds = {(own.dtype, own.shape[1:]) for own in routing}
     if not kinds:
@@ -266,7 +268,7 @@ def _routing_header(routing: Sequence[Array]) -> RoutingHeader | None:
 
 
 def _shared_routing(routing: Sequence[Array], shared: int) -> int:
-    """The number of the `shared` tokens at the start of all samples that also went through the same experts."""
+    """Return how many of the `shared` first tokens also went through the same experts in all samples."""
     for own in routing[1:]:
         same = (own[:shared] == routing[0][:shared]).all((1, 2))
         shared = shared if same.all() else int(same.argmin())
@@ -274,15 +276,15 @@ def _shared_routing(routing: Sequence[Array], shared: int) -> int:
 
 
 def _ranges(starts: Array, length: int) -> Array:
-    """The positions of runs of `length` from each of `starts`."""
+    """Return the positions of a run of `length` from each of `starts`."""
     positions: Array = (starts[:, None] + np.arange(length)).ravel()
     return positions
 
 
 def _shared_prompt(parts: Sequence[Array]) -> int:
-    """The number of tokens that all samples begin with and that no policy generated; `parts` as in `_Laid`.
+    """Return the number of tokens that all samples begin with and that no policy generated; `parts` as in `_Laid`.
 
-    Bytes are compared, which takes a third of the time of comparing arrays and tells -0.0 from 0.0.
+    It compares bytes, which takes a third of the time of comparing arrays and distinguishes -0.0 from 0.0.
     """
     tokens, mask = parts[:2]
     if mask[0]:
@@ -302,7 +304,7 @@ def _shared_prompt(parts: Sequence[Array]) -> int:
 
 
 def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:
-    """The two frames of these trajectories, at least one.
+    """Return the two frames of these trajectories, of which there is at least one.
 
     Raises:
         CodecError: they are larger than `max_bytes`.
@@ -350,7 +352,7 @@ def encode_prepared(prepared: Sequence[Prepared], *, max_bytes: int = DEFAULT_MA
 
 
 def encode_trajectories(trajectories: Iterable[Trajectory], *, max_bytes: int = DEFAULT_MAX_BYTES) -> list[Frame]:
-    """The two frames of these trajectories, at least one.
+    """Return the two frames of these trajectories, of which there is at least one.
 
     Raises:
         CodecError: as `prepare` and `encode_prepared`.
@@ -391,7 +393,7 @@ def _encode_entry(
 
 
 def _convert(name: str, part: Array) -> Array:
-    """`part` in the dtype of the wire; floats are rounded, everything else must keep its value."""
+    """Return `part` in the dtype of the wire; floats are rounded, all other values must be kept exactly."""
     dtype = DTYPES[name]
     converted: Array = part.astype(dtype)
     if np.can_cast(part.dtype, dtype, "same_kind") and (dtype.kind == "f" or np.array_equal(part, converted)):

@@ -1,4 +1,4 @@
-"""Layout of a message of trajectories: dtypes of its arrays, and its header's entry per trajectory."""
+"""Layout of a message of trajectories: the dtypes of its arrays, and the header's entry for each trajectory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PICTURE_DTYPES: dict[str, np.dtype[Any]] = {"pictures": np.dtype(np.uint8), "pic
 """Arrays that are absent where no trajectory of the message has a picture."""
 BY_TOKEN = ("tokens", "loss_mask", "behave_logprobs", "versions")
 MAX_ROUTED_LAYERS, MAX_ROUTED_EXPERTS = 1024, 64
-"""Bounds of what a header says of a routing: layers, and experts of a token; no model comes near."""
+"""Bounds of a routing in a header, layers and experts per token; far above any model."""
 ROUTING_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2")}
 _Id: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 _Group: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_GROUP_LENGTH)]

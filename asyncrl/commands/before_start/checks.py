@@ -1,4 +1,4 @@
-"""Checks of a whole config, before any process starts: each value against its bounds, then the rooms' own rules.
+"""Checks of a whole config, before any process starts: each value against its bounds, then the packages' own rules.
 
 A message reads `setting=value: what is wrong; what to do`.
 """

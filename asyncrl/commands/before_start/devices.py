@@ -1,4 +1,4 @@
-"""Devices that the processes of a run compute on, one line per kind, for the terminal."""
+"""The devices on which the processes of a run compute, one line per kind, for the terminal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _GIB = 1 << 30
 
 
 def device_lines(config: ExperimentConfig) -> Iterator[str]:
-    """Yield what trains and what generates: how many, on which GPUs, in which type, with what attention and memory.
+    """Yield lines about training and generation: number, GPUs, data type, attention and memory.
 
-    `config` has its types (`asyncrl.runtime.plan.with_types`). Names and memory are of the GPUs of this host.
+    The types in `config` are resolved (`asyncrl.runtime.plan.with_types`). GPU names and memory are this host's.
     """
     plans, generation = plan_workers(config), config.generation
     trains = [plan for plan in plans if plan.kind == MODEL_WORKER]

@@ -12,7 +12,7 @@ RL_ONLY = "{!r} is an experiment of supervised training; give one of reinforceme
 
 @dataclass(frozen=True, slots=True)
 class ExperimentArgs:
-    """An experiment, its overrides, and the folder of the user's own (None: the built-in ones)."""
+    """An experiment, its overrides, and the folder of the user's experiments (None: the built-in ones)."""
 
     experiment: str
     overrides: list[str]
@@ -20,7 +20,7 @@ class ExperimentArgs:
 
 
 def parse(argv: Sequence[str], program: str, description: str) -> ExperimentArgs:
-    """The arguments in `argv`; ends the process where they are none."""
+    """Return the arguments in `argv`; end the process if they are invalid."""
     parser = argparse.ArgumentParser(
         prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

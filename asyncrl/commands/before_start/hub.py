@@ -1,7 +1,7 @@
 """Models and data sets by their name on the Hugging Face hub, `Qwen/Qwen2.5-0.5B-Instruct`: each becomes a folder.
 
-A folder of that name wins, then what the hub's cache on this machine holds (`HF_HOME`), then the hub itself. What is in
-the cache is taken as it is: a run that goes on has the same model as it began with, and one without a network starts.
+A folder of that name comes first, then the hub's cache on this machine (`HF_HOME`), then the hub itself. The cache's
+content is used as it is, so a resumed run has the same model as before, and a run can start without a network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.plugins.datasets.readers import JSONL, PARQUET
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_TAKEN = ["*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "original/*", "onnx/*"]
-"""Weights in other forms than safetensors, often beside them."""
+"""Weights in other formats than safetensors, which are often in the same folder."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class _Named:
 
 
 def resolve_hub_names(config: Config) -> None:
-    """Replace each hub name in `config` by the folder that holds it, downloaded first if need be.
+    """Replace each hub name in `config` by its folder, downloading it first if necessary.
 
     Raises:
-        ConfigError: with every name that is neither a folder, nor in the cache, nor to be had from the hub.
+        ConfigError: with every name that is neither a folder, nor in the cache, nor available from the hub.
     """
     messages = []
     for named in _settings(config):

@@ -20,7 +20,8 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import GraphError
 from asyncrl.master.metrics.evaluation_statistics import ALWAYS
 from asyncrl.plugins.datasets import Placed
-from asyncrl.plugins.datasets.demonstrations import conversation_of, load_demonstrations, wrong_conversation
+from asyncrl.plugins.datasets.demonstration_rows import load_demonstrations
+from asyncrl.plugins.datasets.demonstrations import conversation_of, wrong_conversation
 from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.plugins.datasets.preferences import judged_answers
 from asyncrl.plugins.datasets.prompt_stats import PromptStats, measure_prompts
@@ -42,7 +43,7 @@ from asyncrl.trainer.supervised.settings import SFTConfig
 
 
 def resolve_length(config: Config) -> None:
-    """Put the number of steps that `total_epochs` stands for into `total_train_steps`.
+    """Set `total_train_steps` to the number of steps that `total_epochs` means.
 
     Raises:
         ConfigError: the training set cannot be loaded, or has too few rows for a step.
@@ -63,7 +64,7 @@ def check_graph(config: Config) -> None:
     """Build the training step's graph, which checks it.
 
     Raises:
-        ConfigError: it is not sound; the message names the calls.
+        ConfigError: it is invalid; the message names the calls.
     """
     if isinstance(config, ExperimentConfig):
         try:
@@ -83,21 +84,21 @@ def check_data(config: Config, folder: Path | None) -> None:
 
 
 ROWS_LOOKED_AT = 1000
-"""Rows that are checked of a dataset class, whose rows may take time to make."""
+"""Number of rows checked of a dataset class, whose rows may take time to make."""
 FILE_ROWS_LOOKED_AT = 200_000
-"""Rows that are checked of files, about a minute of work. The others are checked when they are played, unless prompts
-that are too long are refused.
+"""Number of rows checked of files, about a minute of work. The others are checked when they are used, except that all
+are checked if prompts that are too long are refused.
 """
 
 
 def check_prompts(config: ExperimentConfig, *, of_evaluation_alone: bool = False) -> dict[str, PromptStats]:
-    """Make the prompts of the training set and of the evaluation's, with the tokenizer in `model.path`.
+    """Make the prompts of the training set and of the evaluation sets, with the tokenizer in `model.path`.
 
     Args:
-        of_evaluation_alone: not those of the training set.
+        of_evaluation_alone: skip the training set.
 
     Returns:
-        What was found, by the name of the setting's group: `dataset`, and of each set that is evaluated, `eval` or
+        The statistics by the name of the setting's group: `dataset`, and for each evaluation set `eval`,
         `eval.sets[0]` and so on.
 
     Raises:
@@ -172,10 +173,10 @@ def chat_notes(config: ExperimentConfig) -> list[str]:
 
 
 def base_model_config(config: ExperimentConfig, folder: Path | None) -> SFTConfig:
-    """The experiment that makes the base model of `config`; `folder` holds the user's experiments.
+    """Return the experiment that makes the base model of `config`; `folder` has the user's experiments.
 
     Raises:
-        ConfigError: there is no such experiment, or a setting of it is wrong.
+        ConfigError: there is no such experiment, or one of its settings is wrong.
     """
     name = config.model.base_experiment
     try:
@@ -266,10 +267,10 @@ def _no_verdict(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _check_rows(config: SFTConfig, path: str, args: Mapping[str, Any], fields: Mapping[str, str], split: str) -> None:
-    """Load the rows of supervised training; a file is looked through, of a class's rows one is asked for.
+    """Load the rows of supervised training: all rows of a file, one row of a class.
 
     Raises:
-        ValueError: they cannot be loaded, or have nothing that the loss takes; names file and line.
+        ValueError: they cannot be loaded, or have nothing to train on; the message names file and line.
     """
     try:
         kind = loss_kind(config.loss)

@@ -1,4 +1,4 @@
-"""What a run expects to find running: hosts, a Slurm allocation, a Ray cluster, servers to adopt."""
+"""Checks that the services a run needs are running: hosts, a Slurm allocation, a Ray cluster, adopted servers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('s
 
 
 def check_reachable(config: ExperimentConfig) -> None:
-    """Check that what the settings name is there.
+    """Check that the services named in the settings are running.
 
     Raises:
-        ConfigError: it is not; the message names the setting.
+        ConfigError: one is not; the message names the setting.
         TrialError: a host does not answer by ssh now.
     """
     check_hosts(config)
@@ -60,10 +60,10 @@ def _slurm(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _printed(command: Sequence[str]) -> str:
-    """Return what `command` prints.
+    """Return the output of `command`.
 
     Raises:
-        OSError: it fails; with its last line.
+        OSError: it failed; the message has the last line of its output.
     """
     ended = subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_LIMIT_S, check=False)
     if ended.returncode:
@@ -72,7 +72,7 @@ def _printed(command: Sequence[str]) -> str:
 
 
 def _ray(config: ExperimentConfig) -> Iterator[str]:
-    """An address that is given. Which cluster `auto` means, Ray itself finds, in its own process."""
+    """Check the address of a Ray cluster. For `auto` Ray itself finds the cluster later, in its own process."""
     if config.system.launcher != RAY:
         return
     host, separator, port = address_of(config.system.launcher_args).rpartition(":")
@@ -84,7 +84,7 @@ def _ray(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _sglang(config: ExperimentConfig) -> Iterator[str]:
-    """The servers that are adopted, or the interpreter that starts them, where that is this host's."""
+    """Check the adopted servers, or the interpreter that starts servers on this host."""
     sglang = config.generation.sglang
     starts_here = config.generation.backend == GenerationBackend.sglang and not sglang.urls
     if starts_here and sglang.python and not config.system.hosts:

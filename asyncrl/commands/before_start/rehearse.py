@@ -1,4 +1,4 @@
-"""A rehearsal of the user's code beside the other checks of a start; see `asyncrl.rollout.rehearsal`."""
+"""A rehearsal of the user's code, in parallel with the other checks of a start; see `asyncrl.rollout.rehearsal`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SWITCH = "if only made-up answers do this, set rollout.rehearse=false"
 
 @contextmanager
 def rehearsed(config: ExperimentConfig) -> Iterator[Callable[[], list[str]]]:
-    """Begin a rehearsal. What is given waits for its end and returns notes for the user.
+    """Begin a rehearsal. The function given to the block waits for its end and returns notes for the user.
 
-    Where all RolloutWorkers are on other hosts nothing is rehearsed: this host may lack what their code needs. A run
+    If all RolloutWorkers are on other hosts nothing is rehearsed, as this host may lack what their code needs. A run
     that replays kept samples calls no user code.
 
     Raises:
-        ConfigError: by the function that is given: the run would fail.
+        ConfigError: by the given function, if the run would fail.
     """
     if not config.rollout.rehearse or config.samples.replay or not _plays_here(config):
         yield list

@@ -1,4 +1,4 @@
-"""A trial goes on with the data that it began with, or not at all; and all hosts read the same."""
+"""Checks that a trial continues with the same data as before, and that all hosts read the same data."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from asyncrl.runtime.trials.resume import ADVICE, TrialError, newest_progress
 
 
 def check_same_data(config: ExperimentConfig) -> None:
-    """Compare the training data with what the trial began with, if there is a checkpoint to go on from.
+    """Compare the training data with the data at the trial's start, if there is a checkpoint to continue from.
 
     Raises:
-        TrialError: it is other data; the message names the file and the first line that differs.
+        TrialError: the data differ; the message names the file and the first line that differs.
     """
     file = run_dir_of(config) / DATA_RECORD_FILE
     if newest_progress(run_dir_of(config)) is None or not file.is_file():
@@ -29,7 +29,7 @@ def check_same_data(config: ExperimentConfig) -> None:
 
 
 def keep_data_record(config: ExperimentConfig) -> None:
-    """Write down what the training data is, unless the trial goes on from a checkpoint and has that written down."""
+    """Write a record of the training data, unless the trial continues from a checkpoint and has one."""
     run_dir = run_dir_of(config)
     file = run_dir / DATA_RECORD_FILE
     if newest_progress(run_dir) is None or not file.is_file():
@@ -37,6 +37,6 @@ def keep_data_record(config: ExperimentConfig) -> None:
 
 
 def keep_inputs(config: ExperimentConfig, *, training: bool = True) -> None:
-    """Keep what RolloutWorkers read as it is now, where it is brought to hosts that share no folder."""
+    """Keep a copy of the RolloutWorkers' present inputs, if these are brought to hosts that share no folder."""
     if brings_inputs(config):
         bring_inputs(config, run_dir_of(config), training=training)

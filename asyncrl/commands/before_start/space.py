@@ -1,4 +1,4 @@
-"""Free space for what a run writes, before it starts."""
+"""The check, before a run starts, that the disk has enough free space."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 
 def space_needed(config: ExperimentConfig) -> int:
-    """Bytes that the run's checkpoints and weights take at most, estimated by the files of the model.
+    """Return the most bytes that the run's checkpoints and weights take, estimated from the model's files.
 
-    `checkpoint.keep` checkpoints and the one that is being written, and three versions of the weights.
+    These are `checkpoint.keep` checkpoints and the one being written, and three versions of the weights.
     """
     folder = Path(str(config.model.path))
     model = sum(file.stat().st_size for pattern in MODEL_FILES for file in folder.glob(pattern))
@@ -26,7 +26,7 @@ def space_needed(config: ExperimentConfig) -> int:
 
 
 def space_line(config: ExperimentConfig) -> tuple[bool, str]:
-    """Tell whether the disk of the run's folder has enough room, and the figures."""
+    """Return whether the disk of the run's folder has enough space, and a line with the figures."""
     folder = run_dir_of(config)
     existing = next(each for each in (folder, *folder.parents) if each.exists())
     free, needed = shutil.disk_usage(existing).free, space_needed(config)

@@ -1,11 +1,11 @@
 """Decide which host fetches a folder from which other host, if hosts share no folder. No sockets, no clocks.
 
-The publisher's host, the origin, has what is published on its own disk. Every other host fetches it once, from any host
-that has it already, and is then a source itself. A host sends to at most `UPLOADS` others at a time, so with each round
-there are `UPLOADS` + 1 times as many that have it: h hosts take 1 + log3(h) rounds, and none sends more than
-`UPLOADS` copies a round.
+The publisher's host, the origin, has the published folder on its own disk. Every other host fetches it once, from any
+host that already has it, and is then a source itself. A host sends to at most `UPLOADS` others at a time, so each round
+multiplies the number of hosts that have the folder by `UPLOADS` + 1: h hosts take 1 + log3(h) rounds, and none sends
+more than `UPLOADS` copies a round.
 
-    round 1    0 ─▶ 1, 2                      3 hosts have it
+    round 1    0 ─▶ 1, 2                      3 hosts have the folder
     round 2    0 ─▶ 3, 4   1 ─▶ 5, 6   2 ─▶ 7, 8      9
     ...                                       512 hosts: 6 rounds
 
@@ -13,10 +13,10 @@ No host waits for a round to end: each sends as soon as it has the folder. Of th
 sends least is chosen, the origin last.
 
 A source that fails is not used for a while, longer each time, and the host that asked it is sent to the next. A host
-that cannot store what it is sent is asked again after a while. A host that is new or was restarted has nothing.
+that cannot store the folder is asked again after a while. A new or restarted host has nothing.
 
-The launch's folders come first, then the newest version alone. A host may need only some of these, and is then a source
-of those only. A fetch that runs when a newer version is published is finished: otherwise a host whose fetch takes
+The launch's folders come first, then only the newest version. A host may need only some of these, and is then a source
+only of those. A fetch under way when a newer version is published is finished: otherwise a host whose fetch takes
 longer than a train step would never have a version. Other older versions are skipped.
 """
 
@@ -30,8 +30,8 @@ from asyncrl.comm.backoff import Backoff
 from asyncrl.weights.staging.messages import LAUNCHER_HOST
 
 UPLOADS = 2
-"""Number of copies that a host sends at a time. A folder of 100 GB over 100 Gbit/s takes 8 s alone and 16 s beside
-another one; with more at a time no host becomes a source sooner.
+"""Number of copies that a host sends at a time. A folder of 100 GB over 100 Gbit/s takes 8 s alone and 16 s together
+with another one; with more at a time no host becomes a source sooner.
 """
 ORIGIN = LAUNCHER_HOST
 """The host of the publisher."""
@@ -49,7 +49,7 @@ class Fetch:
 
 @dataclass(slots=True)
 class _Host:
-    """One host. `due`: when it is asked again, `trusted`: when it may be a source again, both in s."""
+    """One host: it is asked again at `due`, and may be a source again at `trusted`, both in s."""
 
     has: set[str] = field(default_factory=set)
     fetch: Fetch | None = None
@@ -64,7 +64,7 @@ class FanOut:
     """Orders fetches. The caller reports events, then does what `poll` orders; times are its clock's.
 
     Args:
-        needs: whether a host needs a folder; the origin has to need all.
+        needs: returns whether a host needs a folder; the origin must need all.
     """
 
     def __init__(self, needs: Callable[[int, str], bool] = lambda host, folder: True) -> None:
@@ -73,18 +73,18 @@ class FanOut:
         self._wanted: list[str] = []
 
     def want(self, *folders: str) -> None:
-        """These are wanted on every host that needs them, in this order; others not any more."""
+        """Bring these folders, and from now on no others, to every host that needs them, in this order."""
         self._wanted = list(folders)
         for host in self._hosts.values():
             host.has &= set(folders)
 
     def added(self, host: int) -> None:
-        """The host is there, or began again, and has nothing."""
+        """Add a new or restarted host, which has nothing."""
         self.removed(host)
         self._hosts[host] = _Host()
 
     def removed(self, host: int) -> None:
-        """The host is gone. Who fetches from it finds that out."""
+        """Remove a host. Hosts that fetch from it will find out."""
         gone = self._hosts.pop(host, None)
         if gone is not None and gone.fetch is not None:
             self._end_upload(gone.fetch)
@@ -112,7 +112,7 @@ class FanOut:
         return orders
 
     def succeeded(self, order: Fetch) -> bool:
-        """The host has the folder; whether the order was still wanted."""
+        """Record that the host has the folder; return True if the order was still wanted."""
         host = self._ordered(order)
         if host is None:
             return False
@@ -124,7 +124,7 @@ class FanOut:
         return True
 
     def failed(self, order: Fetch, now: float, *, source_failed: bool) -> None:
-        """The host could not have the folder: because of the source, or by itself."""
+        """Record that the fetch failed, because of the source or of the host itself."""
         host = self._ordered(order)
         if host is None:
             return
@@ -138,7 +138,7 @@ class FanOut:
             host.due = now + _BACKOFF.delay(host.failures)
 
     def next_due(self, now: float) -> float | None:
-        """When `poll` may have something to do next even if nothing happens until then."""
+        """Return the time at which `poll` may next have something to do without an event."""
         waiting = [host for folder in self._wanted for _, host in self._waiting(folder)]
         if not waiting:
             return None
@@ -150,7 +150,7 @@ class FanOut:
         return frozenset(self._hosts[host].sends)
 
     def _waiting(self, folder: str) -> Iterator[tuple[int, _Host]]:
-        """The hosts of which `folder` is the first that they lack, and that fetch nothing."""
+        """Yield the idle hosts whose first missing folder is `folder`."""
         before = self._wanted[: self._wanted.index(folder)]
         for number, host in self._hosts.items():
             if host.fetch is not None or folder in host.has or not self._needs(number, folder):
@@ -165,12 +165,12 @@ class FanOut:
         return order
 
     def _ordered(self, order: Fetch) -> _Host | None:
-        """The host, if this is what it was ordered to do, and not another since it began again."""
+        """Return the host if `order` is its current order; None if it was restarted since."""
         host = self._hosts.get(order.host)
         return host if host is not None and host.fetch is order else None
 
     def _end_upload(self, order: Fetch) -> _Host | None:
-        """The source, which is free of this order now; None where it is another by now."""
+        """Return the source after freeing it of this order; None if it was restarted since."""
         source = None if order.source is None else self._hosts.get(order.source)
         if source is None or order.folder not in source.sends:
             return None

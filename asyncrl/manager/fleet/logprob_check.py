@@ -1,8 +1,8 @@
-"""After each weight update: does the server score fixed prompts as the trainer did when it published the weights?
+"""A check after each weight update: the server must score fixed prompts as the trainer did when it published.
 
-What differs by more than rounding is another model than the trainer's: weights of another version, some that were not
-replaced, or something stale in a cache. The server is then quarantined and updated again, caches flushed, until it
-agrees. What the check cannot see is a change that is smaller than the rounding of the type the server computes in.
+A difference above rounding means another model than the trainer's: weights of another version, tensors that were not
+replaced, or stale entries in a cache. The server is then quarantined and updated again, with its caches flushed, until
+it agrees. The check cannot detect a change smaller than the rounding of the server's data type.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from asyncrl.weights.versions.logprob_probe import LogprobProbe, read_probe
 from asyncrl.weights.versions.manifest import ManifestError
 
 FLOAT32_TOLERANCE = 1e-3
-"""Nats. Two ways to compute the same in float32 differ by some 1e-5 where log-probabilities are around -10."""
+"""In nats. Two ways to compute the same in float32 differ by some 1e-5 for log-probabilities around -10."""
 COARSE_TOLERANCE = 0.5
-"""Nats. bfloat16 has 8 bits of mantissa: logits between 16 and 32 are rounded to multiples of 0.125."""
+"""In nats. bfloat16 has 8 bits of mantissa: logits between 16 and 32 are rounded to multiples of 0.125."""
 
 
 class WeightsDiffer(HttpError):
-    """The server scores the probe otherwise than the trainer did."""
+    """The server's scores of the probe differ from the trainer's."""
 
 
 def logprob_check_tolerance(config: ExperimentConfig) -> float:
@@ -42,7 +42,7 @@ def logprob_check_tolerance(config: ExperimentConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A token of the probe, as trainer and server score it."""
+    """A token of the probe, with the trainer's and the server's score."""
 
     sequence: int
     place: int
@@ -55,7 +55,7 @@ class _Scored:
 
 
 def _scored(probe: LogprobProbe, served: Sequence[Sequence[float]]) -> list[_Scored]:
-    """All tokens after the start of sequence i, of which `served[i]` are the server's log-probabilities."""
+    """Return all scored tokens; `served[i]` are the server's log-probabilities of sequence i after its start."""
     return [
         _Scored(index, each.start + 1 + offset, each.logprobs[each.start + 1 + offset], value)
         for index, (each, values) in enumerate(zip(probe.sequences, served, strict=True))
@@ -64,17 +64,17 @@ def _scored(probe: LogprobProbe, served: Sequence[Sequence[float]]) -> list[_Sco
 
 
 class LogprobCheck:
-    """An `UpdateCheck`: raises `WeightsDiffer` where a token's log-probability is off by more than the tolerance.
+    """An `UpdateCheck`: raises `WeightsDiffer` if a token's log-probability differs by more than the tolerance.
 
-    Weights without a probe pass: they are not of asyncrl's trainer.
+    Weights without a probe pass: they do not come from asyncrl's trainer.
 
     Args:
-        tolerance: nats, above 0.
-        timeout_s: limit of the request.
+        tolerance: in nats, above 0.
+        timeout_s: time limit of the request.
 
     Attributes:
-        differences: by server the greatest difference at its last check, in nats.
-        alarms: checks that found a greater one than allowed.
+        differences: the largest difference at each server's last check, in nats.
+        alarms: number of checks that found a larger difference than allowed.
     """
 
     def __init__(self, tolerance: float, timeout_s: float, log: logging.Logger) -> None:
@@ -88,8 +88,8 @@ class LogprobCheck:
         """Check the server with this index, which should serve `target`.
 
         Raises:
-            WeightsDiffer: it does not.
-            HttpError: it did not answer.
+            WeightsDiffer: the server has other weights.
+            HttpError: the server did not answer.
         """
         try:
             probe = await asyncio.to_thread(read_probe, Path(target.path))

@@ -2,7 +2,7 @@
 (`system.shared_filesystem=false`).
 
 `FanOut` decides which host fetches from which, the hosts' staging servers fetch (`asyncrl.weights.staging`), and the
-fleet learns what arrived where. A server generates while its host fetches, and is paused only to load.
+fleet learns which host has what. A server generates while its host fetches, and is paused only to load.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LONGEST_IDLE_S = 5.0
 
 @dataclass(slots=True)
 class _Folder:
-    """Folder that every host needs: its path at the publisher, and what the staging server of the publisher's host
-    reports of it.
+    """Folder that every host needs: its path at the publisher, and the report about it of the staging server on the
+    publisher's host.
     """
 
     published: str
@@ -44,8 +44,8 @@ class Staging:
             change during the launch. They are fetched in this order, before any version.
         decisions: knows which versions are in use.
         arrived: called with a host's address and the weights that it has from now on.
-        needs: as of `FanOut`.
-        tell: shows a sentence on the terminal, once each time that a host begins to refuse what it is sent.
+        needs: see `FanOut`.
+        tell: shows a sentence on the terminal, once each time that a host begins to refuse folders.
         clock: seconds in which this process ran.
     """
 
@@ -73,7 +73,7 @@ class Staging:
         self._tasks: dict[asyncio.Task[None], Fetch] = {}
 
     def registered(self, urls: Mapping[int, str]) -> None:
-        """These staging servers there are now; a new URL is another process, which has nothing."""
+        """Set the present staging servers; a new URL is a new process, which has nothing."""
         for host in self._urls.keys() - urls.keys():
             self._log.warning("staging server %d (%s) is gone", host, self._urls[host])
             self._leave(host)
@@ -86,14 +86,14 @@ class Staging:
                 self._changed.notify()
 
     def publish(self, target: Target) -> None:
-        """Newer weights are at `target.path` on the publisher's host."""
+        """Note that newer weights are at `target.path` on the publisher's host."""
         name = version_folder(target.version)
         self._wanted = {**self._launch_folders, name: _Folder(target.path, target)}
         self._fan_out.want(*self._wanted)
         self._changed.notify()
 
     async def run(self) -> None:
-        """Carry out what is decided until cancelled."""
+        """Carry out the orders until cancelled."""
         try:
             while True:
                 now = self._clock()

@@ -1,14 +1,15 @@
-"""The run's ledger, on disk: what became of every rollout (`asyncrl.comm.ledger_lines`, `docs/ledger.md`).
+"""The run's ledger on disk, with the fate of every rollout (`asyncrl.comm.ledger_lines`, `docs/ledger.md`).
 
-Lines are handed to the kernel as they come, so they outlive the process. They are synced where a step is complete,
-before a checkpoint begins (which names the line where it continues) and at the end. A thread syncs those of a step
-while the next one begins; a checkpoint waits for that, so the disk never has one whose past the ledger lacks. A file is
-followed by the next one once it has `FILE_BYTES`, always after a seal. A line that a kill cut off is cut away when the
-next launch begins; whole lines stay, also those of steps that no checkpoint remembers: `begin` says so.
+Lines are handed to the kernel as they come, so they outlive the process. They are synced after each step, before each
+checkpoint (which names the line it belongs to) and at the end. A thread syncs the lines of a step while the next one
+begins; a checkpoint waits for that, so the disk never has a checkpoint whose history the ledger lacks. A new file
+begins once the current one has `FILE_BYTES`, always after a seal. A line that a kill cut off is removed when the next
+launch begins; complete lines stay, even those of steps later than the checkpoint, and the `begin` line says which of
+them no longer count.
 
-A disk that takes nothing for a while is waited for (`asyncrl.comm.files.retry_write`). What it took and could not sync
-is written again at its place: after a failed sync the kernel may have forgotten it, and would call the next one a
-success.
+If the disk refuses writes for a while, they are retried (`asyncrl.comm.files.retry_write`). Data that was written but
+could not be synced is written again in the same place: after a failed sync the kernel may have dropped it, and would
+report the next sync as a success.
 """
 
 from __future__ import annotations
@@ -106,9 +107,9 @@ class Ledger:
 
     Args:
         folder: of the ledger; made if need be.
-        settings: what the lines are to be judged by.
+        settings: those by which the lines are judged.
         now: seconds since 1970.
-        file_bytes: size from which a file is followed by the next one.
+        file_bytes: size from which a new file begins.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Ledger:
         self._unwritten = bytearray()
         self._unsynced = bytearray()
         self.recorded = Recorded()
-        """State that all lines add up to, without those that a later launch forgot."""
+        """The state that all lines add up to, except those that a later launch ruled out."""
         self._file: _File | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self._syncing: Future[None] | None = None
@@ -146,9 +147,9 @@ class Ledger:
         return cls(run_dir / LEDGER_DIR, settings)
 
     def begin(self, version: int, state: dict[str, Any] | None, books: GateBooks) -> None:
-        """A launch begins at `version`; `state` is what `saved` returned for its checkpoint, if there is one.
+        """Begin a launch at `version`; `state` is the return value of `saved` for its checkpoint, if there is one.
 
-        `books`: what the gate begins with.
+        `books`: the gate's counters at the start.
         """
         retry_write_blocking(lambda: self._folder.mkdir(parents=True, exist_ok=True), f"{self._folder}", _log)
         known = self._take_up(0 if state is None else state["line"]) and state is not None
@@ -172,9 +173,9 @@ class Ledger:
         self.write()
 
     def go_on(self, lines: int) -> bool:
-        """The launch goes on after its first so many lines; returns True if a step is among those that followed.
+        """Continue the launch after its first `lines` lines; return True if a step is among the lines after these.
 
-        Nothing but a step that is not whole is cut away: a checkpoint may name any of the lines.
+        Only an incomplete step is removed, as a checkpoint may name any of the lines.
         """
         has_step = self._has_step_after(lines)
         if not self._take_up():
@@ -186,18 +187,18 @@ class Ledger:
         return has_step
 
     def lines_written(self) -> int:
-        """Bring all lines so far to the disk; their number."""
+        """Sync all lines so far to the disk; return their number."""
         self.write()
         return self._lines
 
     def begin_manager(self, number: int) -> None:
-        """The lines about rollouts come from the GserverManager with this number from here on."""
+        """Note that lines about rollouts come from the GserverManager with this number from here on."""
         if number != self.recorded.manager:
             self._add(Manager(number, self._at()))
             self._hand_over()
 
     def take(self, lines: Iterable[RolloutLine]) -> None:
-        """Add the manager's lines about rollouts. A MasterWorker that takes over has these lines from now on."""
+        """Add the manager's lines about rollouts; from now on a MasterWorker that takes over has them too."""
         for line in lines:
             self._add(line)
         self._hand_over()
@@ -216,29 +217,29 @@ class Ledger:
         self._write()
 
     def saved(self, version: int, books: GateBooks | None) -> dict[str, Any]:
-        """A checkpoint of `version` is about to be written; returns what it has to keep."""
+        """Note that a checkpoint of `version` is about to be written; return the ledger's part of it."""
         line, at, plain = self._lines + 1, self._at(), _plain(books) if books else None
         self._seal(Saved(line=line, at=at, lineage=self.lineage, version=version, books=plain, seal=""))
         self.write()
         return {"line": self._lines, "lineage": self.lineage}
 
     def end(self, version: int, books: GateBooks) -> None:
-        """The launch ends by itself."""
+        """Write the last line: the launch ends by itself."""
         line, at = self._lines + 1, self._at()
         self._seal(End(line=line, at=at, lineage=self.lineage, version=version, books=_plain(books), seal=""))
         self.write()
 
     def write(self) -> None:
-        """Bring all lines so far to the disk.
+        """Sync all lines so far to the disk.
 
         Raises:
-            OSError: it takes them not, for as long as is waited, or did not take those of a step before.
+            OSError: it refused them for longer than writes are retried, or had refused those of an earlier step.
         """
         self._write()
         self._synced()
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Write the remaining lines."""
         if self._file is not None:
             self.write()
             os.close(self._file.descriptor)
@@ -282,7 +283,7 @@ class Ledger:
         self.recorded.take(line)
 
     def _seal(self, line: SealedLine) -> None:
-        """Write `line`, whose seal is still empty, and begin what the next one seals."""
+        """Write `line`, whose seal is still empty, and start the hash for the next seal."""
         open_line = _encode(line)[: -len(b'"}')]
         self._unsealed.update(open_line)
         seal = self._unsealed.hexdigest().encode()
@@ -297,7 +298,7 @@ class Ledger:
             self._file = _File.open(self._path)
 
     def _has_step_after(self, lines: int) -> bool:
-        """True if a step comes after the first `lines` lines; one whose last line is missing is cut away."""
+        """Return True if a step comes after the first `lines` lines; a step without its last line is removed."""
         step, number = False, 0
         for file in sorted(self._folder.glob("*.jsonl")):
             whole = size = 0
@@ -313,13 +314,14 @@ class Ledger:
         return step
 
     def _take_up(self, to: int | None = None) -> bool:
-        """Go on after what is there: repair its end, count its lines, hash what no seal covers, add up what counts.
+        """Continue after the existing lines: repair the end, count them, hash those after the last seal, add up the
+        valid ones.
 
         Args:
-            to: lines that count for this launch; None: all, as it continues them.
+            to: number of lines that count for this launch; None: all, as it continues them.
 
         Returns:
-            False if the ledger does not reach so far, or cannot be read.
+            False if the ledger has fewer lines, or cannot be read.
         """
         files = sorted(self._folder.glob("*.jsonl"))
         if not files:
@@ -340,7 +342,7 @@ class Ledger:
         return end <= self._lines and self._add_up(files, _surviving(begins, end))
 
     def _add_up(self, files: Sequence[Path], ranges: Sequence[range]) -> bool:
-        """Take the lines in `ranges` of numbers into `recorded`; False if one cannot be read."""
+        """Add the lines in these `ranges` of numbers to `recorded`; return False if one cannot be read."""
         lines, number = _lines_of(files), 0
         for surviving in ranges:
             for line in islice(lines, surviving.start - 1 - number, surviving.stop - 1 - number):
@@ -360,7 +362,7 @@ def _lines_of(files: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _after(begin: bytes) -> int:
-    """Return the line where a launch continues; 0 if that cannot be read: then no line before it counts."""
+    """Return the line after which a launch continues; 0, so that no earlier line counts, if that cannot be read."""
     try:
         return _decode_begin(begin).after
     except msgspec.MsgspecError:
@@ -368,10 +370,10 @@ def _after(begin: bytes) -> int:
 
 
 def _surviving(begins: Sequence[tuple[int, int]], end: int) -> list[range]:
-    """Return the numbers of the lines up to `end` that no later launch forgot, ascending.
+    """Return the numbers of the lines up to `end` that no later launch ruled out, ascending.
 
     Args:
-        begins: by launch, the number of its first line and of the line where it continues.
+        begins: by launch, the number of its first line and of the line after which it continues.
     """
     ranges: list[range] = []
     for number, after in reversed(begins):
@@ -382,7 +384,7 @@ def _surviving(begins: Sequence[tuple[int, int]], end: int) -> list[range]:
 
 
 def _cut_torn_line(file: Path) -> None:
-    """Cut a last line without an end, which a kill left."""
+    """Remove an incomplete last line, which a kill left."""
     data = file.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole != len(data):
@@ -391,7 +393,7 @@ def _cut_torn_line(file: Path) -> None:
 
 
 def _opponents(metrics: Mapping[str, float]) -> dict[str, tuple[int, int]]:
-    """Oldest and newest version of each policy that answered in a rollout with these metrics."""
+    """Return the oldest and newest version of each policy that answered in a rollout with these metrics."""
     versions: dict[str, dict[str, int]] = {}
     for name, number in metrics.items():
         if name.startswith(OPPONENTS):

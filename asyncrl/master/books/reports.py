@@ -1,11 +1,11 @@
-"""Reports to the GserverManager of what was trained and dropped; its replies bring the books and the fate of rollouts.
+"""Reports to the GserverManager about trained and dropped rollouts; its replies have the books and ledger lines.
 
-The manager keeps the books (`staleness_gate`). Each reply brings them here, with lines about rollouts. These lines go
-to the ledger's file before any report that follows from them. A manager that begins, at first or after a death, is told
-all that the trainer's side knows before its first report (`asyncrl.manager.rebuild`).
+The manager keeps the books (`staleness_gate`). Each reply has them, with lines about rollouts, which are written to the
+ledger's file before any report that follows from them. A new manager, the first one or a dead one's successor, first
+receives everything that the trainer's side knows (`asyncrl.manager.rebuild`), and only then reports.
 
-If steps are kept, no report about a step is sent before its state is whole: the process that replaces this one would
-not know of the step.
+If steps are kept, no report about a step is sent before its state is complete: otherwise a process that replaces this
+one would not know of the step.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from asyncrl.trainer.messages import RolloutRecord
 _log = logging.getLogger(__name__)
 
 BOOKS_LIMIT_S = 5.0
-"""Limit of closing the books; the manager answers in milliseconds unless it is what failed."""
+"""Limit of closing the books; the manager answers in milliseconds unless it has failed itself."""
 LAST_BOOKS_LIMIT_S = 30.0
-"""The same at the end of a complete run: a manager that died is started again, and then waits for a lease at most."""
+"""The same at the end of a complete run: a manager that died is started again, and then waits for up to a lease."""
 LAST_REPORT_LIMIT_S = 1.0
-"""Limit of the report before the last checkpoint, which must not wait for a manager that is gone."""
+"""Limit of the report before the last checkpoint, which must not wait for a dead manager."""
 
 
 class Told(NamedTuple):
-    """The manager's last report: the books, gate and servers, and the number of the last measured success rate."""
+    """The manager's last reply: the books, gate and servers, and the number of the last measured success rate."""
 
     books: GateBooks = GateBooks(submitted=0, trained=0, dropped={}, abandoned=0)
     status: GateStatus = GateStatus()
@@ -54,7 +54,7 @@ class Told(NamedTuple):
 
 @dataclass
 class Due:
-    """What the manager is to be told next: rollouts of complete steps, dropped ones, and the end of the run."""
+    """The content of the next report: rollouts of complete steps, dropped ones, and the end of the run."""
 
     trained: list[ReceivedRollout] = field(default_factory=list)
     drops: list[Drop] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Due:
         return bool(self.trained or self.drops)
 
     def report(self, version: int, recorded: Recorded, measured_after: int) -> ConsumedReport:
-        """The report of it at policy version `version`, for the manager whose lines the ledger has."""
+        """Return the report at policy version `version`, for the manager whose lines the ledger has."""
         return ConsumedReport(
             version,
             [each.rollout_id for each in self.trained],
@@ -78,14 +78,14 @@ class Due:
 
 
 class ReportState:
-    """State of the reports: the manager's last reply, what it is told next, and what its replies change here.
+    """State of the reports: the manager's last reply, the content of the next report, and the effects of its replies.
 
-    No calls are made here. Each method that takes a `version` wants the one that the model has now.
+    No calls are made here. A `version` argument is always the model's current version.
 
     Attributes:
         steps: where the state of each step is kept.
         told: the manager's last reply.
-        due: what it is told next.
+        due: the content of the next report.
         curriculum: has the success rates that the manager reported.
     """
 
@@ -95,19 +95,19 @@ class ReportState:
         self.told, self.due = Told(), Due()
 
     def restore(self, trained: int, dropped: Mapping[str, int], curriculum: Curriculum) -> None:
-        """Continue with the books as the gate has them: B per version, whatever B was when they were trained."""
+        """Continue with the books as the gate counts them: B per version, even if B was different at the time."""
         self.told = Told(GateBooks(trained + sum(dropped.values()), trained, dict(dropped), abandoned=0))
         self.curriculum = curriculum
 
     def continue_after(self, recorded: Recorded) -> None:
-        """Continue with the books that the ledger's lines add up to. Prompts that were dropped for good since the state
-        that the run continues from are used.
+        """Continue with the books that the ledger's lines add up to. Prompts dropped for good after the state from
+        which the run continues count as used.
         """
         self.told = self.told._replace(books=GateBooks(**structs.asdict(recorded.books())))
         self._buffer.used.update(recorded.used)
 
     def take_up(self, trained: Sequence[ReceivedRollout], measured: int) -> None:
-        """Continue after the last step of the loop before this one: its rollouts are reported again before another
+        """Continue after the last step of the previous MasterWorker: its rollouts are reported again before another
         step begins.
         """
         self.due.trained = list(trained)
@@ -120,30 +120,30 @@ class ReportState:
 
     @property
     def reported_books(self) -> GateBooks | None:
-        """The books; None while a trained rollout is not reported."""
+        """Return the books; None while a trained rollout has not been reported."""
         return None if self.due.trained else self.told.books
 
     def take_drops(self) -> list[Drop]:
-        """Add what the buffer has dropped to the next report; return all drops in it. The next one has a new list."""
+        """Add the rollouts that the buffer dropped to the next report; return all drops in it."""
         self.due.drops += self._buffer.pop_drops()
         return self.due.drops
 
     def next_report(self, version: int) -> ConsumedReport:
-        """Return the report of all that is due."""
+        """Return the next report."""
         self.take_drops()
         return self.due.report(version, self._ledger.recorded, self.steps.kept_of(self.told.measured))
 
     def run_report(self, version: int) -> RunReport:
-        """Return all that the trainer's side knows of the run, for a manager that begins."""
+        """Return all that the trainer's side knows of the run, for a new manager."""
         self.take_drops()
         return run_report(self._ledger.recorded, self._buffer, self.curriculum, self.due, version)
 
     def introduced(self, manager: int) -> None:
-        """The manager with this number knows all that `run_report` said."""
+        """Note that the manager with this number has received `run_report`."""
         self._ledger.begin_manager(manager)
 
     def take(self, reply: ConsumedReply) -> None:
-        """Take in the reply to `next_report`: its lines, measured success rates and books."""
+        """Process the reply to `next_report`: its lines, measured success rates and books."""
         self.due.trained, self.due.drops = [], []
         self._ledger.take(decide(self._buffer, self._ledger.recorded, reply.events))
         for prompt_id, success in reply.measured:
@@ -153,14 +153,14 @@ class ReportState:
 
 
 class Reports:
-    """Makes the reports. Each method that takes a `version` wants the one that the model has now.
+    """Sends the reports. A `version` argument is always the model's current version.
 
     Args:
-        collector: polls the ranks, and has them free what was dropped.
-        state: says what is reported, and takes in the replies.
+        collector: polls the ranks, and has them free dropped rollouts.
+        state: makes the reports and processes the replies.
         stop: ends the wait for a report.
-        limit_s: of each call.
-        lease_s: a manager that begins waits for silent workers, for so long.
+        limit_s: time limit of each call.
+        lease_s: how long a new manager waits for silent workers.
     """
 
     def __init__(
@@ -185,11 +185,11 @@ class Reports:
         self.state.told = self.state.told._replace(status=status)
 
     def follow(self, manager: Callable[[], str | None], version: Callable[[], int]) -> None:
-        """Tell each manager that begins all that the trainer's side knows, from now on.
+        """From now on, tell each new manager all that the trainer's side knows.
 
         Args:
             manager: names the manager's process; None while there is none.
-            version: the one that the model has now.
+            version: returns the model's current version.
         """
 
         async def introduce() -> bool:
@@ -204,11 +204,11 @@ class Reports:
             await cancel(self._following)
 
     async def report(self, version: int) -> None:
-        """Report what was trained and dropped, and have the ranks free the tensors of dropped rollouts.
+        """Report trained and dropped rollouts, and have the ranks free the tensors of the dropped ones.
 
-        The reply may drop received rollouts for good. They are reported at once, since they take up room at the gate.
+        The reply may drop received rollouts for good. These are reported at once, since they take up room at the gate.
         A stop request ends the wait: the manager may have failed, and the checkpoint must not wait for it. The `last`
-        report has what is missing then.
+        report then has the missing ones.
         """
         if self._following is not None and self._following.done():
             self._following.result()
@@ -220,7 +220,7 @@ class Reports:
             await self._collector.discard([drop.record for drop in drops], self._limit_s)
 
     async def last(self, version: int) -> None:
-        """Report once more, so that the last checkpoint has the prompts that are dropped for good by now."""
+        """Report once more, so that the last checkpoint has all prompts dropped for good so far."""
         try:
             async with asyncio.timeout(LAST_REPORT_LIMIT_S):
                 await self._report(version)
@@ -228,12 +228,12 @@ class Reports:
             _log.warning("the GserverManager did not take the report before the last checkpoint: %r", error)
 
     async def close_gate(self) -> None:
-        """No rollout starts from now on."""
+        """Have the gate admit no more rollouts."""
         self.state.due.closed = True
         await self._manager.close_gate()
 
     async def close_books(self, version: int, *, complete: bool) -> None:
-        """Close the gate and account for every rollout; `complete`: all steps are trained.
+        """Close the gate and account for every rollout; `complete` is true if all steps are trained.
 
         Raises:
             BooksError: the manager does not answer.
@@ -249,7 +249,7 @@ class Reports:
             raise BooksError(f"the GserverManager did not close the books within {limit_s:g} s") from error
 
     async def _report(self, version: int) -> None:
-        """Make one report and process the reply."""
+        """Send one report and process the reply."""
         state = self.state
         if not state.steps.may_tell_of(version):
             return
@@ -263,9 +263,10 @@ class Reports:
                     await self._introduce(version)
 
     async def _introduce(self, version: int) -> bool:
-        """Tell the manager all that is known here; False while a step's state is not whole.
+        """Send the manager all that is known here; return False, having sent nothing, while a step's state is
+        incomplete.
 
-        The ranks are polled first: what they have now the manager may have heard of from nobody.
+        The ranks are polled first, as the manager may have no other report of the rollouts that they hold.
         """
         await self._collector.refresh()
         if not self.state.steps.may_tell_of(version):
@@ -277,8 +278,8 @@ class Reports:
 def decide(buffer: SampleBuffer, recorded: Recorded, lines: Sequence[RolloutLine]) -> list[RolloutLine]:
     """Drop the prompts for good that the manager's `lines` give up, except trained ones; return the ledger's lines.
 
-    The manager cannot know which prompts are trained, so its line always says `given_up`. The ledger's line says `used`
-    if the prompt was used before; it comes before the line of the step that trained the prompt.
+    The manager does not know which prompts are trained, so its lines always say `given_up`. The ledger's line says
+    `used` if the prompt was used before; it precedes the line of the step that trained the prompt.
     """
     admitted = {line.rollout: line for line in lines if isinstance(line, Admitted)}
     decided: list[RolloutLine] = []
@@ -313,6 +314,6 @@ def run_report(recorded: Recorded, buffer: SampleBuffer, curriculum: Curriculum,
 
 
 def received(record: RolloutRecord) -> ReceivedRollout:
-    """The rollout of `record`, for the manager."""
+    """Return the rollout of `record` as the manager expects it."""
     oldest = max(0, record.oldest_version)
     return ReceivedRollout(record.rollout_id, record.prompt_id, record.order, oldest, max(1, sum(record.lengths)))

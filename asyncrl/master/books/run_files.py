@@ -1,4 +1,4 @@
-"""Files that the MasterWorker writes into the run's folder, beside metrics: books and summary."""
+"""Files that the MasterWorker writes into the run's folder besides the metrics: books and summary."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_books(run_dir: Path, step: int, books: GateBooks) -> None:
 
 
 def write_summary(run_dir: Path, steps: int, total_steps: int, books: GateBooks, metrics_log: MetricsLog) -> None:
-    """Write the end of the run as `summary.json`: steps, books, evaluations, where things lie."""
+    """Write `summary.json` at the end of the run: steps, books, evaluations, and paths of the run's files."""
     summary = {
         "steps": steps,
         "total_steps": total_steps,
@@ -62,7 +62,7 @@ def check_books(books: GateBooks, trained: int) -> None:
     """Check that every rollout is accounted for, and that the gate saw `trained` of them reach the optimizer.
 
     Raises:
-        BooksError: naming the counters.
+        BooksError: the counters do not add up; the message names them.
     """
     if not books.balanced or books.running or books.finished_untrained:
         raise BooksError(
@@ -75,7 +75,7 @@ def check_books(books: GateBooks, trained: int) -> None:
 
 
 def _plain(books: GateBooks) -> dict[str, Any]:
-    """The books proper, without the versions that some replies add."""
+    """Return the books themselves, without the versions that some replies add."""
     return {name: getattr(books, name) for name in GateBooks.__struct_fields__}
 
 

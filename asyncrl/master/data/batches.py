@@ -1,4 +1,4 @@
-"""The batches of a run's steps, one after the other: what a step waits for before it can train."""
+"""The batches of a run's steps, and the wait of each step for its batch."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from asyncrl.master.settings import OnStale
 _log = logging.getLogger(__name__)
 
 HOLD_S = 10.0
-"""Time that the manager may hold one question about expiring rollouts."""
+"""Time for which the manager may hold one question about expiring rollouts."""
 
 
 class Batches:
-    """Takes each step's batch from `buffer`, once there is one, in the user's `order` if there is one.
+    """Takes each step's batch from `buffer` once it is complete, in the user's `order` if there is one.
 
     Args:
         report: reports to the manager what expired, at the version given.
@@ -45,7 +45,7 @@ class Batches:
         self.order = ConfiguredOrder(config.buffer.order)
 
     async def next(self, version: int) -> TrainBatch:
-        """The batch of the step from `version`.
+        """Wait for the batch of the step from `version` and return it.
 
         Raises:
             StopRequested, Stalled: see `StallWatch.wait`.

@@ -1,32 +1,32 @@
-"""The sample buffer: which received rollouts are trained next, and which never.
+"""The sample buffer, which decides which received rollouts are trained next and which never.
 
-A pure state machine over metadata (`RolloutRecord`); the tensors wait in the ModelWorkers.
+It is a pure state machine over metadata (`RolloutRecord`); the tensors wait in the ModelWorkers.
 
 Life of a record
 
     add ──▶ live ──take──▶ taken ──trained──▶ trained          (its prompt is used from here on)
       │       └──expired at take──▶ dropped: stale             (its prompt waits again)
-      ├──▶ dropped: stale                                      (expired before it came)
+      ├──▶ dropped: stale                                      (expired before it arrived)
       ├──▶ dropped: duplicate_prompt                           (the first attempt was faster, or the prompt is used)
-      └──▶ a second copy of a known rollout id: freed where it lies, counted nowhere else
+      └──▶ a second copy of a known rollout id: freed at the worker that holds it, not counted
 
 A prompt is used once it is trained or dropped for good, whichever comes first; this buffer decides it. It drops none
 for good by itself. RolloutWorkers and the manager propose to (failed too often, filtered, ...), and `drop_for_good`
-decides: a prompt that is trained stays trained, and any other is used from then on, so that a live record of it is
-dropped.
+decides: a trained prompt stays trained, and any other is used from then on, so that a live record of it is dropped.
 
 The rule at consumption. The step that takes the policy from version v to v + 1 may train tokens of versions v - η to
-v. Admission alone cannot guarantee it (a long rollout is overtaken by others), so `take(v)` checks the oldest token
-of every live record: under `drop` and `wait` a record older than that is dropped, under `mask` only one without a
-single token in range is, and the batch's `min_version` tells the workers which tokens carry no loss. Under `wait` the
-master holds the step until no running rollout would expire; the check stays as the last line of defence.
+v. Admission alone cannot guarantee this (a long rollout is overtaken by others), so `take(v)` checks the oldest token
+of every live record. Under `drop` and `wait` it drops a record with an older token; under `mask` only a record without
+any token in range, and the batch's `min_version` tells the workers which tokens carry no loss. Under `wait` the master
+holds the step until no running rollout would expire; the check remains as a last safeguard.
 
-Oldest first. A batch takes the records with the oldest tokens, then in data order: those are the next to expire.
+Oldest first. A batch takes the records with the oldest tokens, as they expire next, and among equals in data order.
 Example, η = 1, B = 2, version 3: of live records with oldest versions {a: 3, b: 2, c: 1, d: 3} (data order a b c d),
 c is dropped (3 - 1 > 1), b goes first, then a; d waits. Within the batch the order is the data order: a, b.
 
-The user's order (`buffer.order.path`) decides among records that could wait for another step. Those that could not are
-taken before them, oldest first: so it never costs a rollout that this step can train, and never trains a stale token.
+The user's order (`buffer.order.path`) ranks the records that could wait for another step. Those that could not are
+taken before them, oldest first, so an order never loses a rollout that this step can train and never trains a stale
+token.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ from asyncrl.trainer.messages import RolloutRecord
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A received rollout that will not be trained, and why; `used`: its prompt is trained, or dropped for good."""
+    """A received rollout that will not be trained, and the reason; `used`: its prompt was trained or dropped for
+    good.
+    """
 
     record: RolloutRecord
     reason: str
@@ -69,15 +71,15 @@ class TrainBatch:
 
 
 class SampleBuffer:
-    """Metadata of received rollouts: which are trained next, and which never.
+    """The buffer of received rollouts' metadata; see the module's docstring.
 
     Args:
         batch_size: B, rollouts per train step.
         eta: largest allowed age of a trained token, in versions.
-        on_stale: what becomes of records beyond `eta`.
+        on_stale: treatment of records beyond `eta`.
         used: prompts trained or dropped for good so far; the buffer adds to it.
-        remembered: finished rollout ids kept to recognise late copies, None: `ids_remembered`. A copy that comes later
-            still is known by its prompt, which is used.
+        remembered: number of finished rollout ids kept to recognise late copies; None: `ids_remembered`. An even later
+            copy is recognised by its prompt, which is used.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class SampleBuffer:
         return len(self._live)
 
     def add(self, records: Iterable[RolloutRecord]) -> list[RolloutRecord]:
-        """Take in received rollouts; returns second copies, to be freed at the worker that holds them."""
+        """Add received rollouts; return second copies, which are to be freed at the workers that hold them."""
         copies = []
         for record in records:
             known = self._live.get(record.rollout_id) or self._taken.get(record.rollout_id)
@@ -129,9 +131,9 @@ class SampleBuffer:
         return copies
 
     def expire(self, version: int) -> None:
-        """Drop the live records that the step at `version` and any later one may not train.
+        """Drop the live records that neither the step at `version` nor a later one may train.
 
-        Looks at those alone: what a call costs grows with what it drops, and not with what it leaves.
+        The cost of a call grows with the number of dropped records, not with the number of live ones.
         """
         self._version = max(self._version, version)
         while self._live_by_age and version - (oldest := min(self._live_by_age)) > self.eta:
@@ -141,7 +143,7 @@ class SampleBuffer:
                 self._drop(record, DropReason.stale)
 
     def drop_for_good(self, prompt_id: str) -> bool:
-        """Drop a prompt for good, with a live record of it; False if it is used already, or taken for a step."""
+        """Drop a prompt for good, with its live record; return False if it is used already, or taken for a step."""
         received = self._prompts.get(prompt_id)
         if prompt_id in self.used or received in self._taken:
             return False
@@ -158,13 +160,14 @@ class SampleBuffer:
         return list(self._live.values())
 
     def untrained(self) -> list[RolloutRecord]:
-        """The live records, and those that are taken for a step."""
+        """Return the live records and those taken for a step."""
         return [*self._live.values(), *self._taken.values()]
 
     def take(self, version: int, ranks: Mapping[str, float] | None = None) -> TrainBatch | None:
-        """The batch of the step at `version`; None while fewer than B live records are left after the expiry check.
+        """Take the batch of the step at `version`; None while fewer than B live records are left after the expiry
+        check.
 
-        `ranks`: by rollout id, where the user orders what waits; those without one, which came since, are behind.
+        `ranks`: the user's order, by rollout id; records without a rank, which arrived later, come last.
         """
         self.expire(version)
         if len(self._live) < self.batch_size:
@@ -181,7 +184,7 @@ class SampleBuffer:
         return TrainBatch(version, max(0, version - self.eta), tuple(sorted(chosen, key=_data_order)))
 
     def mark_trained(self, batch: TrainBatch) -> None:
-        """The step of `batch` is complete: its prompts are used.
+        """Note that the step of `batch` is complete: its prompts are used.
 
         Raises:
             KeyError: a record was not taken, or is trained twice.
@@ -194,7 +197,7 @@ class SampleBuffer:
             self.trained += 1
 
     def know_trained(self, rollout_ids: Iterable[str]) -> None:
-        """These were trained before this buffer was made: what is received of them is a second copy."""
+        """Note rollouts that were trained before this buffer was made: if received, they are second copies."""
         for rollout_id in rollout_ids:
             self._finished.put(rollout_id, True)
 
@@ -203,12 +206,12 @@ class SampleBuffer:
         return rollout_id in self._finished
 
     def pop_drops(self) -> list[Drop]:
-        """The drops since the last call; each is returned exactly once."""
+        """Return the drops since the last call; each is returned exactly once."""
         drops, self._drops = self._drops, []
         return drops
 
     def describe(self) -> str:
-        """The counters in words, for a message about a stall."""
+        """Describe the counters, for a message about a stall."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
         return (
             f"{len(self._live)} of {self.batch_size} rollouts in the buffer "
@@ -216,7 +219,10 @@ class SampleBuffer:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the part of a checkpoint: used prompts, counters. Prompts of live records are tried again."""
+        """Return the buffer's part of a checkpoint: used prompts and counters.
+
+        Prompts of live records are tried again.
+        """
         return {
             "used_prompts": self.used.to_json(),
             "trained": self.trained,
@@ -233,11 +239,11 @@ class SampleBuffer:
         return bool(record.generated_tokens) and version - self._decisive(record) > self.eta
 
     def _decisive(self, record: RolloutRecord) -> int:
-        """The version of the token whose age says when the record expires."""
+        """Return the version of the token whose age decides when the record expires."""
         return record.newest_version if self.on_stale == OnStale.mask else record.oldest_version
 
     def _forget_age(self, record: RolloutRecord) -> None:
-        """The record does not expire any more."""
+        """Stop tracking the record's age: it does not expire any more."""
         if record.generated_tokens:
             same_age = self._live_by_age[self._decisive(record)]
             del same_age[record.rollout_id]

@@ -1,9 +1,9 @@
-"""The user's order of the buffer (`buffer.order.path`): ranks of the rollouts that wait.
+"""The user's order of the buffer (`buffer.order.path`), which ranks the waiting rollouts.
 
-The function is the user's, so a step does not depend on it: where it fails, or takes longer than
-`buffer.order.timeout_s` for all that wait, that step takes the oldest tokens first, as without it, and the log says
-why. It runs in a daemon thread, beside the master's event loop. One that hangs cannot be ended, so it is not called
-again before it has returned. An object of a user's class may have a state, which goes with every checkpoint.
+A step does not depend on the user's function: if it fails, or takes longer than `buffer.order.timeout_s` for all
+waiting rollouts, the step takes the oldest tokens first, as without it, and the log says why. It runs in a daemon
+thread beside the master's event loop. A call that hangs cannot be ended, so the function is not called again before it
+has returned. An object of a user's class may have a state, which is saved in every checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class BufferOrderFailed(RuntimeError):
-    """The user's order gave no ranks; the message says which function, and why."""
+    """The user's order returned no ranks; the message says which function, and why."""
 
 
 class ConfiguredOrder:
@@ -50,7 +50,9 @@ class ConfiguredOrder:
         self.failures = 0
 
     async def ranks(self, records: Iterable[RolloutRecord], version: int) -> dict[str, float]:
-        """Ranks by rollout id of the `records` that wait for the step at `version`; none: the buffer's own order."""
+        """Return ranks, by rollout id, of the `records` that wait for the step at `version`; empty: the buffer's own
+        order.
+        """
         if (own := self._own) is None:
             return {}
         ready = [_ready(record, version) for record in records]
@@ -65,7 +67,7 @@ class ConfiguredOrder:
         return {name: rank for (name, _), rank in zip(ready, found, strict=True)}
 
     async def trained(self, records: Iterable[RolloutRecord], version: int) -> None:
-        """Tell it which `records` the step at `version` takes, if it wants to know."""
+        """Tell the user's order which `records` the step at `version` takes, if it asks to be told."""
         told = getattr(self._own, "trained", None)
         if told is None:
             return
@@ -77,14 +79,14 @@ class ConfiguredOrder:
             _log.warning("%s; it was not told of step %d", error, version + 1, exc_info=error.__cause__)
 
     def state(self) -> Any:
-        """Its state after its last call, with its name, for a checkpoint; None if it keeps nothing."""
+        """Return its state after its last call, with its name, for a checkpoint; None if it has no state."""
         return None if self._state is None else {"path": self._path, "state": self._state}
 
     def restore(self, state: Any) -> None:
-        """Continue from `state`, unless that is of another order.
+        """Continue from `state`, unless that belongs to another order.
 
         Raises:
-            BufferOrderFailed: it does not take its state.
+            BufferOrderFailed: the user's order failed to load its state.
         """
         if state is None or not hasattr(self._own, "restore"):
             return
@@ -98,7 +100,7 @@ class ConfiguredOrder:
             raise BufferOrderFailed(f"buffer.order {self._path}: restore failed: {error!r}") from error
 
     async def _asked(self, work: Callable[[], T], rollouts: int) -> T:
-        """Do `work` in the thread, and keep the state that it leaves."""
+        """Run `work` in the thread, and keep the state after it."""
         if self._busy is not None and not self._busy.done():
             raise BufferOrderFailed(f"buffer.order {self._path} has not returned from an earlier step's call")
         self._busy = _in_daemon_thread(lambda: (work(), self._new_state()))
@@ -117,7 +119,7 @@ class ConfiguredOrder:
         return found
 
     def _new_state(self) -> Any:
-        """A copy of its state as JSON has it; None if it has none."""
+        """Return a copy of its state as JSON values; None if it has none."""
         state = getattr(self._own, "state", None)
         return None if state is None else plain_state(state())
 
@@ -148,7 +150,7 @@ def _made(config: BufferOrderConfig) -> Any:
 
 
 def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Begin `work` in a thread that the process does not wait for at its end."""
+    """Start `work` in a thread that the process does not wait for when it ends."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     future.add_done_callback(lambda done: done.exception())  # nobody may be there to hear of it

@@ -1,15 +1,15 @@
-"""Brings the metadata of received rollouts to the sample buffer while training goes on.
+"""Brings the metadata of received rollouts to the sample buffer while training continues.
 
-One task per data-parallel head holds a long poll open, answered on the worker's I/O thread whatever its main thread
-computes. Each poll acknowledges the reply before it by its cursor, so what a lost reply held comes again; the
-buffer knows repeats.
+One task per data-parallel head keeps a long poll open, which the worker's I/O thread answers even while its main thread
+computes. Each poll acknowledges the previous reply by its cursor, so the content of a lost reply is sent again; the
+buffer recognises repeats.
 
-Rollouts come in bursts, and a poll for each would cost the master more than all the rest it does. So polls keep a pace:
-slow while no step waits for data, faster than a step could notice otherwise. A step that waits says how many are
-missing, and a poll is answered when a head has its share of them, or `GATHER_S` after it has one.
+Rollouts come in bursts, and a poll for each would cost the master more than everything else it does. So polls are
+paced: slowly while no step waits for data, and otherwise too fast for a step to notice. A waiting step says how many
+rollouts are missing, and a poll is answered when a head has its share of them, or `GATHER_S` after its first one.
 
-A worker that is silent is asked again, as long as its connection stands: it may be stopped for a while. Whether it died
-the launcher knows, and for how long a run may make no step is the train loop's to judge.
+A silent worker is asked again as long as its connection is open: it may be suspended for a while. The launcher decides
+whether it died, and the train loop how long a run may make no step.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from asyncrl.trainer.messages import Discard, PollBuffer, PolledBuffer, RolloutR
 _log = logging.getLogger(__name__)
 
 POLL_S = 10.0
-"""Time that a worker may hold a poll that has nothing to report."""
+"""Time for which a worker may hold a poll while it has nothing to report."""
 PACE_S = 0.1
 """Time between two polls while no step waits."""
 PACE_AWAITED_S = 0.004
 """Time between two polls while the loop waits for data: under a hundredth of the shortest useful step."""
 GATHER_S = 0.05
-"""Time in which a head gathers its share of the missing rollouts. A step waits for it if other heads have more than
-theirs."""
+"""Longest time in which a head gathers its share of the missing rollouts. A step waits it out if other heads have more
+than theirs."""
 REPLY_LIMIT_S = 20.0
-"""Beyond the time a worker may hold the call. Only one that is stopped or stuck does not answer by then: of one that
-died the connection breaks."""
+"""Time for the answer beyond the time for which a worker may hold the call. Only a suspended or stuck worker exceeds
+it: when a worker dies, its connection breaks."""
 
 
 class Collector:
-    """Polls into `buffer`; counts what it received in `generated_tokens` and `generated_samples`.
+    """Polls into `buffer`; counts the received rollouts in `generated_tokens` and `generated_samples`.
 
     Args:
         heads: the ModelWorkers that receive trajectories, by data index.
@@ -74,14 +74,14 @@ class Collector:
         """Check that every worker still answers; return at once.
 
         Raises:
-            Exception: what ended a worker's polls.
+            Exception: the error that ended a worker's polls.
         """
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
 
     async def changed(self, missing: int = 1) -> None:
-        """Wait until a record came since the last call; `missing` is the number that the step still needs.
+        """Wait until a record arrives after the last call; `missing` is the number that the step still needs.
 
         Raises:
             Exception: what ended a worker's polls.
@@ -95,7 +95,8 @@ class Collector:
         self._changed.clear()
 
     async def refresh(self) -> None:
-        """Have every worker answer a poll that begins after this call: what they hold now is in the buffer then.
+        """Have every worker answer a poll that begins after this call, so that the rollouts they hold now are in the
+        buffer.
 
         Raises:
             Exception: what ended a worker's polls.
@@ -135,7 +136,7 @@ class Collector:
                 await self._pace(head)
 
     async def _pace(self, head: int) -> None:
-        """Let a burst gather, unless a refresh is asked for."""
+        """Wait for a burst to gather, unless a refresh is requested."""
         urgent = [asyncio.ensure_future(event.wait()) for event in (self._awaited, self._kicks[head])]
         try:
             await asyncio.sleep(PACE_AWAITED_S)
@@ -144,14 +145,16 @@ class Collector:
             await cancel(*urgent)
 
     def _next_poll(self, cursor: int, *, refresh: bool) -> PollBuffer:
-        """Asks for one rollout; where more are missing, for a head's share of them."""
+        """Return the next poll: for one rollout, or for a head's share if more are missing."""
         if refresh:
             return PollBuffer(cursor, 0.0)
         share = self._missing // len(self._heads) if self._awaited.is_set() else 1
         return PollBuffer(cursor, POLL_S, share, GATHER_S)
 
     async def _poll(self, request: PollBuffer, head: int) -> PolledBuffer | None:
-        """One poll; None where `refresh` was called meanwhile: what is abandoned was not acknowledged, so not lost."""
+        """Make one poll; None if `refresh` was called meanwhile. An abandoned poll loses nothing, as it is not
+        acknowledged.
+        """
         call = self._call(head, request, request.timeout_s)
         if not request.timeout_s:
             return await call
@@ -173,7 +176,7 @@ class Collector:
             await self._call(copy.head, Discard((copy.rollout_id,)))
 
     async def _call(self, head: int, request: Request[R], hold_s: float = 0.0) -> R:
-        """Make the call until it is answered; made twice it does no harm."""
+        """Repeat the call until it is answered; a repeated call does no harm."""
         while True:
             try:
                 reply = await self._heads[head].call(request, timeout_s=hold_s + REPLY_LIMIT_S)
@@ -185,7 +188,7 @@ class Collector:
                 return reply
 
     async def _unless_failed(self, waiting: Awaitable[Any]) -> None:
-        """Await `waiting`, or raise what a polling task ended with."""
+        """Await `waiting`, or raise the error of a polling task."""
         task = asyncio.ensure_future(waiting)
         try:
             done, _ = await asyncio.wait({task, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)

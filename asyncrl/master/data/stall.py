@@ -1,8 +1,8 @@
-"""Waiting for as long as a step may take, and saying what it waits for when that is over.
+"""The time limit of a run without progress, and the message that says what it waited for.
 
-A run stalls when neither a step was complete nor an evaluation ended for `system.stall_timeout_s` in which this process
-ran. An evaluation pins the served version, and with it the gate: as long as it takes, no step has to come. Nor has it
-while all generation servers or all RolloutWorkers are still starting, which has limits of its own.
+A run stalls if for `system.stall_timeout_s`, in which this process ran, no step was completed and no evaluation ended.
+An evaluation pins the served version, and with it the gate, so no step is expected while one runs. Nor is one expected
+while all generation servers or all RolloutWorkers are still starting, which has its own limits.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from asyncrl.runtime.process.waiting import StopRequested, cancel
 _T = TypeVar("_T")
 
 LOOK_S = 1.0
-"""Time between two looks at processes that may still be starting."""
+"""Time between two checks of processes that may still be starting."""
 STATUS_LIMIT_S = 5.0
-"""Limit of a question whose answer only goes into a message."""
+"""Time limit of a question whose answer is only for a message."""
 
 
 class StallWatch:
-    """Ends a run that makes no step for too long, with a message of what it waited for.
+    """Ends a run that makes no step for too long, with a message about what it waited for.
 
     Args:
         limit_s: `system.stall_timeout_s`.
         stop: set when the run is asked to stop.
         free_since: end of the last evaluation, by `clock`; now, while one runs.
-        manager, buffer, collector: who says on which counter it waits.
-        starting: True while no step can come, as those that make its data are starting.
+        manager, buffer, collector: asked for the message, which counter the run waits for.
+        starting: returns True while the processes that make a step's data are starting.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class StallWatch:
         self.progressed()
 
     def progressed(self) -> None:
-        """A step is complete, is held for rollouts that still run, or cannot come yet."""
+        """Start the limit anew: a step is complete, is held for running rollouts, or is not possible yet."""
         self._progress_at = self._clock()
 
     async def wait(self, waiting: Coroutine[Any, Any, _T], version: int, what: str) -> _T:
-        """Await `waiting` for as long as the step at `version` may take; `what` names what is waited for.
+        """Await `waiting` for as long as the step at `version` may take; `what` describes it in the message.
 
         Raises:
             StopRequested: the run is asked to stop.

@@ -1,9 +1,10 @@
 """The plan of a step: minibatches of each pass, the rank that trains each group, and the request to each rank.
 
-**Minibatches** depend on (seed, version, pass) and the rewards alone, never on the number of ranks, so that every
-number of ranks takes the same optimizer steps: groups in data order are permuted by `default_rng([seed, version])`, in
-later passes over the batch by `default_rng([seed, version, pass])`, those whose rewards differ come first, and all are
-dealt to the minibatches in turn. So each minibatch has as many groups with a signal as any other, to within one.
+**Minibatches** depend only on (seed, version, pass) and the rewards, not on the number of ranks, so that runs with
+different numbers of ranks take the same optimizer steps. Groups in data order are permuted by `default_rng([seed,
+version])`, in later passes over the batch by `default_rng([seed, version, pass])`; those whose rewards differ come
+first, and all are dealt to the minibatches in turn. So the minibatches' numbers of groups with a signal differ by at
+most one.
 
 **Ranks.** Within a minibatch the groups are dealt so that token counts are nearly equal, as the slowest rank sets the
 pace: longest first, each to the rank with the fewest tokens among those with room. Every rank gets the same number of
@@ -17,8 +18,8 @@ With several passes a group stays on one rank, in whatever minibatch a pass puts
 number of groups of every minibatch; they are dealt so that its tokens are nearly those of the others in each of them:
 longest first, each to the rank that has the fewest tokens in the group's minibatches.
 
-**Requests.** From the data head that received it, each rollout goes to one copy of every grid of roles. A rank receives
-only its own part: which of its rollouts go where (`BeginStep.leaving`), and for each of its grids the rollouts of its
+**Requests.** Each rollout goes from the data head that received it to one copy of every grid of roles. A rank receives
+only its own part: the destinations of its rollouts (`BeginStep.leaving`), and for each of its grids the rollouts of its
 copy, with their senders (`GridShare`). So its work grows with its share of the batch, not with the batch. For n
 rollouts, g grids and R ranks the plan takes O(n g^2 + R g).
 
@@ -60,7 +61,7 @@ class Dealing:
 
     @property
     def optimizer_steps(self) -> int:
-        """Minibatches of all passes."""
+        """Number of minibatches in all passes."""
         return self.minibatches * self.passes
 
 
@@ -83,8 +84,8 @@ def plan_step(
     """Return the request to each ModelWorker, by index.
 
     Args:
-        cuts: for each grid of `placement.distinct` how its copies are dealt the batch, all in the same order.
-        minibatches: of all passes.
+        cuts: for each grid of `placement.distinct`, how the batch is dealt to its copies, all in the same order.
+        minibatches: number in all passes.
     """
     grids, (received, *_) = placement.distinct, cuts
     copies = {grid: grid.data_heads for grid in grids}  # each look at it would make it anew
@@ -119,7 +120,7 @@ def plan_step(
 
 
 def _by_worker(workers: Sequence[int], known: Sequence[int] = ()) -> dict[int, list[int]]:
-    """Return the rows of each worker, ascending; those in `known` have an entry in any case."""
+    """Return the rows of each worker, ascending; workers in `known` always have an entry."""
     rows: dict[int, list[int]] = {worker: [] for worker in known}
     for row, worker in enumerate(workers):
         rows.setdefault(worker, []).append(row)
@@ -133,7 +134,8 @@ Ints = NDArray[np.int64]
 class Assignment:
     """Rollout `rollout_id` moves from the actor's data index `src` to `dst` and is trained in `minibatches`.
 
-    They are numbered over all passes, and it has one in each pass; then those of each further policy.
+    Minibatches are numbered over all passes, then over those of each further policy; the rollout is in one of each
+    pass.
     """
 
     rollout_id: str
@@ -143,9 +145,9 @@ class Assignment:
 
 
 def minibatches_of_groups(signals: Sequence[bool], dealing: Dealing, version: int) -> Ints:
-    """Return the minibatch [G, passes] of each group in data order, by `RolloutRecord.has_signal` of each.
+    """Return the minibatch [G, passes] of each group in data order, given `RolloutRecord.has_signal` of each.
 
-    `dealing.minibatches` divides G. The minibatches of a pass are numbered after those of the one before.
+    `dealing.minibatches` divides G. The minibatches of a pass are numbered after those of the previous pass.
     """
     signal_G = np.array(signals, dtype=np.bool_)
     assigned = np.empty((len(signal_G), dealing.passes), dtype=np.int64)

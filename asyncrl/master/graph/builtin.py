@@ -1,8 +1,8 @@
 """The built-in graphs, and how the config's graph is found.
 
-A graph is a function of the experiment's config; a user's own is one like these, named by its import path. All share
-one shape: log-probabilities of the other policies where the config asks for them, advantages, training. Which loss,
-estimator or correction runs inside a call is the config's choice (`algorithm.*`), not the graph's.
+A graph is a function of the experiment's config; a user's own graph is a similar function, named by its import path.
+All have the same structure: log-probabilities of the other policies if the config asks for them, advantages, training.
+The loss, estimator and correction inside a call are chosen by the config (`algorithm.*`), not by the graph.
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ POLICY_READS = ("tokens", "loss_mask", "behave_logprobs", "versions", "advantage
 
 
 def proximal(config: ExperimentConfig) -> tuple[Call, ...]:
-    """Recomputes the proximal log-probabilities at the step's start, where `algorithm.prox` says so."""
+    """Return the call that recomputes the proximal log-probabilities at the step's start, if `algorithm.prox` asks for
+    it.
+    """
     if config.algorithm.prox != ProximalMode.recompute:
         return ()
     return (Call("actor_inf", "actor", "actor_inf", reads=("tokens", "loss_mask"), writes=("prox_logprobs",)),)
 
 
 def reference(config: ExperimentConfig) -> tuple[Call, ...]:
-    """Log-probabilities under the reference model, where a KL term needs them."""
+    """Return the call for log-probabilities under the reference model, if a KL term needs them."""
     if not config.algorithm.kl_coef:
         return ()
     return (Call("ref_inf", "ref", "ref_inf", reads=("tokens", "loss_mask"), writes=("ref_logprobs",)),)
 
 
 def kl_in_reward(config: ExperimentConfig) -> tuple[str, ...]:
-    """Return the further keys that the advantage call reads if the KL term is part of the reward or the advantage."""
+    """Return the additional keys that the advantage call reads if the KL term is part of the reward or the
+    advantage.
+    """
     return written(*reference(config)) if config.algorithm.kl_in != KLPlace.loss else ()
 
 
 def written(*calls: Call) -> tuple[str, ...]:
-    """The keys that `calls` write."""
+    """Return the keys that `calls` write."""
     return tuple(key for call in calls for key in call.writes)
 
 
@@ -54,7 +58,7 @@ def grpo(config: ExperimentConfig) -> Graph:
 
 
 def reinforce(config: ExperimentConfig) -> Graph:
-    """The policy gradient itself: behaviour log-probabilities only, no proximal policy."""
+    """The plain policy gradient, with behaviour log-probabilities only and no proximal policy."""
     return _without_critic("reinforce", config, *reference(config))
 
 
@@ -65,7 +69,9 @@ def dapo(config: ExperimentConfig) -> Graph:
 
 
 def _without_critic(name: str, config: ExperimentConfig, *before: Call) -> Graph:
-    """The calls `before`, then the advantages from the rewards, then the actor's training with all that was written."""
+    """Return the graph of the calls `before`, the advantages from the rewards, and the actor's training with all keys
+    written.
+    """
     keep = ("keep",) if "keep" in written(*before) else ()
     reads = ("rewards", "loss_mask", *keep, *kl_in_reward(config))
     advantage = Call("advantage", "actor", "advantage", reads=reads, writes=("advantages",))
@@ -74,7 +80,7 @@ def _without_critic(name: str, config: ExperimentConfig, *before: Call) -> Graph
 
 
 def ppo(config: ExperimentConfig) -> Graph:
-    """Actor and critic; where they live on different workers they run at the same time."""
+    """Actor and critic, which run at the same time if they are on different workers."""
     logprobs = (*reference(config), *proximal(config))
     kl_keys = kl_in_reward(config)
     sequence = ("tokens", "loss_mask")
@@ -124,11 +130,11 @@ def _calls_of(policy: str, config: ExperimentConfig) -> Iterator[Call]:
 def _graph_of_policy(config: ExperimentConfig) -> Graph:
     """The graph named in `algorithm.graph`, built for `config` and validated.
 
-    A user's graph is run for it; the model functions that its calls name are looked up in their sources only.
+    A user's graph function is called; the model functions that its calls name are only looked up in their sources.
 
     Raises:
-        GraphError: no such graph, wrong `algorithm.graph_args`, a function's import path that leads nowhere, or
-            whatever `Graph.validate` finds.
+        GraphError: no such graph, wrong `algorithm.graph_args`, an import path without a function, or an error that
+            `Graph.validate` finds.
     """
     name = config.algorithm.graph
     graph = _build(name, _builder(name), config)

@@ -1,16 +1,16 @@
 """Runs a step's graph on the ModelWorkers.
 
-Mechanism. A call may start once its predecessors are done, so independent calls overlap where their roles live on
-different workers. A worker serves the calls sent to it one after the other, in the order of arrival.
+Mechanism. A call may start once its predecessors are done, so independent calls overlap if their roles are on
+different workers. A worker serves its calls one after the other, in the order of arrival.
 
 One order of collectives. Two calls that run collectives over the same ranks must reach all of them in the same order,
-or the ranks wait for each other for ever. It is so because (1) one coroutine decides what starts next, (2) of the
+or the ranks wait for each other for ever. This holds because (1) one coroutine decides what starts next, (2) of the
 calls that are ready it starts the one that comes first in the graph's topological order, (3) it hands a call to all
-workers of its role before it looks at the next call, without giving up the event loop in between, and (4) requests to
+workers of its role before it looks at the next call, without yielding to the event loop in between, and (4) requests to
 one worker arrive in the order in which they were handed over (request-reply is FIFO per peer, and a worker's queue is
 FIFO). So any two calls arrive in the same order on every worker that gets both.
 
-Only metadata passes through: names and keys go out, statistics come back.
+Only metadata is exchanged: names and keys go out, statistics come back.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Executor:
 
     Args:
         graph: a validated graph.
-        placement: for every role the workers that host it.
+        placement: for every role, the workers that host it.
         workers: the ModelWorkers by index.
-        timeout_s: limit of one call, queueing behind other calls included.
-        moves: what `column_moves` says; nothing moves where all roles have one layout.
+        timeout_s: limit of one call, including the wait for other calls.
+        moves: the result of `column_moves`; empty if all roles have one layout.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Executor:
         self._moves = moves or dict.fromkeys(graph.names(), ())
 
     async def run(self, idle: Collection[str] = ()) -> Stats:
-        """Run every call once, but for those of `idle` policies; returns the statistics of all calls and
-        `time/<call>_s` of each. Those of a further policy are named `policy/<name>/...`.
+        """Run every call once, except those of `idle` policies; return the statistics of all calls and `time/<call>_s`
+        of each. Those of a further policy are named `policy/<name>/...`.
 
         Raises:
-            ExecutionError: a call failed on a worker or exceeded the limit. Calls that had started are cancelled.
+            ExecutionError: a call failed on a worker or exceeded the limit. Calls under way are cancelled.
         """
         stats: Stats = {}
         done: set[str] = set()
@@ -90,7 +90,7 @@ class Executor:
         return stats
 
     async def _move(self, moves: Sequence[MoveColumns]) -> None:
-        """Bring what a call wrote to the roles in other layouts that read it."""
+        """Move the columns that a call wrote to the roles in other layouts that read them."""
         for move in moves:
             hosts = sorted({*self._placement[move.source], *self._placement[move.target]})
             replies = [asyncio.ensure_future(self._send(worker, move)) for worker in hosts]
@@ -128,10 +128,10 @@ class Executor:
 
 
 def column_moves(graph: Graph, layouts: Mapping[str, Hashable]) -> dict[str, tuple[MoveColumns, ...]]:
-    """For every call the moves of what it wrote to roles of other layouts that read it, one per layout.
+    """Return for every call the moves of its columns to the roles in other layouts that read them, one move per layout.
 
     Args:
-        layouts: of every role of the graph; roles of equal ones share their batch.
+        layouts: the layout of every role of the graph; roles of equal layouts share their batch.
     """
     moves: dict[str, tuple[MoveColumns, ...]] = {}
     for call in graph.calls:

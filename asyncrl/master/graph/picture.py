@@ -1,11 +1,11 @@
 """A graph as text and as SVG, for `--show-graph` and the docs.
 
 The picture is a layered drawing from left to right: a call's column is the length of the longest path to it, so all
-edges point right, and boxes stand at their column's left edge, where edges arrive. Rows within a column follow the
-mean row of what feeds them (one pass, in column order), which keeps edges short. An edge that skips columns passes
-through an empty slot of each, so it never runs behind a box; edges into one box arrive side by side. A box names its
-call, role, function (where it is called otherwise) and the keys it writes: an edge carries those of its source. An
-explicit edge (`after`) is dashed.
+edges point right, and boxes start at their column's left edge, where edges arrive. Rows within a column are sorted by
+the mean row of their sources (one pass, in column order), which keeps edges short. An edge that skips columns passes
+through an empty slot in each, so it never runs behind a box; edges into one box arrive side by side. A box names its
+call, role, function (if that has another name) and the keys it writes, which its edges carry. An explicit edge
+(`after`) is dashed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from html import escape
 from asyncrl.master.graph.types import Call, Edge, Graph
 
 _INPUTS = ""
-"""Stands for the trajectories, the source of every input key."""
+"""The name used for the trajectories, the source of every input key."""
 
 _WRITES = "\u2192 "
 
@@ -27,7 +27,7 @@ _PALETTE = ("#2f6fb0", "#b5562b", "#2e8059", "#7a4fa3", "#a33b5e", "#6b6f1d", "#
 
 
 def to_text(graph: Graph) -> str:
-    """The calls in the order of execution, one block each."""
+    """Return the calls as text in the order of execution, one block each."""
     lines = [f"graph {graph.name}: {len(graph.calls)} calls"]
     before = graph.predecessors()
     for number, call in enumerate(graph.order(), start=1):
@@ -42,7 +42,9 @@ def to_text(graph: Graph) -> str:
 
 @dataclass(slots=True)
 class _Node:
-    """A box or, without lines, the slot in which an edge passes a column; `through` is left to the column's end."""
+    """A box or, without lines, the slot in which an edge passes a column; the edge leaves `through` at the column's
+    end.
+    """
 
     name: str
     column: int
@@ -71,7 +73,7 @@ class _Route:
 
 
 def to_svg(graph: Graph) -> str:
-    """The graph as a self-contained SVG document."""
+    """Return the graph as a self-contained SVG document."""
     columns, routes = _layout(graph)
     width, height = _place(columns)
     parts = [
@@ -90,7 +92,7 @@ def to_svg(graph: Graph) -> str:
 
 
 def _layout(graph: Graph) -> tuple[list[list[_Node]], list[_Route]]:
-    """Boxes and slots by column, and the routes through them."""
+    """Return boxes and slots by column, and the routes through them."""
     order = graph.order()
     edges = [*_input_edges(graph), *graph.edges()]
     depth: dict[str, int] = {_INPUTS: 0}
@@ -113,7 +115,9 @@ def _layout(graph: Graph) -> tuple[list[list[_Node]], list[_Route]]:
 
 
 def _input_edges(graph: Graph) -> list[Edge]:
-    """From the trajectories to every call that nothing else precedes; the keys it reads of them are in its box."""
+    """Return edges from the trajectories to every call without predecessors; the box names the keys it reads of
+    them.
+    """
     before: Mapping[str, frozenset[str]] = graph.predecessors()
     return [Edge(_INPUTS, call.name, ()) for call in graph.calls if not before[call.name]]
 
@@ -124,7 +128,7 @@ def _box_lines(call: Call) -> tuple[str, ...]:
 
 
 def _order_rows(columns: list[list[_Node]], routes: list[_Route]) -> None:
-    """Sort each column by the mean row of what feeds its nodes, boxes keeping their order where that ties."""
+    """Sort each column by the mean row of its nodes' sources; nodes with equal means keep their order."""
     sources: dict[int, list[_Node]] = {}
     for route in routes:
         for left, right in zip(route.path, route.path[1:], strict=False):
@@ -139,7 +143,7 @@ def _order_rows(columns: list[list[_Node]], routes: list[_Route]) -> None:
 
 
 def _place(columns: list[list[_Node]]) -> tuple[float, float]:
-    """Give every node its coordinates (left edge, vertical centre); returns the drawing's size."""
+    """Set every node's coordinates (left edge, vertical centre); return the drawing's size."""
     heights = [sum(node.height for node in column) + _ROW_GAP * (len(column) - 1) for column in columns]
     tallest = max(heights)
     x = _MARGIN
@@ -170,7 +174,7 @@ def _draw_box(node: _Node) -> str:
 
 
 def _arrivals(routes: list[_Route]) -> list[float]:
-    """For each route the height at which it reaches its target: spread over the box, in the order of the sources."""
+    """Return the height at which each route reaches its target: spread over the box, in the order of the sources."""
     heights = [0.0] * len(routes)
     for target in {id(route.path[-1]): route.path[-1] for route in routes}.values():
         arriving = [index for index, route in enumerate(routes) if route.path[-1] is target]

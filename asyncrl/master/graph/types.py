@@ -1,9 +1,9 @@
 """A training step as a graph of model function calls.
 
 A call names the role whose workers run it, the function, the keys it reads and the keys it writes. Keys name columns of
-the step's batch: some come with the trajectories (`BATCH_KEYS`), the others are written by a call. Edges follow from
-them: the writer of a key runs before its readers. `after` adds an edge where no key passes, for example between two
-calls that train in turn. The tensors behind the keys never leave the workers.
+the step's batch: some come with the trajectories (`BATCH_KEYS`), the others are written by a call. The edges follow
+from the keys: the writer of a key runs before its readers. `after` adds an edge without a key, for example between two
+calls that must train one after the other. The tensors behind the keys never leave the workers.
 
     ref_inf ──ref_logprobs──┐
     actor_inf ─prox_logprobs┴▶ actor_train        (advantage ──advantages──▶ actor_train)
@@ -39,9 +39,9 @@ BATCH_KEYS: tuple[str, ...] = (
 
 
 TRAINED_ROLES: tuple[str, ...] = ("actor", "critic", "ref")
-"""Roles whose models the config describes; any other is a reward model, whose folder a call of the role names."""
+"""Roles whose models the config describes; any other role is a reward model, whose folder one of its calls names."""
 MODEL_ARG = "path"
-"""The argument of a call that names the Hugging Face folder of its role's model, for roles beside `TRAINED_ROLES`."""
+"""A call's argument for the Hugging Face folder of its role's model, if the role is not in `TRAINED_ROLES`."""
 
 
 class GraphError(ValueError):
@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`source` runs before `target`; `keys` pass between them (none where the edge is an explicit one)."""
+    """`source` runs before `target`; `keys` pass between them (none if the edge is explicit)."""
 
     source: str
     target: str
@@ -78,7 +78,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The calls of a training step; `BATCH_KEYS` are there before the first one.
+    """The calls of a training step; `BATCH_KEYS` exist before the first one.
 
     Each trained policy has a batch of its own samples, so keys pass between calls of one policy only.
     """
@@ -107,14 +107,15 @@ class Graph:
         return tuple(edges)
 
     def predecessors(self) -> dict[str, frozenset[str]]:
-        """For every call the names of the calls that must be done before it starts."""
+        """Return, for every call, the names of the calls that must be done before it starts."""
         before: dict[str, set[str]] = {name: set() for name in self.names()}
         for edge in self.edges():
             before[edge.target].add(edge.source)
         return {name: frozenset(sources) for name, sources in before.items()}
 
     def order(self) -> tuple[Call, ...]:
-        """A topological order: of the calls that may come next, the one written first. The same in every process.
+        """Return a topological order, the same in every process: of the calls that may come next, the one written
+        first.
 
         Raises:
             GraphError: the calls form a cycle; the message walks it.
@@ -140,7 +141,7 @@ class Graph:
         return tuple(ordered)
 
     def reward_models(self) -> dict[str, str]:
-        """The reward models to load: for every role beside `TRAINED_ROLES` the folder that its call names.
+        """Return the reward models to load: for every role not in `TRAINED_ROLES`, the folder that its call names.
 
         Raises:
             GraphError: two calls name different folders for one role.
@@ -158,15 +159,15 @@ class Graph:
         return models
 
     def validate(self, functions: Collection[str], own: Collection[str] = ()) -> None:
-        """Check the graph as it will run.
+        """Check the graph before it runs.
 
         Args:
             functions: registered model functions; a name with a colon is an import path and checked by its loader.
-            own: the user's columns, which every batch has too (`rollout.columns`).
+            own: the user's columns, which every batch also has (`rollout.columns`).
 
         Raises:
-            GraphError: duplicate or unknown call names, two writers of a key, a key nobody writes, a role nobody hosts,
-                an unknown function, or a cycle.
+            GraphError: duplicate or unknown call names, two writers of a key, a key without a writer, a role without a
+                host, an unknown function, or a cycle.
         """
         hosted_roles = {*TRAINED_ROLES, *self.reward_models()}
         if not self.calls:
@@ -234,7 +235,7 @@ def _listed(names: Collection[str]) -> str:
 
 
 def _cycle(waiting: Mapping[str, set[str]]) -> str:
-    """One cycle among calls that all wait for another of them, written in the direction of the edges."""
+    """Return one cycle among calls that all wait for another of them, written in the direction of the edges."""
     name = next(iter(waiting))
     walked: list[str] = []
     while name not in walked:

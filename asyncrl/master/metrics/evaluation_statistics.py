@@ -1,14 +1,15 @@
 """Metrics of an evaluation set, written as eval/<set>/<metric>.
 
-Rewards are reported as means. Accuracy, and pass@k where each prompt got several answers, are there where a reward is a
-verdict (`asyncrl.api.verdict`): an episode is right if the verdict on its last answer was, wrong if it ended without.
+Rewards are reported as means. If the reward is a verdict (`asyncrl.api.verdict`) there are also the accuracy and, with
+several answers per prompt, pass@k: an episode is right if the verdict on its last answer was right, and wrong if it
+ended without a verdict.
 
 pass@k is the probability that of k answers to a prompt at least one is right, averaged over prompts; of n answers, c of
 them right, its unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, Evaluating Large Language Models
 Trained on Code, equation 1). pass@1 is the accuracy.
 
-What agents, tools, conversations and named rewards counted (`agent/turns`, `tool/<name>/calls`, `reward/<name>`, ...)
-is the mean over the answers that have it, as in training.
+Metrics of agents, tools, conversations and named rewards (`agent/turns`, `tool/<name>/calls`, `reward/<name>`, ...) are
+means over the answers that have them, as in training.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ def pass_ks(n_samples: int) -> Iterator[int]:
 
 
 def evaluation_metrics(n_samples: int) -> tuple[str, ...]:
-    """The names of what an evaluation with `n_samples` answers measures; those of verdicts first."""
+    """Return the names of the metrics of an evaluation with `n_samples` answers, those of verdicts first."""
     return ("accuracy", *(f"pass@{k}" for k in pass_ks(n_samples)), *ALWAYS)
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """The unbiased estimate of pass@k from `n` answers of which `right` are right; needs 1 <= k <= n."""
+    """Return the unbiased estimate of pass@k from `n` answers of which `right` are right; needs 1 <= k <= n."""
     return 1.0 - comb(n - right, k) / comb(n, k)
 
 
 def evaluation_statistics(name: str, result: EvaluationResult) -> dict[str, float]:
-    """The metrics of one evaluation on the set `name`, with at least one answer."""
+    """Return the metrics of one evaluation on the set `name`, with at least one answer."""
     answers = result.answers
     groups: defaultdict[int, list[EvaluatedAnswer]] = defaultdict(list)
     for answer in answers:

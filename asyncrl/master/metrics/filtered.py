@@ -1,8 +1,8 @@
-"""A warning where filters drop nearly every group, so that no step comes.
+"""A warning if filters drop nearly every group, so that no step can begin.
 
-Under dynamic sampling (`rollout.filters`) a group without a difference between its rewards is not trained, and another
-prompt takes its place. With a reward that is always the same, rollouts are made and dropped without end. Nothing fails,
-and no row of metrics is written that could show it.
+Under dynamic sampling (`rollout.filters`) a group whose rewards are all equal is not trained, and another prompt takes
+its place. If the reward is always the same, rollouts are made and dropped without end. Nothing fails, and no row of
+metrics is written that could show it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.observe.learning import ADVICE
 
 LEAST_GROUPS: Final = 64
-"""So many groups that filters drop between two steps are enough to warn, ..."""
+"""Warn if filters drop at least so many groups between two steps ..."""
 LEAST_KEPT: Final = 0.05
-"""... if the share of groups that they keep meanwhile is less than this."""
+"""... and keep less than this share of all groups meanwhile."""
 LOOK_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class FilteredOut:
     """Finds that filters drop nearly all groups between two steps.
 
     Args:
-        batch_size: groups of a step.
+        batch_size: number of groups of a step.
         stall_s: `system.stall_timeout_s`.
     """
 
@@ -40,15 +40,17 @@ class FilteredOut:
         self._before: dict[str, int] = {}
         self._warned = False
         self.found = ""
-        """What filters dropped since the last step, as of the last look; empty where that is not nearly everything."""
+        """A description of the groups dropped since the last step, as of the last check; empty if not nearly all
+        were.
+        """
 
     def take(self, version: int, kept: int, dropped: Mapping[str, int]) -> str | None:
-        """Take the state of the run; returns a warning, once between two steps.
+        """Process the state of the run; return a warning, at most once between two steps.
 
         Args:
-            version: of the policy.
-            kept: groups that wait to be trained.
-            dropped: groups of the run by reason, from all processes.
+            version: the policy's version.
+            kept: number of groups that wait to be trained.
+            dropped: number of groups dropped in the run, by reason, from all processes.
         """
         by_filter = {reason: count for reason, count in dropped.items() if is_filter_reason(reason)}
         self.found = ""
@@ -75,7 +77,7 @@ async def watch_filters(
     kept: Callable[[], int],
     tell: Callable[[str], None],
 ) -> NoReturn:
-    """Check every `LOOK_S` seconds what filters drop, and call `tell` with a warning."""
+    """Check every `LOOK_S` seconds how many groups filters drop, and call `tell` with a warning."""
     while True:
         await asyncio.sleep(LOOK_S)
         try:

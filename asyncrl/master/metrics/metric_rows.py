@@ -1,10 +1,9 @@
 """The row of metrics of a train step, and the wait of a row for its evaluation.
 
 The step that makes version s has row s: `step` = `policy_version` = s, the statistics of the rollouts it trained, and,
-where version s was evaluated, `eval/<set>/reward_mean` and more of each set (`evaluation_statistics`), or
-`eval/<set>/failed` = 1. Where the
-initial model is evaluated, row 0 holds that alone. The evaluation runs while training goes on, so the row is held until
-it ends, and the rows after it too: every row is written once, in order.
+if version s was evaluated, `eval/<set>/reward_mean` and other metrics of each set (`evaluation_statistics`), or
+`eval/<set>/failed` = 1. If the initial model is evaluated, row 0 has only that. The evaluation runs while training
+continues, so its row is held until it ends, and so are later rows: every row is written once, in order.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ Row = dict[str, Any]
 
 
 def batch_statistics(batch: TrainBatch) -> Row:
-    """Statistics of a batch's rollouts: rewards of episodes, lengths of samples, ages of trained tokens, the epoch.
+    """Return statistics of a batch's rollouts: rewards of episodes, lengths of samples, ages of trained tokens, the
+    epoch.
 
-    `rollout/len_...` are generated tokens of a sample, `rollout/context_len_...` all others: prompt, environment,
-    tools.
-
-    Of each of the rollouts' own metrics the mean over those that have it; lost episodes are added up.
+    `rollout/len_...` counts a sample's generated tokens, `rollout/context_len_...` all others: prompt, environment,
+    tools. The rollouts' own metrics are averaged over the rollouts that have them; lost episodes are added up.
     """
     rewards = np.array([reward for record in batch.records for reward in record.episode_rewards])
     generated = np.array([length for record in batch.records for length in record.generated])
@@ -97,19 +95,19 @@ class _Held:
 
 
 class RowQueue:
-    """Rows in the order of their steps, each held until the evaluation it waits for has ended. Pure."""
+    """Rows in the order of their steps, each held until its evaluation has ended. Pure."""
 
     def __init__(self) -> None:
         self._held: dict[int, _Held] = {}
         self._early: dict[int, Row] = {}
 
     def add(self, step: int, row: Row, *, awaits_evaluation: bool = False) -> None:
-        """Take the row of `step`; the evaluation of that version may have ended already."""
+        """Add the row of `step`; the evaluation of that version may have ended already."""
         early = self._early.pop(step, None)
         self._held[step] = _Held(row | (early or {}), awaits_evaluation and early is None)
 
     def evaluated(self, version: int, statistics: Row) -> None:
-        """The evaluation of `version` has ended; `statistics` go into its row."""
+        """Add `statistics` to the row of `version`, whose evaluation has ended."""
         held = self._held.get(version)
         if held is None:
             self._early[version] = statistics
@@ -118,7 +116,7 @@ class RowQueue:
             held.awaits_evaluation = False
 
     def pop_ready(self) -> list[tuple[int, Row]]:
-        """The rows that need not wait any longer, in order."""
+        """Return the rows that are complete, in order."""
         ready = []
         for step, held in list(self._held.items()):
             if held.awaits_evaluation:
@@ -128,9 +126,9 @@ class RowQueue:
         return ready
 
     def awaited(self) -> int | None:
-        """The first step whose row waits for its evaluation."""
+        """Return the first step whose row waits for its evaluation."""
         return next((step for step, held in self._held.items() if held.awaits_evaluation), None)
 
     def state(self) -> list[dict[str, Any]]:
-        """The held rows as JSON values, for a checkpoint."""
+        """Return the held rows as JSON values, for a checkpoint."""
         return [{"step": step, "row": held.row} for step, held in self._held.items()]

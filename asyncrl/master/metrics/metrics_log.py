@@ -1,8 +1,8 @@
 """Rows of metrics, one per train step and one for the model before training, and the run's evaluations.
 
-A row is held until the evaluation of its version has ended (`RowQueue`); the held ones are part of a checkpoint, so
-that a resumed run has every row exactly once too. What a restart cuts off is evaluated again, where the servers still
-have that version or get it again; elsewhere it counts as failed.
+A row is held until the evaluation of its version has ended (`RowQueue`); held rows are part of a checkpoint, so that a
+resumed run also has every row exactly once. An evaluation that a restart cuts off is repeated if the servers still have
+that version or get it again; otherwise it counts as failed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from asyncrl.runtime.trials.restart_log import restarts_in, seconds_in
 _log = logging.getLogger(__name__)
 
 DROPPED_GROUPS = "/dropped_groups"
-"""End of the name under which a filter call of the graph counts what it dropped."""
+"""Suffix of the metric with which a filter call of the graph counts dropped groups."""
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Running totals as of the last row; a row has the difference."""
+    """Running totals as of the last row; the next row has the differences."""
 
     at: float
     tokens: int = 0
@@ -47,7 +47,7 @@ class _Totals:
 
     @property
     def filtered(self) -> int:
-        """Rollouts that filters dropped."""
+        """Number of rollouts that filters dropped."""
         return sum(count for reason, count in self.dropped.items() if is_filter_reason(reason))
 
 
@@ -55,7 +55,7 @@ class MetricsLog:
     """Rows and evaluations of one run.
 
     Args:
-        collector, buffer: their counters are in the rows.
+        collector, buffer: the sources of counters in the rows.
     """
 
     def __init__(self, config: ExperimentConfig, collector: Collector, buffer: SampleBuffer) -> None:
@@ -84,10 +84,10 @@ class MetricsLog:
         served: int = 0,
         idle_s: float = 0.0,
     ) -> None:
-        """Begin to write after step `version`; `state` is that of its checkpoint, of no use where that is version 0.
+        """Begin to write after step `version`; `state` is that of its checkpoint, and ignored if the version is 0.
 
-        `dropped`: by reason, what was dropped up to then. `served`: the version that can be evaluated now.
-        `idle_s`: so long the gate let no rollout run up to then.
+        `dropped` counts the rollouts dropped so far, by reason. `served` is the version that can be evaluated now.
+        `idle_s` is the time so far in which the gate let no rollout run.
         """
         first_step = version + 1 if version else 0
         self._metrics = MetricsWriter.open(run_dir / METRICS_FILE, self._config, first_step)
@@ -127,12 +127,14 @@ class MetricsLog:
             self.evaluations.append({"version": step, **measured})
 
     def evaluations_due(self, version: int) -> list[str]:
-        """The sets that `version` is to be evaluated on: of each every `interval`-th, the initial and the last one."""
+        """Return the sets on which to evaluate `version`: every `interval`-th version of each set, the first and the
+        last.
+        """
         total = self._config.total_train_steps
         return [each.name for each in self._sets if each.is_due(version, total)]
 
     def step(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
-        """The step that made `version` from `batch` is complete; `measured` are its statistics and times."""
+        """Add the row of the step that made `version` from `batch`; `measured` are its statistics and times."""
         before, collector, stale = self._totals, self._collector, self._buffer.dropped[DropReason.stale]
         tokens, samples = collector.generated_tokens, collector.generated_samples
         after = _Totals(now, tokens, samples, stale, gate.dropped, gate.idle_s)
@@ -165,21 +167,21 @@ class MetricsLog:
         self._write_ready()
 
     def step_again(self, version: int, batch: TrainBatch, measured: Row, gate: GateStatus, now: float) -> None:
-        """As `step`, by a master that was started again after the step, whose row may have been written."""
+        """As `step`, for a master that was restarted after the step, so that the row may exist already."""
         if version in self._written:
             self._take_in(version, self._written[version])
         else:
             self.step(version, batch, measured, gate, now)
 
     def awaits_evaluation(self) -> int | None:
-        """The oldest version whose row waits for its evaluation."""
+        """Return the oldest version whose row waits for its evaluation."""
         return self._rows.awaited()
 
     def evaluated(self, version: int, outcomes: Outcomes, seconds: Mapping[str, float]) -> None:
-        """The evaluation of `version` has ended, on each set with its result or for the reason why there is none.
+        """Record the evaluation of `version`, with each set's result or the reason why it has none.
 
         Args:
-            seconds: that each set took.
+            seconds: the time that each set took.
         """
         measured: Row = {}
         failed: Row = {}
@@ -199,11 +201,11 @@ class MetricsLog:
         self._write_ready()
 
     def scores(self, metric: str) -> dict[int, float]:
-        """The values of `metric` by evaluated version."""
+        """Return the values of `metric` by evaluated version."""
         return {evaluation["version"]: evaluation[metric] for evaluation in self.evaluations if metric in evaluation}
 
     def awaited_evaluations(self, versions: Iterable[int]) -> set[int]:
-        """Those of `versions` whose evaluation is due and has not ended."""
+        """Return those of `versions` whose evaluation is due and has not ended."""
         ended = {evaluation["version"] for evaluation in (*self.evaluations, *self.evaluations_failed)}
         return {version for version in versions if self.evaluations_due(version) and version not in ended}
 
@@ -230,13 +232,13 @@ class MetricsLog:
         }
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Write the remaining rows."""
         if self._metrics is not None:
             self._show_samples(self._metrics, self._metrics.last_step + 1)
             self._metrics.close()
 
     def _failed(self, version: int, name: str, reason: str) -> Row:
-        """Note an evaluation of the set `name` that failed; returns what its row says of it."""
+        """Record a failed evaluation of the set `name`; return the metrics for its row."""
         self.evaluations_failed.append({"version": version, "set": name, "reason": reason})
         return {f"eval/{name}/failed": 1.0}
 
@@ -255,7 +257,9 @@ class MetricsLog:
             self._show_samples(self._metrics, self._metrics.last_step)
 
     def _show_samples(self, metrics: MetricsWriter, before: int) -> None:
-        """Tables of the samples that steps below `before` kept; what cannot be read is said and not shown."""
+        """Write tables of the samples that steps before `before` kept; files that cannot be read are logged and
+        skipped.
+        """
         try:
             for step, table in self._tables.new(before) if self._tables else ():
                 metrics.samples(step, table)

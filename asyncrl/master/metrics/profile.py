@@ -1,4 +1,4 @@
-"""The master's part of a profiled step: the stacks of all processes while it runs, and a line that says where it is."""
+"""The master's part of a profiled step: it samples the stacks of all processes meanwhile, and logs where they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl.runtime.process.waiting import cancel
 
 @asynccontextmanager
 async def profiled(settings: ProfileConfig, run_dir: Path, step: int) -> AsyncIterator[None]:
-    """Within it the ranks compute `step`; nothing happens where that is not to be profiled."""
+    """Profile `step`, which the ranks compute within the block, if it is to be profiled."""
     if step not in settings.steps:
         yield
         return

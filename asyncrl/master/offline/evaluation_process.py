@@ -1,4 +1,4 @@
-"""EvaluationMaster: has a model that stands evaluated on all sets, in a launch without a trainer."""
+"""EvaluationMaster: evaluates a fixed model on all sets, in a launch without a trainer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Recorder: takes in rollouts and keeps them, where nothing is trained (`python -m asyncrl.launch rollout`).
+"""Recorder: saves rollouts in a run without training (`python -m asyncrl.launch rollout`).
 
-It stands in for MasterWorker and ModelWorkers: it tells the GserverManager which prompts are kept, and the
-RolloutWorkers send their trajectories to it. It leads: the run ends when as many rollouts are kept as a training of so
-many steps would take. A launch that continues leaves out the prompts that are kept; what had not come into a file is
-generated again.
+It takes the place of MasterWorker and ModelWorkers: it tells the GserverManager which prompts are saved, and the
+RolloutWorkers send their trajectories to it. It leads the run, which ends when as many rollouts are saved as training
+for the same number of steps would take. A launch that continues leaves out the saved prompts; rollouts that had not
+been written to a file are generated again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncrl.runtime.process.worker import AsyncWorker
 
 ROLLOUTS_PER_FILE = 64
 LONGEST_WAIT_S = 2.0
-"""A file is written at the latest so long after the one before: no more work than that is lost with the process."""
+"""Longest time, in s, between two files, and so the most work that is lost with the process."""
 
 
 class Recorder(AsyncWorker):

@@ -1,13 +1,12 @@
-"""Training on kept samples in place of new rollouts: what stands in for servers, manager and RolloutWorkers.
+"""Training on kept samples instead of new rollouts: the substitutes for servers, manager and RolloutWorkers.
 
-The kept rollouts are taken in the order in which they were trained (step, then data order), B for each step of the
-replay. Behaviour log-probabilities and rewards are as recorded, and so is every token's age: where all rollouts of a
-run were kept, in batches of B, its versions are too; else a token that had the age a when it was trained has the
-version v - a in the step from version v (0 at least). Rollouts that no step trained, which `rollout` makes, keep the
-version that they have, 0.
+The kept rollouts are used in the order in which they were trained (step, then data order), B in each step of the
+replay. Behaviour log-probabilities and rewards are as recorded, and so is every token's age. If all rollouts of a run
+were saved, in batches of B, so are the versions; otherwise a token of age a at its training gets the version v - a (at
+least 0) in the step from version v. Rollouts that no step trained, which `rollout` makes, keep their version, 0.
 
-A step's rollouts are sent to the training ranks once its version is announced, and not before: ranks take no token of
-a version that nobody has.
+A step's rollouts are sent to the training ranks only once its version is announced: ranks accept no token of a version
+that has not been published.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ WORKER = "replay/0"
 
 
 class OfflineGate:
-    """The verbs of the manager that the train loop needs, where all rollouts have ended long ago. Keeps the books."""
+    """The manager's calls that the train loop needs, for rollouts that all ended long ago. Keeps the books."""
 
     def __init__(self, batch_size: int) -> None:
         self.begun = asyncio.Event()
@@ -49,7 +48,7 @@ class OfflineGate:
         self._dropped: Counter[str] = Counter()
 
     async def report_run(self, report: RunReport) -> int:
-        """Begin, or go on from a checkpoint."""
+        """Begin, or continue from a checkpoint."""
         if not self.begun.is_set():
             self._trained, self._dropped = report.version * self._batch_size, Counter(report.dropped)
             self._submitted = self._trained + self._dropped.total()
@@ -57,7 +56,9 @@ class OfflineGate:
         return 0
 
     def submitted(self, trajectory: Trajectory, version: int) -> None:
-        """The ranks are about to get `trajectory`, in the step from `version`; or again, which counts once."""
+        """Count `trajectory`, which the ranks are about to receive in the step from `version`; a repetition counts
+        once.
+        """
         rollout = trajectory.rollout_id
         self._submitted += 1
         self._live.add(rollout)
@@ -99,14 +100,14 @@ class OfflineGate:
         return ConsumedReply(books, lines, events_after + len(lines), [], measured_after)
 
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
-        """Nothing runs."""
+        """Return nothing: no rollout runs."""
         return []
 
     async def close_gate(self) -> None:
-        """Nothing is admitted any more in any case."""
+        """Do nothing: this gate admits no rollouts."""
 
     async def abandon(self) -> GateBooks:
-        """Abandon the rollouts that were sent and not trained."""
+        """Abandon the rollouts that were sent but not trained; return the books."""
         for rollout in sorted(self._live):
             self._abandoned += 1
             self._lines.append(Abandoned(rollout, self._now()))
@@ -114,7 +115,7 @@ class OfflineGate:
         return GateBooks(self._submitted, self._trained, dict(self._dropped), self._abandoned)
 
     async def status(self) -> GateStatus:
-        """No server has a version."""
+        """Return the gate's status; no server has a version."""
         return GateStatus(dropped=self._dropped)
 
     async def describe(self) -> str:
@@ -127,7 +128,7 @@ class OfflineGate:
 
 
 class ReplayBoard(NameBoard):
-    """Announces to the ranks; has for the feeder the version from which it feeds, and the newest one."""
+    """Announces versions to the ranks; tells the feeder its first version and the newest one."""
 
     def __init__(self, resolver: NameResolver) -> None:
         super().__init__(resolver)
@@ -144,7 +145,8 @@ class ReplayBoard(NameBoard):
 
 
 def batches(folder: Path, batch_size: int) -> Iterator[tuple[int, list[Trajectory]]]:
-    """The kept rollouts of `folder` in batches, each with the version from which its step goes; see the module.
+    """Yield the kept rollouts of `folder` in batches, each with the version from which its step starts; see the
+    module.
 
     Raises:
         ValueError: a file holds no samples; the message names it.
@@ -157,7 +159,9 @@ def batches(folder: Path, batch_size: int) -> Iterator[tuple[int, list[Trajector
 
 
 def as_of(trajectory: Trajectory, step: int, version: int) -> Trajectory:
-    """`trajectory`, trained at `step` (0: at none), with its tokens as old in the step from `version`."""
+    """Return `trajectory`, which `step` trained (0: none), with versions that keep its tokens' ages in the step from
+    `version`.
+    """
     shift = version - (step - 1)
     if not step or not shift:
         return trajectory
@@ -171,7 +175,7 @@ async def feed(
 
     Raises:
         ValueError: see `batches`.
-        InvalidTrajectory: a rank refuses a rollout.
+        InvalidTrajectory: a rank refused a rollout.
     """
     await gate.begun.wait()
     first = board.version
@@ -214,7 +218,7 @@ def summary_of(folder: Path) -> SampleSummary:
 
 
 def _in_order(folder: Path) -> Iterator[tuple[int, Trajectory]]:
-    """By step, then in the data order, whichever rank wrote them; one step at a time in memory."""
+    """Yield the rollouts by step, then in data order, over the files of all ranks; one step at a time is in memory."""
     files = sample_files(folder)
     by_step: dict[str, list[Path]] = {}
     for file in files:

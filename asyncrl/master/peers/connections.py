@@ -21,9 +21,9 @@ from asyncrl.runtime.process.waiting import cancel
 from asyncrl.runtime.process.worker import AsyncWorker
 
 GRACE_S = 5.0
-"""Beyond the limit of an evaluation, so that it is the evaluation's own limit that ends it."""
+"""Added to the limit of an evaluation, so that the evaluation's own limit ends it first."""
 LOOK_UP_S = 0.5
-"""Time between two look-ups, during a call, of the process that is the worker now."""
+"""Time between two look-ups, during a call, of the worker's current process."""
 
 MANAGER_LOOK_S = 0.25
 """Time between two looks for another GserverManager."""
@@ -32,21 +32,21 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluates(Protocol):
-    """A RolloutWorker, from where its share of an evaluation is asked of it."""
+    """A RolloutWorker, seen from the process that asks it for a share of an evaluation."""
 
     async def call(self, request: Evaluate, *, timeout_s: float) -> EvaluationResult:
         """Make the call and return its reply."""
 
 
 class ReplaceableWorker:
-    """Calls a worker whose process may die and be followed by another: the call is then made again, to that one.
+    """Calls a worker whose process may die and be replaced: the call is then repeated, to the new process.
 
-    So only calls that may be made twice. A connection that breaks without a successor is used again too.
+    So only calls that may be made twice are allowed. If a connection breaks while the process lives, it is made again.
 
     Args:
-        resolver: name resolution, where the successor registers.
-        key: under which the worker's `WorkerAddress` is.
-        registered: the one to begin with.
+        resolver: name resolution, where the new process registers.
+        key: the key of the worker's `WorkerAddress`.
+        registered: the first entry.
         router: see `RequestClient`.
     """
 
@@ -62,7 +62,7 @@ class ReplaceableWorker:
 
     @classmethod
     async def connect(cls, worker: AsyncWorker, kind: str, index: int, router: CallRouter) -> Self:
-        """The worker `index` of `kind`, once it has registered.
+        """Return the worker `index` of `kind`, once it has registered.
 
         Raises:
             NotStarted, StopRequested: see `connect`.
@@ -71,7 +71,7 @@ class ReplaceableWorker:
         return cls(worker.resolver, key, await worker.registered(key, kind), router)
 
     async def call(self, request: Request[R], *, timeout_s: float) -> R:
-        """Call the process that is the worker now, and return its reply.
+        """Call the worker's current process, and return its reply.
 
         Raises:
             RemoteError, RequestTimeout, PeerGone, MessageError: see `RequestClient.call`.
@@ -116,10 +116,10 @@ class ReplaceableWorker:
 
 
 async def connect(worker: AsyncWorker, kind: str, count: int, router: CallRouter) -> list[RequestClient]:
-    """Clients of the `count` workers of `kind`, by index, once all have registered. They share `router`.
+    """Return clients of the `count` workers of `kind`, by index, once all have registered. They share `router`.
 
     Raises:
-        NotStarted: one did not, and none makes progress for `system.start_timeout_s`.
+        NotStarted: one has not registered, and none made progress for `system.start_timeout_s`.
         StopRequested: `worker` was asked to stop.
     """
     keys = [names.worker_key(kind, index) for index in range(count)]
@@ -131,10 +131,10 @@ async def connect(worker: AsyncWorker, kind: str, count: int, router: CallRouter
 
 
 def router_of_peers(worker: AsyncWorker, peers: int) -> CallRouter:
-    """Return the router that the clients of `peers` processes share; raise this process's limit of open files for it.
+    """Return a router for the clients of `peers` processes; this process's limit of open files is raised for it.
 
     Raises:
-        OSError: these are too few.
+        OSError: the limit cannot be raised far enough.
     """
     allow_connections(DESCRIPTORS_PER_CONNECTION * peers, f"{peers} other processes")
     return CallRouter(worker.security)
@@ -145,10 +145,10 @@ class NothingEvaluated(RuntimeError):
 
 
 async def evaluate(workers: Sequence[Evaluates], name: str, version: int, timeout_s: float) -> EvaluationResult:
-    """Evaluate `version` on the whole set `name`, of which each RolloutWorker does its share.
+    """Evaluate `version` on the whole set `name`; each RolloutWorker does a share.
 
     Raises:
-        NothingEvaluated: not one prompt of it makes a prompt that the agent answers.
+        NothingEvaluated: the agent answered not a single prompt of the set.
         TimeoutError: it takes longer than `timeout_s`.
         Exception: a worker failed.
     """
@@ -177,7 +177,7 @@ def _row(answer: EvaluatedAnswer) -> int:
 
 
 async def introduce_each(process: Callable[[], str | None], introduce: Callable[[], Awaitable[bool]]) -> NoReturn:
-    """Call `introduce` for each GserverManager that comes, again while it returns False (`asyncrl.manager.rebuild`).
+    """Call `introduce` for each new GserverManager, and repeat it while it returns False (`asyncrl.manager.rebuild`).
 
     Args:
         process: names the manager's process; None while there is none.
@@ -194,7 +194,7 @@ async def introduce_each(process: Callable[[], str | None], introduce: Callable[
 
 
 class NameBoard:
-    """Announces versions in name resolution, which outlive this process, and looks up others."""
+    """Announces versions in name resolution, where they outlive this process, and looks up other processes."""
 
     def __init__(self, resolver: NameResolver) -> None:
         self._resolver = resolver
@@ -209,30 +209,30 @@ class NameBoard:
         return "starting" in states and "ready" not in states
 
     def announce_version(self, version: int, path: str) -> None:
-        """The actor's newest weights are in `path`."""
+        """Announce that the actor's newest weights, `version`, are in `path`."""
         published = names.PublishedVersion(version, path)
         self._resolver.add(names.model_version_key(names.ACTOR), published.encode(), replace=True)
 
     def announced_version(self) -> int:
-        """The version that was announced last; 0, the initial model, before any was."""
+        """Return the version that was announced last; 0, the initial model, if none was."""
         try:
             return names.PublishedVersion.decode(self._resolver.get(names.model_version_key(names.ACTOR))).version
         except NameEntryNotFound:
             return 0
 
     def ledger_has_begun(self) -> bool:
-        """True if the ledger has the first line of this launch."""
+        """Return True if the ledger has the first line of this launch."""
         try:
             return bool(self._resolver.get(names.LEDGER_BEGUN_KEY))
         except NameEntryNotFound:
             return False
 
     def ledger_begun(self, lineage: int) -> None:
-        """The ledger has the first line of this launch."""
+        """Announce that the ledger has the first line of this launch."""
         self._resolver.add(names.LEDGER_BEGUN_KEY, str(lineage), replace=True)
 
     def manager_process(self) -> str | None:
-        """Name the GserverManager's process, once it is ready; another one has another name."""
+        """Return a name of the GserverManager's process, which no other has; None until it is ready."""
         entries = self._resolver.follow(f"{names.STATUSES}/{names.GSERVER_MANAGER}").entries()
         for value in entries.values():
             if (status := names.WorkerStatus.decode(value)).state == "ready":

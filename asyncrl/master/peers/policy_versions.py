@@ -1,10 +1,9 @@
-"""Versions of trained weights: ranks publish them, servers are to have the announced one, evaluations pin it.
+"""Versions of trained weights: ranks publish them, servers load the announced one, and evaluations pin it.
 
-An evaluation measures one version on the sets that are due, one after the other; a set that fails does not keep the
-others from being measured. The servers must stay at that version: while one runs, newer versions are not announced.
-Training continues meanwhile; its versions are put off, and of several only the newest is announced when the
-evaluation ends. A version that is to be evaluated itself is never skipped: its announcement waits for the evaluation
-before it.
+An evaluation measures one version on the sets that are due, one after the other, even if a set fails. The servers must
+stay at that version, so newer versions are not announced meanwhile. Training continues; its versions are put off, and
+of several only the newest is announced when the evaluation ends. A version that is due for evaluation is never skipped:
+its announcement waits for the previous evaluation.
 
     publish 5 ─▶ announce 5 ─▶ evaluate 5 ───────────────┐
                  publish 6 (put off)  publish 7 (put off) └▶ announce 7
@@ -29,19 +28,19 @@ from asyncrl.trainer.messages import CollectWeights, Publish
 _log = logging.getLogger(__name__)
 
 Outcomes: TypeAlias = Mapping[str, EvaluationResult | str]
-"""By set, its result or why there is none."""
+"""For each set, its result or the reason why it has none."""
 
 
 class VersionAnnouncer:
     """Announces versions and evaluates those that are due.
 
     Args:
-        announce: makes a version known to the servers; takes the folder of its weights too.
-        evaluate: measures a version on the set of a name; it has a time limit of its own.
-        due: the names of the sets that a version is to be evaluated on.
-        on_end: takes the version of every evaluation that ended, and by set its result or why there is none, and by set
-            the seconds that it took.
-        clock: seconds; dates the end of the last evaluation.
+        announce: makes a version known to the servers; also gets the folder of its weights.
+        evaluate: measures a version on the set of a name; it has its own time limit.
+        due: returns the names of the sets on which to evaluate a version.
+        on_end: called after every evaluation with its version, and for each set its result (or the reason why it has
+            none) and the seconds it took.
+        clock: time in seconds, for the end of the last evaluation.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class VersionAnnouncer:
         self._on_end = on_end
         self._clock = clock
         self.announced = 0
-        """The version that servers are to have; 0 is the initial model, which is never announced."""
+        """The version that servers have to load; 0 is the initial model, which is never announced."""
         self._put_off: tuple[int, str] | None = None
         self._abandoned = False
         self._running: asyncio.Task[None] | None = None
@@ -66,7 +65,7 @@ class VersionAnnouncer:
 
     @property
     def free_since(self) -> float:
-        """Since when no evaluation pins a version, in seconds of `clock`; now, while one does."""
+        """The time since which no evaluation pins a version, in seconds of `clock`; the current time while one does."""
         return self._ended_at if self._running is None else self._clock()
 
     @property
@@ -75,7 +74,9 @@ class VersionAnnouncer:
         return (self._put_off[0],) if self._put_off else ()
 
     async def published(self, version: int, path: str) -> None:
-        """`version` lies at `path`: announce it, now or once the running evaluation ends, and evaluate it if due."""
+        """Announce `version`, whose weights are in `path`, now or after the running evaluation, and evaluate it if
+        due.
+        """
         if self._due(version):
             self._put_off = None  # of the versions put off only the newest would be announced: this one
             await self.evaluation_ended()
@@ -86,22 +87,22 @@ class VersionAnnouncer:
         self.evaluate_if_due()
 
     def announce(self, version: int, path: str) -> None:
-        """`version` is what servers are to have from here on."""
+        """Announce `version`, which servers have to load from now on."""
         self._announce(version, path)
         self.announced = version
 
     def evaluate_if_due(self) -> None:
-        """Evaluate the version announced last, if it is due."""
+        """Evaluate the version announced last, if that is due."""
         if names := self._due(self.announced):
             self._running = asyncio.create_task(self._run(self.announced, names))
 
     async def evaluation_ended(self) -> None:
-        """Wait for the end of a running evaluation."""
+        """Wait until a running evaluation ends."""
         if self._running is not None:
             await asyncio.shield(self._running)
 
     async def abandon(self) -> None:
-        """As `close`, but report nothing of the evaluation: the process that replaces this one makes it again."""
+        """As `close`, but report nothing about the evaluation: the process that replaces this one repeats it."""
         self._abandoned = True
         await self.close()
 
@@ -139,12 +140,12 @@ class VersionAnnouncer:
 
 
 class Publishing:
-    """Has the ranks publish each version of every trained policy, and remove those that no process reads.
+    """Has the ranks publish each version of every trained policy, and remove versions that no process reads.
 
     Args:
         actors: by role, the ranks that hold the actor of each trained policy; the run's own comes first.
-        announcer: knows which versions servers have, or are to have next.
-        pools: whose members agents play with; their weights stay.
+        announcer: knows the announced version and the one put off.
+        pools: pools whose members agents play with; the members' weights are kept.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Publishing:
         self._ranks, self._actors, self._announcer, self._pools = ranks, actors, announcer, pools
 
     async def publish(self, version: int, in_use: Collection[int], *, to_disk: bool) -> str:
-        """Make the weights available as `version`, the current one; returns the folder of the run's own policy, which
+        """Make the weights available as `version`, the current one; return the folder of the run's own policy, which
         holds the weights themselves if `to_disk`. Versions that no process reads are removed, except the newest on
         disk.
 
@@ -188,8 +189,8 @@ class Publishing:
             await self._ranks.all(CollectWeights(role, tuple(sorted(kept))))
 
     async def forget_others(self, version: int) -> None:
-        """Remove the weights of all versions but this one and the members of pools, which came before it: a restart has
-        forgotten the steps of later versions, and makes others.
+        """Remove the weights of all versions except this one and earlier members of pools: after a restart the steps of
+        later versions are repeated, with other results.
         """
         await self._collect({version} | self._members(version))
 

@@ -1,4 +1,4 @@
-"""Calls of the MasterWorker to all ranks, or to some, each with the limit of a run without progress."""
+"""Calls of the MasterWorker to all ranks or to some, each with the time limit of a run without progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncrl.trainer.messages import LoadCheckpoint, LoadedCheckpoint, LoadMemor
 
 
 class Stalled(CannotContinue):
-    """No train step for too long; the message says which stage waits for what, and on which counter."""
+    """No train step for too long; the message says which stage waits, for what, and which counter shows it."""
 
 
 class RankClients:
@@ -22,10 +22,10 @@ class RankClients:
 
     Args:
         workers: by index.
-        publisher: index of the one that publishes the actor, and commits checkpoints.
-        limit_s: how long a reply may take.
-        master: the incarnation of the master that calls.
-        load_s: how long the reply to `load` may take.
+        publisher: index of the rank that publishes the actor, and commits checkpoints.
+        limit_s: time limit of a reply.
+        master: the incarnation of the calling master.
+        load_s: time limit of the reply to `load`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RankClients:
         self._workers, self._publisher, self._limit_s, self._load_s = workers, publisher, limit_s, load_s
 
     async def all(self, request: Request[R]) -> list[R]:
-        """Make the call to every rank; the replies by worker index.
+        """Make the call to every rank; return the replies by worker index.
 
         Raises:
             Stalled: one did not answer in time.
@@ -48,7 +48,7 @@ class RankClients:
         return await self.some(self._workers, request)
 
     async def load(self, request: LoadCheckpoint | LoadMemoryCheckpoint) -> list[LoadedCheckpoint]:
-        """Have every rank restore a state: a part of a start, which may take long from a slow disk.
+        """Have every rank restore a state, which may take long from a slow disk.
 
         Raises:
             Stalled: one did not answer in time.
@@ -63,7 +63,7 @@ class RankClients:
             ) from error
 
     async def each(self, requests: Sequence[Request[R]]) -> list[R]:
-        """Make to every rank its own call; both by worker index.
+        """Make a different call to each rank; calls and replies are by worker index.
 
         Raises:
             Stalled: one did not answer in time.
@@ -71,7 +71,7 @@ class RankClients:
         return await self._answers(list(zip(self._workers, requests, strict=True)))
 
     async def some(self, workers: Sequence[RequestClient], request: Request[R]) -> list[R]:
-        """Make the call to `workers`; the replies in their order.
+        """Make the call to `workers`; return the replies in the same order.
 
         Raises:
             Stalled: one did not answer in time.

@@ -1,16 +1,17 @@
-"""First actions of a MasterWorker: find where the run stands, then everything up to the next step.
+"""First actions of a MasterWorker: find the run's current state, then do everything up to the next step.
 
-1. It finds where the run stands (`find`) and takes up that state. A copy that the ranks had begun is made whole.
+1. It finds the state from which the run continues (`find`) and loads it. If the ranks were copying a newer state, the
+   copy is completed first.
 2. The manager is asked for its status, and the metrics continue after that step. `books.json` is written.
-3. The ledger continues: after the last step's line, after the launch's first line where no step is complete since,
-   or as a new launch.
-4. The open reports of the MasterWorker before are taken up, and the last step's row of metrics is written.
-5. Weights of versions that the run went back behind are removed, and the current ones are published.
+3. The ledger continues: after the last step's line, or after the launch's first line if no step has been completed
+   since, or as a new launch.
+4. The previous MasterWorker's open reports are taken over, and the last step's row of metrics is written.
+5. Weights of versions later than this state are removed, and the current ones are published.
 6. The version is announced, unless an evaluation of an older one was cut off: servers keep that one for now.
 7. The ranks are polled, and the manager is told what is known if it begins too: its gate opens. From here on
    trajectories come in, and the process is ready.
 8. The evaluation that was cut off is made again; then the version is announced.
-9. The last step is reported, and written into the ledger if it lacks it.
+9. The last step is reported, and written into the ledger if its line is missing.
 
 A death may cut off any of these; the next successor does all of them again.
 """
@@ -40,7 +41,7 @@ from asyncrl.trainer.messages import AttachMaster, IsStepRunning, LoadCheckpoint
 _log = logging.getLogger(__name__)
 
 TAKE_UP_LIMIT_S = 60.0
-"""Limit for the ranks to finish a request of the MasterWorker before this one: copies of their state."""
+"""Time limit for the ranks to finish copying their state for the previous MasterWorker."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class RecoveredState:
     """State from which the run continues. The ranks have the weights of this version.
 
     Attributes:
-        state: the master's, as in a checkpoint; that of a fresh loop at the run's beginning.
-        announced: the version that servers have, or are to have.
-        saved: True if the newest checkpoint is of this very state.
+        state: the master's state, as in a checkpoint; at the run's beginning that of a new loop.
+        announced: the version that servers have, or have to load.
+        saved: True if the newest checkpoint is of exactly this state.
         last: the step that other processes may not know yet; None after a checkpoint and at the beginning.
     """
 
@@ -69,19 +70,19 @@ class RecoveredState:
 async def find(
     ranks: RankClients, steps: MemoryCheckpointer, checkpoints: Path, announced: int, fresh: dict[str, Any]
 ) -> RecoveredState:
-    """Find where the run stands; the ranks have that state when this returns.
+    """Find the state from which the run continues; the ranks have that state when this returns.
 
-    The ranks are asked first: each has the master's state of the step whose end was kept last. If all are between two
-    steps, after the same one, nothing is loaded. RankClients that begin too load the last step, or else the newest
+    The ranks are asked first: each has the master's state after the last step that was kept. If all are between two
+    steps, after the same one, nothing is loaded. Ranks that are new too load the last step, or else the newest
     checkpoint.
 
     Args:
-        checkpoints: their folder.
+        checkpoints: the checkpoints' folder.
         announced: the version that others know.
-        fresh: the state of a loop at the run's beginning.
+        fresh: the state of a new loop, at the run's beginning.
 
     Raises:
-        RestartTrainer: nothing can continue with the ranks as they are, or the last step is lost.
+        RestartTrainer: the run cannot continue with the ranks as they are, or the last step is lost.
     """
     if (state := await _of_ranks(ranks)) is not None:
         _log.info("the ranks stand between two steps, and keep what they have")
@@ -100,10 +101,10 @@ def _last_step(state: dict[str, Any]) -> StepState | None:
 
 
 async def _of_ranks(ranks: RankClients) -> dict[str, Any] | None:
-    """Return the state that a MasterWorker before this one left with every rank; None if all of them begin too.
+    """Return the state that an earlier MasterWorker left with every rank; None if all ranks are new too.
 
     Raises:
-        RestartTrainer: they are in a step, are after different ones, or one does not answer.
+        RestartTrainer: ranks are within a step, are after different steps, or one does not answer.
     """
     try:
         async with asyncio.timeout(TAKE_UP_LIMIT_S):
@@ -123,14 +124,14 @@ class Beginning:
     """Prepares everything for the next step, in the order of the module's list.
 
     Args:
-        ready: called once it is clear where the run stands.
+        ready: called once it is clear from which state the run continues.
     """
 
     def __init__(self, parts: Parts, ready: Callable[[], None]) -> None:
         self._parts, self._ready = parts, ready
 
     async def run(self) -> None:
-        """Make everything ready for the next step."""
+        """Prepare everything for the next step."""
         standing = await self.take_up_state()
         await self.continue_metrics(standing)
         ledger_has_step = self.continue_ledger(standing)
@@ -218,7 +219,7 @@ class Beginning:
             await or_stop(announcer.published(standing.version, path), self._parts.stop, math.inf)
 
     async def report_last_step(self, standing: RecoveredState, *, written: bool) -> None:
-        """9. The reply has the prompts dropped for good meanwhile, before another step begins."""
+        """9. So the reply brings the prompts dropped for good meanwhile before another step begins."""
         parts = self._parts
         try:
             await parts.reports.report(standing.version)

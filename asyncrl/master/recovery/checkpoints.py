@@ -1,7 +1,7 @@
-"""The run's checkpoints on the disk, written beside the steps that follow.
+"""The run's checkpoints on disk, written while the next steps run.
 
-The ranks copy what they need, and the next step may change it. Each writes its files by itself, while training goes on.
-Once all have, one rank makes the whole visible at once.
+The ranks copy their state, so the next step may change it, and each writes its files while training continues. Once all
+are written, one rank makes the whole checkpoint visible at once.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Checkpoints:
     """Writes the run's checkpoints, one after the other.
 
     Args:
-        check: raises if a rank is gone, which would be waited for.
-        clock: the time in s, which only grows.
+        check: raises if a rank that would be waited for is gone.
+        clock: monotonic time in s.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Checkpoints:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.saved: Progress | None = None
-        """Progress of the newest checkpoint that is whole on disk."""
+        """Progress of the newest checkpoint that is complete on disk."""
         self._figures: Row = {}
         self._keeping, self._root = keeping, checkpoint_root(run_dir)
         self._ranks, self._journal, self._check = ranks, metrics_log, check
@@ -64,12 +64,12 @@ class Checkpoints:
         self._owed = False  # a checkpoint was due when a master before this one died
 
     def make_up(self, version: int) -> None:
-        """Continue at `version` without a checkpoint of it; one that was due by then is written after the next step."""
+        """Continue at `version` without a checkpoint of it; one that is overdue is written after the next step."""
         interval = self._keeping.interval
         self._owed = bool(interval) and self.newest() < version - version % interval
 
     def is_due(self, version: int) -> bool:
-        """True if a checkpoint is due after the step that made `version`; the same whenever it is asked of that one."""
+        """True if a checkpoint is due after the step that made `version`; repeated calls give the same answer."""
         if version != self._asked:
             interval, minutes = self._keeping.interval, self._keeping.interval_minutes
             by_time = bool(minutes) and self._clock() - self._begun_s >= 60 * minutes
@@ -77,9 +77,9 @@ class Checkpoints:
         return self._due
 
     async def begin(self, progress: Progress, state: dict[str, Any]) -> None:
-        """Begin a checkpoint of `progress`, with the master's `state`, once the one before it is complete.
+        """Begin a checkpoint of `progress`, with the master's `state`, once the previous one is complete.
 
-        When this returns, the ranks have copied what they need, and the next step may change it.
+        When this returns, the ranks have copied their state, and the next step may change it.
         """
         await self.finish()
         path = str(self._root / f"v{progress.version}")
@@ -90,7 +90,7 @@ class Checkpoints:
         self._under_way = asyncio.create_task(self._complete(path, progress))
 
     async def finish(self) -> None:
-        """Wait until a checkpoint in progress is whole on disk; raise its error."""
+        """Wait until a checkpoint in progress is complete on disk; raise its error."""
         if (under_way := self._under_way) is not None:
             if not under_way.done():
                 self._check()
@@ -99,12 +99,12 @@ class Checkpoints:
             under_way.result()
 
     async def look(self) -> None:
-        """Raise the error of a checkpoint that has ended."""
+        """Raise the error of a checkpoint that has failed."""
         if self._under_way is not None and self._under_way.done():
             await self.finish()
 
     def figures(self) -> Row:
-        """Return the seconds and bytes of a checkpoint that became whole since the last call; empty if none did."""
+        """Return the seconds and bytes of a checkpoint that was completed since the last call; empty if none was."""
         figures, self._figures = self._figures, {}
         return figures
 
@@ -131,7 +131,9 @@ class Checkpoints:
         self.saved = progress
 
     def _protected(self, version: int) -> tuple[int, ...]:
-        """Return the versions whose checkpoints stay, that of `version` included, by the settings of `checkpoint`."""
+        """Return the versions whose checkpoints are kept by the settings of `checkpoint`, including that of
+        `version`.
+        """
         keeping = self._keeping
         versions = [*versions_in(self._root), version]
         scores, undecided = {}, set[int]()

@@ -1,7 +1,7 @@
 """The state after each step, kept in the memory of the ranks' hosts (`asyncrl.runtime.memory_checkpoint`).
 
-The ranks copy what they need, and the next step may change it. Each writes its files by itself while weights are
-published. Once all have written, the state becomes visible at once. Only then may others see the step.
+The ranks copy their state, so the next step may change it, and each writes its files while weights are published. Once
+all have written, the state becomes visible at once. Only then may other processes see the step.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _log = logging.getLogger(__name__)
 
 
 class StepState(msgspec.Struct, frozen=True):
-    """The part of a kept state that a checkpoint lacks: what is reported and written about the step next.
+    """The part of a kept state that a checkpoint lacks: the pending reports and records of the step.
 
     Attributes:
-        trained: rollouts that are not reported to the manager yet.
-        measured_seq: number of the last measured success rate that is in this state.
-        ledger_line: lines that the ledger had when the step was complete.
+        trained: rollouts that have not been reported to the manager yet.
+        measured_seq: number of the last measured success rate in this state.
+        ledger_line: number of lines in the ledger when the step was complete.
     """
 
     batch: TrainBatch
@@ -49,10 +49,10 @@ class StepState(msgspec.Struct, frozen=True):
 
 
 class MemoryCheckpointer:
-    """Keeps the state of each step, and says what others may see.
+    """Keeps the state of each step, and decides what others may see.
 
     Args:
-        memory_checkpoint: None if none is kept.
+        memory_checkpoint: None if no state is kept.
     """
 
     def __init__(self, memory_checkpoint: MemoryCheckpoint | None, ranks: RankClients) -> None:
@@ -62,7 +62,7 @@ class MemoryCheckpointer:
 
     @property
     def on(self) -> bool:
-        """True if steps are kept. Once one could not be, none is any more."""
+        """True if steps are kept. After a step that could not be kept, none is."""
         return self._memory_checkpoint is not None
 
     def may_tell_of(self, version: int) -> bool:
@@ -70,13 +70,13 @@ class MemoryCheckpointer:
         return not self.on or self._whole == version
 
     def kept_of(self, measured_seq: int) -> int:
-        """Return how many of these measured success rates the manager may forget, as a successor of this process knows
-        them too.
+        """Return how many of these measured success rates the manager may forget: those that a successor of this
+        process would know too.
         """
         return self._measured if self.on else measured_seq
 
     def found(self, version: int, measured_seq: int) -> None:
-        """The run continues at `version`, of which everything is there."""
+        """Note that the run continues at `version`, whose state is complete."""
         self._whole, self._measured = version, measured_seq
 
     async def begin(self, version: int, state: dict[str, Any], step: StepState) -> None:
@@ -92,12 +92,12 @@ class MemoryCheckpointer:
             self._keep_no_more(error)
 
     async def finish(self) -> None:
-        """Wait until the state that was begun is whole, so that others may see the step."""
+        """Wait until the state being written is complete, so that others may see the step."""
         if await self._complete(self._begun):
             self._whole, self._measured = self._begun, self._begun_with
 
     async def take_up(self, version: int) -> None:
-        """Complete the state of `version` that a master before this one had begun."""
+        """Complete the state of `version` that an earlier master had begun."""
         await self._complete(version)
 
     async def load(self, announced: int) -> dict[str, Any] | None:
@@ -107,7 +107,7 @@ class MemoryCheckpointer:
             announced: the version that others know.
 
         Raises:
-            RestartTrainer: the state of a step that others have seen is gone, so only a checkpoint is left.
+            RestartTrainer: the state of a step that others have seen is lost, so only a checkpoint is left.
         """
         if self._memory_checkpoint is None:
             return None
@@ -136,8 +136,8 @@ class MemoryCheckpointer:
         return self.on
 
     def _keep_no_more(self, error: RemoteError) -> None:
-        """Stop in-memory checkpoints. The existing one is older than what others will see, so nothing resumes from
-        it.
+        """Stop in-memory checkpoints. The existing one will be older than the step others see, so no run may resume
+        from it.
         """
         _log.warning(
             "in-memory checkpoints are now off: a crash of the trainer would cost all steps since the newest "
@@ -148,5 +148,5 @@ class MemoryCheckpointer:
 
 
 def files_of(shares: Sequence[WrittenShare]) -> dict[str, FileEntry]:
-    """Return the files that the ranks have written together, by name."""
+    """Return the files that all ranks together have written, by name."""
     return {name: entry for share in shares for name, entry in share.files.items()}

@@ -1,10 +1,11 @@
-"""The state that the ledger's lines add up to: live rollouts, ended ones, used prompts, counters, prompts to try again.
+"""The state that the ledger's lines add up to: live and ended rollouts, used prompts, counters, prompts to try again.
 
-A pure fold, line by line. The ledger keeps one over all its lines (`asyncrl.master.books.ledger`), and a MasterWorker
-that takes over reads it back from the files. At every line with books it equals them.
+It is computed line by line, purely. The ledger keeps it up to date (`asyncrl.master.books.ledger`), and a MasterWorker
+that takes over recomputes it from the files. At every line with books it equals them.
 
-A GserverManager that follows one that died is told this state (`asyncrl.manager.rebuild`). Lines that are still in
-memory die with the MasterWorker, so the ledger hands all lines to the kernel before any report that follows from them.
+A GserverManager that replaces a dead one receives this state (`asyncrl.manager.rebuild`). Lines that are still in
+memory would be lost with the MasterWorker, so the ledger hands all lines to the kernel before any report that follows
+from them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TRAINED, ABANDONED = "trained", "abandoned"
 
 
 class Retry(NamedTuple):
-    """The next try of a prompt that waits: its attempt, and how many tries of the prompt have failed."""
+    """The next try of a waiting prompt: its attempt, and how many tries of the prompt have failed."""
 
     order: int
     attempt: int
@@ -46,7 +47,7 @@ class Ended(NamedTuple):
 
     Attributes:
         outcome: the reason of its drop, `TRAINED` or `ABANDONED`.
-        lost: its admission, if its worker died and the trainer may receive the rollout all the same.
+        lost: its admission, if its worker died and the trainer may still receive the rollout.
     """
 
     outcome: str
@@ -54,17 +55,17 @@ class Ended(NamedTuple):
 
 
 class Recorded:
-    """The fold. `take` the lines in order, those that a later launch forgot left out.
+    """The state so far. `take` the lines in order, without those that a later launch ruled out.
 
     Attributes:
-        open: admissions of the rollouts without an end, by rollout.
+        open: admissions of the rollouts that have not ended, by rollout.
         finished: those of them that the trainer has.
-        ended: the rollouts of this launch that ended last, by rollout; as many as the gate remembers.
-        used: prompts that are trained or dropped for good.
+        ended: the last rollouts of this launch that ended, by rollout; as many as the gate remembers.
+        used: prompts that were trained or dropped for good.
         dropped: counts by reason.
-        retries: by prompt, for prompts that wait and whose next try is not their first.
-        version: complete steps.
-        manager: number of the GserverManager that the newest lines about rollouts come from; 0 before the first.
+        retries: by prompt, for waiting prompts whose next try is not their first.
+        version: number of complete steps.
+        manager: number of the GserverManager that wrote the newest lines about rollouts; 0 before the first.
         heard: number of its lines.
     """
 
@@ -103,14 +104,14 @@ class Recorded:
                 self.version = line.step
 
     def books(self) -> LedgerBooks:
-        """Return the counters, as the gate has them."""
+        """Return the counters as the gate counts them."""
         dropped, live = dict(+self.dropped), len(self.open)
         submitted = self._trained + sum(dropped.values()) + self.abandoned + live
         finished = len(self.finished)
         return LedgerBooks(submitted, self._trained, dropped, self.abandoned, live - finished, finished)
 
     def _begin(self, line: Begin) -> None:
-        """All processes are new: open rollouts are played again, and nothing more is reported about them."""
+        """Begin a launch. All processes are new: open rollouts are started anew, and no more is reported about them."""
         settings = line.settings
         self.open, self.finished = {}, set()
         self.ended = RecentIds(ids_remembered(settings.train_batch_size, settings.max_head_offpolicyness))
@@ -140,7 +141,7 @@ class Recorded:
             self.retries[admitted.prompt] = Retry(admitted.order, line.attempt or 0, line.failures)
 
     def _train(self, line: Trained) -> None:
-        """A step wins over any earlier report about the rollout."""
+        """Count a trained rollout; this overrides any earlier report about it."""
         if self._close(line.rollout, TRAINED) is None:
             self._undo(line.rollout)
             self.ended.put(line.rollout, Ended(TRAINED))

@@ -1,18 +1,18 @@
 """Actions of the MasterWorker once a step is complete, from the trainer outwards.
 
-1. The ranks copy the state, with the reports that are due (`StepState`), and begin to write it. The ledger's lines that
-   are in it are on the disk first.
-2. They publish the weights, and remove versions that no process reads. Nothing is announced.
-3. The state is whole. From here on others may see the step, and a successor begins after it.
-4. The version is announced: servers load it. A version that is evaluated waits for the evaluation before it.
-5. The manager receives what was trained and dropped. Its reply brings the books and the lines about rollouts, which go
-   to the ledger's file. Then the ranks discard what was dropped.
-6. The step is written down: its row of metrics, its line in the ledger, `books.json`.
+1. The ranks copy the state, with the pending reports (`StepState`), and begin to write it. The ledger lines that it
+   includes are synced first.
+2. They publish the weights, and remove versions that no process reads. Nothing is announced yet.
+3. The state is complete. From here on others may see the step, and a successor begins after it.
+4. The version is announced: servers load it. A version that is due for evaluation waits for the previous evaluation.
+5. The manager receives the trained and dropped rollouts. Its reply has the books and the lines about rollouts, which go
+   to the ledger's file. Then the ranks discard the dropped rollouts.
+6. The step is recorded: its row of metrics, its line in the ledger, `books.json`.
 7. A checkpoint is begun if one is due.
 
 A death before 3 is complete costs the step, which no other process has seen. A death after it costs nothing: a
-successor does 4 to 7 again (`asyncrl.master.recovery.beginning`). Servers and the manager recognise a version and a
-rollout that are reported twice, and the ledger shows which lines it has.
+successor does 4 to 7 again (`asyncrl.master.recovery.beginning`). Servers and the manager recognise a version or
+rollout that is reported twice, and the ledger shows which lines it has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncrl.runtime.process.waiting import or_stop
 
 @dataclass
 class CompleteStep:
-    """A step that made `version` of `batch`; `measured` are its statistics and times, `path` its weights' folder."""
+    """A step that made `version` from `batch`; `measured` are its statistics and times, `path` its weights' folder."""
 
     version: int
     batch: TrainBatch
@@ -41,7 +41,7 @@ class CompleteStep:
     path: str = ""
 
     def lap(self, name: str) -> None:
-        """Measure the time since the last call, or since the step was complete."""
+        """Record, as `name`, the time since the last call or since the step was complete."""
         now = perf_counter()
         self.measured[f"time/{name}_s"], self.ended_at = now - self.ended_at, now
 
@@ -87,7 +87,7 @@ class StepEnd:
         step.lap("memory_checkpoint")
 
     async def announce(self, step: CompleteStep) -> None:
-        """4. The evaluation that it may wait for has a limit of its own."""
+        """4. The evaluation that it may wait for has its own limit."""
         with observer.doing(f"waits to announce version {step.version}", "wait_eval", step=step.version):
             await or_stop(self._parts.announcer.published(step.version, step.path), self._parts.stop, math.inf)
         step.lap("wait_eval")

@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-import json
 import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from asyncrl.api import (
-    ChatFinish,
     ChatReply,
     Completion,
-    FinishReason,
     GenerationClient,
     GenerationRequest,
     GenerationResult,
@@ -25,22 +22,22 @@ from asyncrl.api import (
     Prompt,
     Sample,
     SamplingParams,
-    ToolCall,
     ToolSchema,
-    messages_of,
 )
 from asyncrl.api.picture import PictureError, PlacedPicture
 from asyncrl.api.trajectory import check_group, role_of
+from asyncrl.plugins.chat.context import Context, find_context, with_reasoning
 from asyncrl.plugins.chat.conversation import Turn
 from asyncrl.plugins.chat.drift import DriftError, compare
+from asyncrl.plugins.chat.reply import empty_reply, no_completion, reply_of
 from asyncrl.plugins.chat.request import ChatLimits, ChatRequest, Finish, Phase
 from asyncrl.plugins.chat.settings import DriftCheck, Reasoning
-from asyncrl.plugins.chat.stop_strings import before_stop, check_stop_strings, first_stop
+from asyncrl.plugins.chat.stop_strings import check_stop_strings
 from asyncrl.plugins.chat.template import ChatFormat
 from asyncrl.plugins.chat.turn_recorder import TurnRecorder, bytes_of_ids
 from asyncrl.plugins.datasets.queue.order import seed_from
-from asyncrl.plugins.datasets.templates.chat import ChatError, wrong_messages
-from asyncrl.plugins.datasets.templates.parts import Rendered, with_content
+from asyncrl.plugins.datasets.templates.chat import ChatError
+from asyncrl.plugins.datasets.templates.parts import with_content
 
 _log = logging.getLogger(__name__)
 
@@ -62,29 +59,6 @@ class ChatPolicy:
     """Names of the policies that an agent may ask besides the run's own."""
     trained: tuple[str, ...] = ()
     """Those of them that are trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """Context of an answer: a recorded turn and the ids after it, or the ids of the whole conversation."""
-
-    parent: Turn | None
-    given: Rendered
-    messages: tuple[Message, ...]
-    before: Turn | None
-    """The recorded turn that the messages begin with. If its ids are kept, it is also `parent`."""
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        return (*self.parent.ids, *self.given.ids) if self.parent else tuple(self.given.ids)
-
-    @property
-    def pictures(self) -> tuple[PlacedPicture, ...]:
-        """The pictures of the context, at spans of `ids`."""
-        if self.parent is None:
-            return self.given.pictures
-        length = len(self.parent.ids)
-        return (*self.parent.pictures, *(placed.shifted(length) for placed in self.given.pictures))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +192,7 @@ class EpisodeClient:
         shown = tuple(placed.shifted(-length) for placed in request.pictures if placed.position >= length)
         state = self._begun(parent, parent, len(request.input_ids))
         if state.ended:
-            return GenerationResult(request.request_id, tuple(_nothing() for _ in range(request.n)))
+            return GenerationResult(request.request_id, tuple(no_completion() for _ in range(request.n)))
         result = await self._policy.generate(replace(request, sampling=_within(request.sampling, state)))
         for completion in result.completions:
             after = state.answered(Finish(completion.finish_reason), len(completion.token_ids))
@@ -251,12 +225,12 @@ class EpisodeClient:
         chat, wanted = self._chat(), sampling or self._prompt.sampling
         check_stop_strings(wanted.stop)
         messages = [_read(message) for message in messages]
-        context = self._context(messages, tools)
+        context = self._find_context(messages, tools)
         ids = context.ids
         self._check_drift(context, ids, messages, tools)
         state = self._begun(context.parent, context.before, len(ids))
         if state.ended:
-            return _empty_reply(ids)
+            return empty_reply(ids)
         seed = self._seed(ids, context.pictures, wanted.seed)
         stops = tuple(dict.fromkeys((*wanted.stop_token_ids, *chat.stop_token_ids)))
         drawn = _within(replace(wanted, seed=seed, stop_token_ids=stops), state)
@@ -266,7 +240,7 @@ class EpisodeClient:
         self._counts["extended" if context.parent else "branches"] += 1
         offered = tools if tool_choice == "auto" else ()
         first, *others = [
-            self._reply(ids, completion, offered, drawn, f"{seed}/{index}")
+            reply_of(chat, ids, completion, offered, drawn.stop, f"{seed}/{index}")
             for index, completion in enumerate(result.completions)
         ]
         for reply in (first, *others):
@@ -276,6 +250,7 @@ class EpisodeClient:
                 context.parent, tuple(given.ids), reply.completion, context.messages, reply, after, given.pictures
             )
             self._recorder.add(turn, tools)
+            self._counts["malformed_calls"] += reply.malformed_calls
             self._answered_at[turn] = time.monotonic()
         return replace(first, alternatives=tuple(others))
 
@@ -285,7 +260,7 @@ class EpisodeClient:
         Raises:
             ChatError: these messages cannot be rendered.
         """
-        return self._context([_read(message) for message in messages], tools).ids
+        return self._find_context([_read(message) for message in messages], tools).ids
 
     def shown_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Render `messages` to token ids, without a generation prompt; the last message may have any role.
@@ -326,67 +301,18 @@ class EpisodeClient:
             )
         return self._format
 
-    def _context(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> _Context:
-        """Return the context of the answer to `messages`."""
-        chat = self._chat()
-        if (wrong := wrong_messages(messages)) is not None:
-            raise ChatError(f"these messages are not a valid conversation: {wrong}")
-        turn, covered = self._recorder.find(messages, tools)
-        if turn is not None and (given := self._extension(turn, messages, covered, tools)) is not None:
-            return _Context(turn, given, tuple(messages[covered:]), turn)
-        if not tools and "prompt" in self._prompt.data and list(messages) == messages_of(self._prompt):
-            first = Rendered([*self._prompt.input_ids], self._prompt.pictures)  # these may have been shortened
-            return _Context(None, first, tuple(messages), None)
-        given = chat.begin(self._with_reasoning(turn, messages), tools)
-        return _Context(None, given, tuple(messages), turn)
-
-    def _extension(
-        self, turn: Turn, messages: Sequence[Message], covered: int, tools: Sequence[ToolSchema]
-    ) -> Rendered | None:
-        """Return the ids that `messages[covered:]` append to those of `turn`; None if the turn cannot be extended."""
-        chat = self._chat()
-        assert turn.reply is not None, "a turn that messages find has a message"
-        bridge = chat.bridge(turn.reply.message, messages[covered:], tools)
-        if bridge is None:
-            return None
-        if self._rules.reasoning is Reasoning.branch:
-            reasoned = self._reasoned(turn)
-            if reasoned and chat.hides_reasoning_of(messages, tools, reasoned):
-                return None  # as the template shows it
-        end_id, sampled = chat.end_id(tools), turn.completion.token_ids
-        assert end_id is not None, "only a template with an end-of-turn token has bridges"
-        if sampled and sampled[-1] == end_id:
-            return bridge
-        return Rendered([end_id, *bridge.ids], tuple(placed.shifted(1) for placed in bridge.pictures))
-
-    def _reasoned(self, turn: Turn) -> list[int]:
-        """Return the positions of the answers in `turn`'s conversation whose reasoning is part of its ids."""
-        positions, said = [], 0
-        for each in turn.path:
-            said += len(each.messages)
-            if each.reply is not None and each.reply.reasoning:
-                positions.append(said)
-            said += 1
-        return positions
-
-    def _with_reasoning(self, turn: Turn | None, messages: Sequence[Message]) -> list[Message]:
-        """Return `messages`, with recorded reasoning added to answers that the agent passes without it."""
-        whole = list(messages)
-        for position, said in enumerate(turn.conversation if turn else ()):
-            reasoning = said.get("reasoning_content")
-            if reasoning and not whole[position].get("reasoning_content"):
-                whole[position] = {**whole[position], "reasoning_content": reasoning}
-        return whole
+    def _find_context(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Context:
+        return find_context(self._chat(), self._recorder, self._prompt, self._rules.reasoning, messages, tools)
 
     def _check_drift(
-        self, context: _Context, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]
+        self, context: Context, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> None:
         if self._rules.drift is DriftCheck.off or context.parent is None:
             return
         chat = self._chat()
         self._counts["drift_checks"] += 1
         try:
-            anew = chat.begin(self._with_reasoning(context.parent, messages), tools)
+            anew = chat.begin(with_reasoning(context.parent, messages), tools)
         except ChatError:  # extending by ids does what the template cannot: several calls in one message of Llama 3
             self._counts["drift_refused"] += 1
             return
@@ -439,43 +365,6 @@ class EpisodeClient:
         self._asked[digest] += 1
         return seed_from("chat", self._prompt.sampling.seed or 0, own or 0, self._member, digest.hex(), again)
 
-    def _reply(
-        self,
-        prompt_ids: tuple[int, ...],
-        completion: Completion,
-        tools: Sequence[ToolSchema],
-        sampling: SamplingParams,
-        name: str,
-    ) -> ChatReply:
-        chat = self._chat()
-        ended = completion.finish_reason == FinishReason.stop
-        text = chat.answer_text(prompt_ids, completion.token_ids, ended=ended)
-        parsed = chat.parsed(before_stop(text, sampling.stop) if ended else text, tools)
-        calls = tuple(
-            ToolCall(f"c{seed_from('call', name, number):08x}", call.name, call.arguments)
-            for number, call in enumerate(parsed.calls)
-        )
-        self._counts["malformed_calls"] += parsed.malformed
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if calls:
-            message["tool_calls"] = [_as_message(call) for call in calls]
-        finish = ChatFinish.length
-        if ended:
-            finish = ChatFinish.tool_calls if calls else ChatFinish.stop
-        return ChatReply(
-            message,
-            parsed.content,
-            parsed.reasoning,
-            calls,
-            parsed.malformed,
-            finish,
-            prompt_ids,
-            completion,
-            stop=first_stop(text, sampling.stop) if ended else None,
-        )
-
 
 def _read(message: Message) -> Message:
     """A message whose content is text, or text and pictures (`asyncrl.plugins.datasets.templates.parts`).
@@ -507,11 +396,6 @@ def check_prompt_pictures(prompt: Prompt, ids: Sequence[int], pictures: Sequence
         )
 
 
-def _as_message(call: ToolCall) -> dict[str, Any]:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-
-
 def _finish_of(reply: ChatReply) -> Finish:
     return Finish(str(reply.finish_reason))
 
@@ -520,13 +404,3 @@ def _within(sampling: SamplingParams, state: ChatRequest) -> SamplingParams:
     """Return `sampling` with the number of new tokens limited to the room in the context."""
     room = state.room
     return sampling if room is None else replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-
-
-def _nothing() -> Completion:
-    return Completion([], [], [], FinishReason.length)
-
-
-def _empty_reply(ids: tuple[int, ...]) -> ChatReply:
-    """Return the empty answer for a context without room."""
-    message = {"role": "assistant", "content": ""}
-    return ChatReply(message, "", None, (), 0, ChatFinish.length, ids, _nothing())

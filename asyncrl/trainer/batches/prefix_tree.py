@@ -48,7 +48,8 @@ WORTHWHILE = 0.95
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefixOrder:
     """A batch's sequences in lexicographic order: `order` [S], and what each shares with the one before it, `shared`
-    [S] tokens; `rank` [S] is a sequence's place in the order."""
+    [S] tokens; `rank` [S] is a sequence's place in the order.
+    """
 
     order: Ints
     shared: Ints

@@ -158,8 +158,7 @@ class _Loss:
         return Stat(torch.full((), float(computed), device=device), torch.full((), float(whole), device=device))
 
     def no_stats(self) -> Stats:
-        """The statistics of no tokens: every key, so that a rank without loss tokens has the same keys as the
-        others."""
+        """Statistics of no tokens: every key, so that a rank without loss tokens has the same keys as the others."""
         device = self._batch.device
         none_N = torch.zeros(0, device=device)
         ids_N = torch.zeros(0, dtype=torch.int64, device=device)

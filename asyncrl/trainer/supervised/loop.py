@@ -32,9 +32,7 @@ from asyncrl.config.run_dir import CONFIG_FILE, METRICS_FILE
 from asyncrl.models.picture_rules import picture_rules
 from asyncrl.observe.metrics import read_rows
 from asyncrl.plugins.datasets import DemonstrationDataset, Placed
-from asyncrl.plugins.datasets.demonstrations import (
-    Demonstration,
-    DemonstrationFormat,
+from asyncrl.plugins.datasets.demonstration_rows import (
     EncodedRows,
     LazyRows,
     RowFormat,
@@ -43,6 +41,7 @@ from asyncrl.plugins.datasets.demonstrations import (
     load_demonstrations,
     shown_with_loss,
 )
+from asyncrl.plugins.datasets.demonstrations import Demonstration, DemonstrationFormat
 from asyncrl.plugins.datasets.preferences import PreferenceFormat
 from asyncrl.plugins.datasets.prompt_stats import shown
 from asyncrl.plugins.datasets.prompts import PromptFormat, load_chat_template

@@ -1,8 +1,8 @@
-"""The times in a ledger, by the clock of the process that told them.
+"""The times in a ledger, by the clock of the process that wrote them.
 
-A clock that is set back shows as times that are earlier from one line on. That happens, so it is a note. A single line
-whose time fits neither the one before nor the one after it was changed, unless it lies beside a pause that explains it:
-a clock that is set back within a long pause looks the same. Times of two processes are not compared, as their hosts may
+If a clock is set back, all times from one line on are earlier. That happens, so it is only a note. A single line whose
+time fits neither its predecessor nor its successor was changed, unless it is next to a pause that explains it: a clock
+that is set back during a long pause looks the same. Times of different processes are not compared, as their hosts may
 differ.
 """
 
@@ -13,16 +13,16 @@ from itertools import pairwise
 from asyncrl.verify.audit.history import Report
 
 CLOCKS_S = 60.0
-"""Largest correction of a clock, in s, that is not reported."""
+"""Corrections of a clock up to so many seconds are not reported."""
 _LONG = 2.0
-"""A pause is no explanation if it is so many times as long as every other."""
+"""A pause that is so many times as long as every other is not accepted as an explanation."""
 
 
 class Clock:
-    """The times that one process told, in the order of its lines.
+    """The times that one process wrote, in the order of its lines.
 
     Args:
-        name: of the process.
+        name: the process's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,11 +30,11 @@ class Clock:
         self._times: list[tuple[str, float]] = []
 
     def told(self, place: str, at: float) -> None:
-        """Take the time of the line at `place`."""
+        """Add the time of the line at `place`."""
         self._times.append((place, at))
 
     def check(self, report: Report, note: Report) -> None:
-        """Report lines with a time that cannot be theirs; note where the clock was set back."""
+        """Report lines whose time cannot be right; note where the clock was set back."""
         times = [at for _, at in self._times]
         pauses = sorted((later - earlier for earlier, later in pairwise(times)), reverse=True)
 

@@ -1,4 +1,4 @@
-"""The rules of the data order: which prompt has which place, and that none was passed over."""
+"""The rules of the data order: each prompt has its place, and none was passed over."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _WORKER = re.compile(r"[a-z_]+/\d+")
 
 
 class DataOrder:
-    """Holds the prompts of a ledger's lines, launch after launch, against the order that the settings give.
+    """Compares the prompts in a ledger's lines, launch by launch, with the order given by the settings.
 
     Args:
-        rows: of the training data; None where that is not known, and prompt ids cannot be checked.
-        report: takes what is wrong with the line at hand.
+        rows: number of rows of the training data; None if unknown, so that prompt ids cannot be checked.
+        report: called with an error in the current line.
     """
 
     def __init__(self, rows: int | None, report: Callable[[str], None]) -> None:
@@ -34,13 +34,13 @@ class DataOrder:
         self._used_before: set[int] = set()
 
     def begin(self, settings: RunSettings, lineage: int, used: Iterable[str]) -> None:
-        """A launch begins; the prompts `used` are trained, dropped for good, or have a later place by now."""
+        """Begin a launch; the prompts in `used` were trained, dropped for good, or have a later place by now."""
         self._settings, self._lineage = settings, lineage
         self._newest = -1
         self._admitted, self._used_before = set(), {self._orders[prompt] for prompt in used}
 
     def check_prompt(self, prompt: str, order: int) -> None:
-        """A prompt is where it was before, and its id is the one that the seed gives its place."""
+        """Check that a prompt has the same place as before, and that the seed gives this place its id."""
         match = _PROMPT_ID.fullmatch(prompt)
         known = self._orders.setdefault(prompt, order)
         if known != order or order < 0:
@@ -55,7 +55,7 @@ class DataOrder:
                 self._report(f"place {order} of the data order is of prompt e{epoch}-{row}, not of {prompt}")
 
     def admit(self, line: Admitted) -> None:
-        """A prompt is played."""
+        """Add an admitted prompt."""
         if not _WORKER.fullmatch(line.worker):
             self._report(f"rollout {line.rollout} runs on {line.worker!r}, which names no worker")
         self._admitted.add(line.order)
@@ -63,10 +63,10 @@ class DataOrder:
             self._newest = max(self._newest, line.order)
 
     def check_none_passed_over(self) -> None:
-        """All prompts before the last that was played in this lineage were played in it too, or used before.
+        """Check that all prompts before the last one admitted in this lineage were also admitted in it, or used before.
 
-        What is adopted from a manager that died does not count as the last: what was played before it may have died
-        with that manager, and waits.
+        Rollouts adopted from a dead manager do not count as the last: earlier prompts may have been lost with that
+        manager, and wait.
         """
         newest = self._newest
         if self._settings is None or not self._settings.workers or newest < 0:
@@ -83,5 +83,5 @@ class DataOrder:
 
 @lru_cache(maxsize=8)
 def _permutation(rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of an epoch's rows, as `docs/ledger.md` states it."""
+    """Return the order of an epoch's rows, as `docs/ledger.md` defines it."""
     return np.random.default_rng([seed, epoch]).permutation(rows)

@@ -1,4 +1,4 @@
-"""The run's small files, each read once and checked for its form: settings, summary, books, data record.
+"""The run's small files, each read once and checked for its format: settings, summary, books, data record.
 
 A file that cannot be read is a finding and counts as missing from then on.
 """
@@ -20,13 +20,13 @@ from asyncrl.verify.audit.outcome import Outcome
 CONFIG_FILE, SUMMARY_FILE, BOOKS_FILE = "config.yaml", "summary.json", "books.json"
 DATA_RECORD_FILE = "data_record.json"
 MAX_ROWS = 1 << 32
-"""A prompt id has no row beyond."""
+"""Rows in prompt ids are below this."""
 
 _T = TypeVar("_T")
 
 
 class Rollout(msgspec.Struct, frozen=True):
-    """The settings `rollout` that the ledger knows."""
+    """The settings of `rollout` that matter for the ledger."""
 
     workers: int
 
@@ -38,7 +38,7 @@ class EvaluationSet(msgspec.Struct, frozen=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """The settings `eval` that say which versions are evaluated."""
+    """The settings of `eval` that decide which versions are evaluated."""
 
     interval: int = 0
     sets: list[EvaluationSet] = []
@@ -53,26 +53,26 @@ class Evaluation(msgspec.Struct, frozen=True):
 
 
 class Samples(msgspec.Struct, frozen=True):
-    """The settings `samples`."""
+    """The settings of `samples`."""
 
     every: int = 0
     replay: str = ""
 
 
 class Manager(msgspec.Struct, frozen=True):
-    """The settings `manager` that say which versions have a folder."""
+    """The settings of `manager` that decide which versions have a folder."""
 
     weight_transport: str = "disk"
 
 
 class System(msgspec.Struct, frozen=True):
-    """The settings `system` that say whether all processes write into the run's folder."""
+    """The settings of `system` that decide whether all processes write into the run's folder."""
 
     shared_filesystem: bool = True
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """`config.yaml`, as far as files follow from it."""
+    """The settings in `config.yaml` on which the run's files depend."""
 
     train_batch_size: int
     max_head_offpolicyness: int
@@ -98,7 +98,7 @@ class Books(msgspec.Struct, frozen=True):
 
     @property
     def accounted_for(self) -> int:
-        """Rollouts whose end, or lack of one, the counters have."""
+        """Return the number of rollouts in the counters, ended or not."""
         under_way = self.running + self.finished_untrained
         return self.trained + sum(self.dropped.values()) + self.abandoned + under_way
 
@@ -122,7 +122,7 @@ class LastBooks(msgspec.Struct, frozen=True):
 
 
 class DataRecord(msgspec.Struct, frozen=True):
-    """`data_record.json`: the number of rows, and of files a checksum of four bytes for each, in base64."""
+    """`data_record.json`: the number of rows and, for data in files, a checksum of four bytes per row, in base64."""
 
     rows: int
     line_sums: str | None = None
@@ -133,7 +133,7 @@ class Documents:
     """The small files of a run; None for one that is missing or cannot be read.
 
     Attributes:
-        there: names of those that are in the folder, whatever their content.
+        there: names of the files in the folder, valid or not.
     """
 
     there: frozenset[str]
@@ -166,7 +166,7 @@ class Documents:
     def check_there(self, outcome: Outcome, report: Report) -> None:
         """Report the files that a run with this history must have.
 
-        A launch removes summary and books of the one before it, so without both a later launch has begun.
+        A launch removes the summary and books of the previous one, so if both are missing a later launch has begun.
         """
         settings, outcome.summed_up = self.settings, SUMMARY_FILE in self.there
         if CONFIG_FILE not in self.there:
@@ -182,7 +182,7 @@ class Documents:
             report(SUMMARY_FILE, "is there, and the ledger has no line that says that the run ended: it is cut off")
 
     def check_settings(self, outcome: Outcome, report: Report) -> None:
-        """The last launch is judged by the settings that it had."""
+        """Check that the settings are those of the last launch, by which it is judged."""
         known, settings = outcome.settings, self.settings
         if known is None or settings is None or BOOKS_FILE not in self.there:
             return
@@ -198,7 +198,7 @@ class Documents:
                 report(CONFIG_FILE, f"{name} is {value}, the ledger's last launch had {told}")
 
     def check_books(self, outcome: Outcome, report: Report) -> None:
-        """The books in `books.json`, and those that the run printed at its end."""
+        """Check the books in `books.json` and those in the summary."""
         if (last := self.books) is not None:
             if last.books.submitted != last.books.accounted_for:
                 told = last.books.accounted_for
@@ -238,7 +238,7 @@ class Documents:
 
 
 def read_as(file: Path, kind: type[_T], report: Report, parse: Callable[[bytes], Any] = json.loads) -> _T | None:
-    """Return the content of `file` as a `kind`; None, and a finding, if it is something else."""
+    """Return the content of `file` as a `kind`; report a finding and return None if it is anything else."""
     try:
         return msgspec.convert(parse(file.read_bytes()), kind)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, msgspec.ValidationError) as error:

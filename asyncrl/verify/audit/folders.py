@@ -1,4 +1,4 @@
-"""The folders of checkpoints and weights, held against their manifests and against the ledger's history."""
+"""The folders of checkpoints and weights, compared with their manifests and with the ledger's history."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class UsedPrompts(msgspec.Struct, frozen=True):
-    """The prompts that a checkpoint has used: of each epoch a bitmap of rows, compressed, in base64; and other ids."""
+    """A checkpoint's used prompts: for each epoch a bitmap of rows, compressed, in base64; and other ids."""
 
     count: int
     epochs: dict[str, str]
@@ -70,20 +70,20 @@ class UsedPrompts(msgspec.Struct, frozen=True):
 
 
 class LedgerPlace(msgspec.Struct, frozen=True):
-    """The ledger's line that a checkpoint goes on from."""
+    """The ledger's line after which a checkpoint continues."""
 
     line: int
     lineage: int
 
 
 class Buffer(msgspec.Struct, frozen=True):
-    """The state of the sample buffer in a checkpoint, as far as it is judged."""
+    """The checked part of the sample buffer's state in a checkpoint."""
 
     used_prompts: UsedPrompts
 
 
 class MasterState(msgspec.Struct, frozen=True):
-    """The MasterWorker's part of a checkpoint, as far as it is judged."""
+    """The checked part of the MasterWorker's state in a checkpoint."""
 
     version: int
     ledger: LedgerPlace
@@ -110,9 +110,9 @@ def role_folders(weights: Path) -> list[Path]:
 
 
 def check_checkpoints(root: Path, folders: list[Path], outcome: Outcome, report: Report) -> None:
-    """Check that every checkpoint is whole and has used the prompts that the ledger says were used by then.
+    """Check that every checkpoint is complete and has the used prompts that the ledger had by then.
 
-    `folders` are those that were there before the ledger was read.
+    `folders` are those that existed before the ledger was read.
     """
     for folder in folders:
         if check_folder(folder, _CHECKPOINT_ROLE, report):
@@ -128,7 +128,7 @@ def check_checkpoints(root: Path, folders: list[Path], outcome: Outcome, report:
 def check_weights(
     root: Path, folders: Mapping[str, list[Path]], settings: Settings | None, outcome: Outcome, report: Report
 ) -> None:
-    """Check that every published version is whole and was made by a step, and that the newest is there."""
+    """Check that every published version is complete and was made by a step, and that the newest exists."""
     possible = outcome.version + (not outcome.ended)  # a version is published before the ledger has its step
     newest = 0 if not outcome.version else -1
     for role, versions in sorted(folders.items()):
@@ -144,7 +144,7 @@ def check_weights(
 
 
 def check_folder(folder: Path, role: str, report: Report) -> bool:
-    """Hold the files of `folder` against its manifest: names, sizes, checksums, tensors; True if all is well."""
+    """Compare the files of `folder` with its manifest: names, sizes, checksums, tensors; return True if all agree."""
     weights = folder.parent.parent.name == "weights"
     place = "/".join(folder.parts[-3:] if weights else folder.parts[-2:])
     try:
@@ -240,7 +240,7 @@ def _wrong_with(file: Path, name: str, entry: FileEntry) -> str | None:
 
 
 def _wrong_tensors(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Hold the manifest's tensors against the headers of the files that they are in."""
+    """Compare the manifest's tensors with the headers of their files; yield the differences."""
     found: dict[str, TensorEntry] = {}
     for name in (name for name in manifest.files if name.endswith(".safetensors")):
         try:

@@ -1,7 +1,7 @@
-"""The ledger's lines as they stand in the files: whole, sealed, and which of them a later launch forgot.
+"""The ledger's lines in the files: they must be complete and sealed, and some were ruled out by a later launch.
 
-A launch goes on from the line that its checkpoint names; what lies between is forgotten, other forgettings in it too.
-What is left is the history of the policy that the run has now.
+A launch continues after the line that its checkpoint names; the lines between are ruled out, even if one of them ruled
+out others. The remaining lines are the history of the run's present policy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from asyncrl.comm.ledger_lines import SEAL_BYTES, SEAL_END, Begin, End, Line, Sa
 _decode = msgspec.json.Decoder(Line).decode
 
 Report = Callable[[str, str], None]
-"""Takes a finding: where, and what is wrong."""
+"""Called with a finding: the place, and what is wrong there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of the ledger, its number over all files (from 1), and where it stands."""
+    """A line of the ledger, its number over all files (from 1), and its place."""
 
     number: int
     place: str
@@ -31,7 +31,7 @@ class Entry:
 
 
 def read_ledger(folder: Path, report: Report) -> list[Entry]:
-    """All lines in the files of `folder`, in order. One that a kill cut off at the very end is left out."""
+    """Return all lines in the files of `folder`, in order. A line that a kill cut off at the very end is left out."""
     entries: list[Entry] = []
     unsealed = hashlib.sha256()
     files = sorted(folder.glob("*.jsonl"))
@@ -62,7 +62,7 @@ def read_ledger(folder: Path, report: Report) -> list[Entry]:
 
 
 def surviving(entries: list[Entry], report: Report) -> Iterator[Entry]:
-    """The lines that no later launch forgot; checks that each launch goes on from where it may."""
+    """Yield the lines that no later launch ruled out; check that each launch continues at an allowed place."""
     kept: list[Entry] = []
     lineage = -1
     for entry in entries:
@@ -81,7 +81,7 @@ def surviving(entries: list[Entry], report: Report) -> Iterator[Entry]:
 
 
 def _check_begin(place: str, begin: Begin, from_entry: Entry | None, report: Report) -> None:
-    """A launch begins at version 0, at a checkpoint's line, or it says what it carries from elsewhere."""
+    """Check that a launch begins at version 0, after a checkpoint's line, or with counts carried from elsewhere."""
     if begin.carried is not None:
         report(place, f"lineage {begin.lineage} begins at version {begin.version} without the ledger of earlier steps")
         return

@@ -1,4 +1,4 @@
-"""Kept samples (`docs/samples.md`), held against the ledger: which rollouts, with how many samples, tokens and rewards.
+"""Kept samples (`docs/samples.md`), compared with the ledger: rollouts, numbers of samples and tokens, rewards.
 
 It needs pyarrow, as the files do.
 """
@@ -26,7 +26,7 @@ _Rows = list[dict[str, Any]]
 def check_samples(
     folder: Path, files: Iterable[Path], settings: Settings | None, outcome: Outcome, report: Report, note: Report
 ) -> None:
-    """Check the kept samples of `files`, which were in `folder` before the ledger was read."""
+    """Check the kept samples in `files`, which were in `folder` before the ledger was read."""
     by_step: dict[int, list[Path]] = defaultdict(list)
     for file in files:
         number, _, writer = file.name.removeprefix("step-").partition(".")
@@ -72,7 +72,7 @@ def _read(file: Path, place: str, report: Report) -> _Rows | None:
 
 
 def _check_file(place: str, step: int, rows: _Rows, outcome: Outcome, report: Report) -> set[str]:
-    """Check the rows of one file; returns the rollouts that it has."""
+    """Check the rows of one file; return the rollouts in it."""
     by_rollout: dict[str, _Rows] = defaultdict(list)
     for row in rows:
         by_rollout[row["rollout"]].append(row)
@@ -104,7 +104,7 @@ def _check_file(place: str, step: int, rows: _Rows, outcome: Outcome, report: Re
 
 
 def _wrong_with(row: Mapping[str, Any]) -> str | None:
-    """Return what in a row contradicts itself."""
+    """Describe a contradiction within a row; None if there is none."""
     length = len(row["tokens"])
     for name in (*_ALIGNED, *_SCORES):
         if (values := row[name]) is not None and len(values) != length:
@@ -127,7 +127,7 @@ def _wrong_with(row: Mapping[str, Any]) -> str | None:
 
 
 def _segments(versions: Sequence[int], pictures: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """First and last position and version of each segment; `pictures` are spans, which are segments of their own."""
+    """Return first and last position and version of each segment; the spans in `pictures` are separate segments."""
     changes = {at for at in range(1, len(versions)) if versions[at] != versions[at - 1]}
     bounds = sorted(changes | {at for span in pictures for at in span if 0 < at < len(versions)})
     starts = [0, *bounds]
@@ -144,7 +144,7 @@ def _same_reward(samples: _Rows, episodes: int, reward: float) -> bool:
 
 
 def _check_all_there(place: str, step: int, every: int, kept: set[str], outcome: Outcome, report: Report) -> None:
-    """Check that a step of the last launch, all of whose files are there, kept what its settings say."""
+    """Check that a step of the last launch, whose files all exist, saved the samples that its settings ask for."""
     stray = [name for name in sorted(kept & outcome.rollouts.keys()) if outcome.rollouts[name].order % every]
     if stray:
         report(place, f"has {len(stray)} rollouts that samples.every={every} does not keep, as {stray[0]}")

@@ -18,26 +18,28 @@ class StepTotals:
     reward: float = 0.0
     """Sum over episodes."""
     ages: float = 0.0
-    """Sum over those tokens that are within max_head_offpolicyness, of which there are `young_tokens`."""
+    """Sum over the tokens within max_head_offpolicyness, of which there are `young_tokens`."""
     young_tokens: int = 0
     oldest_age: int = 0
     newest_epoch: int = 0
     whole_tokens: int | None = 0
-    """Tokens with those of prompts and environments; None where a rollout was trained before it was told finished."""
+    """Tokens including those of prompts and environments; None if a rollout was trained before it was reported
+    finished.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class SavedLine:
-    """The line that a checkpoint goes on from."""
+    """The line after which a checkpoint continues."""
 
     line: Saved
     used: int
-    """Number of prompts of `Outcome.used` that were used up to this step."""
+    """Number of prompts in `Outcome.used` up to this step."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of the history."""
+    """Result of replaying the history."""
 
     version: int = 0
     """The last step."""
@@ -51,14 +53,14 @@ class Outcome:
     abandoned: int = 0
     live: int = 0
     lost: int = 0
-    """Rollouts that were under way when a launch ended without a word."""
+    """Number of rollouts that were under way when a launch ended without an `end` line."""
     lineages: int = 0
     settings: RunSettings | None = None
     steps: dict[int, StepTotals] = field(default_factory=dict)
     used: list[str] = field(default_factory=list)
-    """Prompts trained or dropped for good, in the order in which they were."""
+    """Prompts trained or dropped for good, in that order."""
     saved: dict[int, SavedLine] = field(default_factory=dict)
-    """By their numbers, the lines of checkpoints."""
+    """The lines of checkpoints, by number."""
     rollouts: dict[str, Trained] = field(default_factory=dict)
     """Trained lines by rollout."""
     tokens: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The rows of metrics, held against the ledger's steps and the evaluations that the run summed up."""
+"""The rows of metrics, compared with the ledger's steps and the evaluations in the run's summary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.verify.audit.history import Report
 from asyncrl.verify.audit.outcome import Outcome, StepTotals
 
 _TOLERANCE = 1e-6
-"""Relative; sums are in another order."""
+"""Relative tolerance, as sums are computed in another order."""
 _SUMMARY = "summary.json"
 _DROPPED = "rollout/dropped_"
 Row: TypeAlias = tuple[str, dict[str, Any]]
@@ -23,7 +23,7 @@ Row: TypeAlias = tuple[str, dict[str, Any]]
 def check_metrics(
     file: Path, checkpoints: Path, settings: Settings | None, summary: Summary | None, outcome: Outcome, report: Report
 ) -> None:
-    """Check that the rows have no gap, reach the last step, and say what follows from the ledger's lines."""
+    """Check that the rows have no gap, reach the last step, and agree with the ledger's lines."""
     if not file.is_file():
         report(file.name, "is not there")
         return
@@ -50,8 +50,8 @@ def check_metrics(
 def held_rows(checkpoints: Path, outcome: Outcome) -> list[Row]:
     """Return the rows in the last checkpoint of a run that was stopped.
 
-    They are of versions that wait for their evaluation, and later ones. A run that is complete has written all of its
-    rows. What is wrong with the checkpoint is said where checkpoints are checked.
+    They belong to versions that wait for their evaluation, and to later ones. A complete run has written all of its
+    rows. Errors of the checkpoint itself are reported by the check of checkpoints.
     """
     folder = checkpoints / f"v{outcome.version}"
     try:
@@ -100,10 +100,10 @@ def _check_row(place: str, row: Mapping[str, Any], totals: StepTotals, report: R
 
 
 def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: Report) -> None:
-    """Check the drops that somebody has to look into: those since the step before, by the books of both steps.
+    """Check the drops that somebody has to look into: those since the previous step, by the books of both steps.
 
-    A MasterWorker that was started again may tell some twice, so rows after a restart are left out. So is the first
-    row of a launch, as its checkpoint may know of drops that came after its step.
+    A restarted MasterWorker may report some twice, so rows after a restart are left out. So is the first row of a
+    launch, as its checkpoint may include drops that came after its step.
     """
     now, before = (outcome.books_at.get(row["step"] - back) for back in (0, 1))
     if now is None or before is None or row["step"] - 1 in outcome.begun or row.get("restarts") != 0:
@@ -117,7 +117,7 @@ def _check_drops(place: str, row: Mapping[str, Any], outcome: Outcome, report: R
 
 
 def _check_end(place: str, last: int, settings: Settings | None, outcome: Outcome, report: Report) -> None:
-    """Check how far the rows reach. Those of a run that goes on, or was killed, may wait for an evaluation."""
+    """Check how far the rows reach. Rows of a run that still runs, or was killed, may wait for an evaluation."""
     if last > outcome.version + (not outcome.ended):
         report(place, f"has a row of step {last}; the ledger's last step is {outcome.version}")
     if last >= outcome.version or not outcome.version:

@@ -1,12 +1,12 @@
 """The surviving history of a ledger, replayed line by line, with the rules that every run must keep.
 
-- Exactly once: no prompt of an epoch is trained twice, nor trained once it was dropped for good; a rollout has one end.
-- Books: at every line that has them, the gate's counters are what the lines add up to; at the end nothing is left over.
+- Exactly once: no prompt of an epoch is trained twice, or after it was dropped for good; a rollout has one end.
+- Books: at every line that has them, the gate's counters are the totals of the lines; at the end nothing is left over.
 - Ages: the step from version v to v + 1 trains no token older than v - max_head_offpolicyness (under `on_stale=mask`:
   none but such tokens), none of a version that did not exist, and none older than the rollout's admission.
 - Times: each process's clock goes forward, or is set back for good (`clocks`).
-- Order: steps are numbered without a gap, have train_batch_size rollouts each, in the data order; a prompt's id is the
-  one that the seed gives its place in the data order; no prompt was passed over (`data_order`).
+- Order: steps are numbered without a gap and have train_batch_size rollouts each, in the data order; a prompt's id is
+  the one that the seed gives its place in the data order; no prompt was passed over (`data_order`).
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ class _Rollout:
     step: int = -1
     tokens: int | None = None
     late: bool = False
-    """Trained when the gate could not be asked: what it knows of the rollout may be told afterwards."""
+    """True if it was trained while the gate could not be asked, so that lines about the rollout may follow."""
 
 
 class Replay:
     """Checks a ledger line by line.
 
     Args:
-        rows: of the training data; None where that is not known, and prompt ids cannot be checked.
-        report: takes the findings.
-        note: takes what happened to the run and is no fault of its files.
+        rows: number of rows of the training data; None if unknown, so that prompt ids cannot be checked.
+        report: called with each finding.
+        note: called with events of the run that are not errors in its files.
     """
 
     def __init__(self, rows: int | None, report: Report, note: Report = lambda place, what: None) -> None:
@@ -234,7 +234,7 @@ class Replay:
             self._use(known.prompt, known.order, "dropped for good")
 
     def _ending(self, rollout_id: str, how: str) -> _Rollout | None:
-        """The rollout that ends now as `how` says; None where it is unknown, or has ended before."""
+        """Return the rollout that ends now, as `how` says; None if it is unknown or has ended before."""
         known = self._known(rollout_id)
         if known is None or known.late:
             return None

@@ -1,1 +1,1 @@
-"""Faults on purpose: what can go wrong with a run is done to it, by a plan that a seed makes."""
+"""Deliberate faults: a run is subjected to the faults of a plan that is made from a seed."""

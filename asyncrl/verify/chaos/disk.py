@@ -1,4 +1,4 @@
-"""A disk without room: the small file system that a run's folder lies on is filled with a file, and freed again."""
+"""A full disk: the small file system with a run's folder is filled with a file, and freed again."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 
 LARGEST_BYTES = 2 << 30
-"""A larger file system is not filled: others have their things there, and it would take long."""
+"""A larger file system is not filled: others use it too, and it would take long."""
 _BLOCK = bytes(1 << 20)
 _LEAST = bytes(1 << 12)
 
 
 def why_not(folder: Path) -> str | None:
-    """Why the file system of `folder` is not to be filled, and what to do about it; None if it may be."""
+    """Return why the file system of `folder` must not be filled, and what to do about it; None if it may be."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     size = shutil.disk_usage(existing).total
     if size <= LARGEST_BYTES:
@@ -28,14 +28,14 @@ def why_not(folder: Path) -> str | None:
 
 
 class Ballast:
-    """A file that takes all the room there is, until `drop`; `grow` is to be called as others free some."""
+    """A file that takes all free space until `drop`; call `grow` again as others free some."""
 
     def __init__(self, file: Path) -> None:
         self._path = file
         self._file: int | None = None
 
     def grow(self) -> None:
-        """Take what room there is."""
+        """Take all free space."""
         if self._file is None:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         for block in (_BLOCK, _LEAST):
@@ -44,7 +44,7 @@ class Ballast:
                     os.write(self._file, block)
 
     def drop(self) -> None:
-        """Give the room back."""
+        """Free the space."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

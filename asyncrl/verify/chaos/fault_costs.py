@@ -1,4 +1,4 @@
-"""Effects of each fault by the run's own files: time until the run continued, and costs.
+"""Effects of each fault, from the run's own files: the time until the run continued, and the costs.
 
 Times are seconds since 1970, as in the files.
 """
@@ -23,24 +23,23 @@ LAUNCHER = "launcher"
 """Name of the launcher among the processes."""
 _TRAINERS = (names.MASTER_WORKER, names.MODEL_WORKER)
 READY_SEEN_S = 0.5
-"""Longest delay, in s, between a process being ready and this being seen (`launcher.REFRESH_S`, and the time to
-look).
+"""Longest delay, in s, until a ready process is seen to be ready (`launcher.REFRESH_S`, plus the time of the check).
 """
 _DEATHS = frozenset({DropReason.worker_died, DropReason.crashed_worker, DropReason.lost_with_manager})
 
 
 @dataclass(slots=True)
 class InjectedFault:
-    """A fault that was done.
+    """A fault that was injected.
 
     Attributes:
-        fault: what was planned.
-        at: when it was done.
-        after_step: the newest step then.
+        fault: the planned fault.
+        at: its time.
+        after_step: the newest step at that time.
         note: what exactly was hit.
-        over: when it was over; for a kill `at`, for a pause when the process was let go on.
-        serves: when a GenerationServer that took a killed one's place got requests.
-        overtaken_by: the number of a later kill of the same process that came before this one was made good.
+        over: the time of its end; for a kill `at`, for a pause when the process was resumed.
+        serves: when a GenerationServer that replaced a killed one got requests.
+        overtaken_by: the number of a later kill of the same process that came before it had recovered.
     """
 
     fault: Fault
@@ -53,35 +52,35 @@ class InjectedFault:
     ready_s: float | None = None
     """From the kill until the replacement was ready."""
     at_work_s: float | None = None
-    """From the kill until the replacement did what it is there for."""
+    """From the kill until the replacement did its first work."""
     next_step_s: float | None = None
-    """From the kill, or the end of what lasts a while, until the next train step was done."""
+    """From the kill, or the end of a longer fault, until the next train step was done."""
     rollouts: int = 0
-    """Rollouts that were thrown away for it and played again."""
+    """Number of rollouts that were discarded because of it and repeated."""
     tokens: int = 0
-    """Their tokens, of those that were at the trainer already; those under way are counted nowhere."""
+    """Tokens of those of them that had reached the trainer; tokens of rollouts under way are not recorded anywhere."""
     steps_again: int = 0
-    """Complete steps that were trained again; without the one in hand."""
+    """Number of complete steps that were trained again, without the step under way."""
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields, for a file."""
+        """Return its fields, for a file."""
         return asdict(self)
 
     @property
     def kind(self) -> str:
-        """The kind of process that was hit."""
+        """Return the kind of process that was hit."""
         return self.fault.target.partition("/")[0]
 
 
 def replaced_as(target: str) -> str:
-    """Return the name in `restarts.jsonl` of what restarts after the death of `target`."""
+    """Return the name, in `restarts.jsonl`, of the unit that restarts after the death of `target`."""
     return TRAINER if target.partition("/")[0] in _TRAINERS else target
 
 
 def complete(
     done: Sequence[InjectedFault], steps: Sequence[tuple[float, int]], restarts: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Fill in when the run went on after each fault.
+    """Fill in when the run continued after each fault.
 
     `steps`: when each row of metrics was seen; `restarts`: the lines of `restarts.jsonl`.
     """
@@ -111,7 +110,7 @@ def _covers(later: InjectedFault, earlier: InjectedFault) -> bool:
 def _went_on(
     each: InjectedFault, restarts: Sequence[Mapping[str, Any]], steps: Sequence[tuple[float, int]]
 ) -> float | None:
-    """When what replaced it was ready; after the death of a launcher there is no line but the next step's."""
+    """Return when the replacement was ready; after the death of a launcher only the next step shows it."""
     if each.kind == LAUNCHER:
         return next((seen for seen, _ in steps if seen > each.at), None)
     what = (each.fault.target, replaced_as(each.fault.target), WHOLE_RUN)  # a MasterWorker may restart alone
@@ -119,10 +118,11 @@ def _went_on(
 
 
 def find_work(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
-    """Fill in when each replacement did what it is there for, by the ledger's lines.
+    """Fill in when each replacement did its first work, by the ledger's lines.
 
-    A RolloutWorker: it was admitted a rollout. GserverManager: it admitted one, or took one as finished. The trainer's
-    side, and a launcher: the next step was done. A GenerationServer: it got requests, which was looked at meanwhile.
+    For a RolloutWorker this is its first admitted rollout; for the GserverManager the first rollout that it admitted or
+    saw finish; for the trainer's side and a launcher the next step; for a GenerationServer its first requests, which
+    were observed during the run.
     """
     for each in done:
         if each.fault.kind is not FaultKind.kill or each.ready_s is None:
@@ -153,10 +153,10 @@ def _is_of(each: InjectedFault, worker: str) -> bool:
 
 
 def add_costs(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
-    """Fill in what each fault cost: what the ledger says was thrown away for it.
+    """Fill in the cost of each fault: the rollouts and steps that the ledger shows were discarded because of it.
 
-    A rollout that was dropped as its worker died is the last kill's of that worker, where there was one; what a launch
-    forgot is the last killed launcher's. Else it is the last fault's before.
+    A rollout dropped because its worker died counts for the last kill of that worker, if there was one; lines that a
+    launch ruled out count for the last killed launcher. Others count for the last fault before them.
     """
     workers = {line.rollout: line.worker for line in (entry.line for entry in entries) if isinstance(line, Admitted)}
     drops, tokens, undone = _drops(entries)
@@ -175,7 +175,9 @@ def add_costs(done: Sequence[InjectedFault], entries: Sequence[Entry]) -> None:
 
 
 def _drops(entries: Sequence[Entry]) -> tuple[dict[str, float], dict[str, int], set[str]]:
-    """When rollouts were dropped for a death, tokens of rollouts, and which were trained or finished after all."""
+    """Return when rollouts were dropped because of a death, tokens of rollouts, and which were trained or finished
+    after all.
+    """
     drops: dict[str, float] = {}
     tokens: dict[str, int] = {}
     undone: set[str] = set()
@@ -191,7 +193,7 @@ def _drops(entries: Sequence[Entry]) -> tuple[dict[str, float], dict[str, int], 
 
 
 def _forgotten(entries: Sequence[Entry]) -> list[tuple[Begin, list[Entry]]]:
-    """Return the entries that each launch forgot of earlier launches."""
+    """Return the entries of earlier launches that each launch ruled out."""
     kept: list[Entry] = []
     found = []
     for entry in entries:
@@ -213,5 +215,5 @@ def _last_before(done: Sequence[InjectedFault], at: float, target: str | None) -
 
 
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of `restarts.jsonl`."""
+    """Return the lines of `restarts.jsonl`."""
     return JsonlTail(run_dir / RESTARTS_FILE).read()

@@ -1,11 +1,11 @@
-"""Puts proxies between a run's processes and its servers, by the addresses in name resolution alone.
+"""Puts proxies between a run's processes and its servers, only by changing addresses in name resolution.
 
-A server's entry is replaced by one with the address of its proxy as soon as it appears. Its owner then finds that the
-entry is another's; this one is renewed from here instead, and taken away where the owner's status is gone, so that a
-death shows as late as it would have. A successor enters its own address, and so does an owner that was only stopped
-(`NameResolver.fences`); it is replaced again.
+A server's entry is replaced by one with the address of its proxy as soon as it appears. Its owner then finds that it no
+longer owns the entry; the new entry is renewed from here instead, and removed once the owner's status is gone, so that
+a death is noticed as late as it would have been. A successor enters its own address, and so does an owner that was only
+suspended (`NameResolver.fences`); these entries are replaced again.
 
-Who read an address in the few milliseconds between goes past the proxy until its connection breaks.
+A process that reads an address in the few milliseconds before this bypasses the proxy until its connection breaks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncrl.verify.chaos.proxy import LinkProxy
 
 
 def through(key: str, value: str, port: int) -> tuple[str, tuple[str, int]]:
-    """The entry's `value` with another port, and the host and port that it had."""
+    """Return the entry's `value` with another port, and its original host and port."""
     is_server = key.startswith(f"{names.GENERATION_SERVERS}/")
     entry = names.GenerationServerEntry.decode(value) if is_server else None
     parts = urlsplit(value if entry is None else entry.url)
@@ -37,23 +37,23 @@ def through(key: str, value: str, port: int) -> tuple[str, tuple[str, int]]:
 
 @dataclass(slots=True)
 class _Link:
-    """A server that is reached through a proxy."""
+    """A server behind a proxy."""
 
     owner: str
     key: str
     proxy: LinkProxy
     port: int
     value: str | None = None
-    """The entry as it was put there; None: there is none."""
+    """The entry as it was written here; None if there is none."""
 
 
 class Links:
-    """The proxies of a run; `look` is to be called often.
+    """The proxies of a run; call `look` often.
 
     Args:
-        host: where the run's processes listen.
-        lease_s: of the entries.
-        keys: the entries of name resolution to replace, by the process that is reached by each.
+        host: address on which the run's processes listen.
+        lease_s: lease of the entries.
+        keys: for each process behind a proxy, the entry of name resolution to replace.
     """
 
     def __init__(self, host: str, lease_s: float, keys: Mapping[str, str]) -> None:
@@ -68,11 +68,11 @@ class Links:
             self._links[owner] = _Link(owner, key, proxy, await proxy.start())
 
     def proxy(self, owner: str) -> LinkProxy:
-        """The one before `owner`."""
+        """Return the proxy of `owner`."""
         return self._links[owner].proxy
 
     def look(self, resolver: NameResolver) -> None:
-        """Replace the entries that are new, take away those whose owner is gone."""
+        """Replace new entries, and remove those whose owner is gone."""
         for link in self._links.values():
             value = _value(resolver, link.key)
             if value is None:

@@ -1,14 +1,14 @@
 """Plan of faults made from a seed, and the clock that follows it. Pure.
 
 A fault is tied to a train step, so that the faults are spread over the run whatever its speed, and all of them happen
-before its end. Fault i of n is due once `step` steps are done, `offset` of a typical step later: somewhere within a
-step, not always at its beginning; at the latest when another step is done.
+before its end. Fault i of n is due the fraction `offset` of a typical step after `step` steps are done, so not always
+at the beginning of a step, and at the latest when the next step is done.
 
     steps      1     2     3     4     5     6     7     8     9      9 steps, 3 faults
     faults       x           x                  x
 
-Kinds take turns: with every len(kinds) kills each kind is killed once, in an order of its own. So 20 kills over 6 kinds
-are 3 or 4 of each.
+Kinds take turns: in every len(kinds) kills each kind is killed once, in a new order. So 20 kills over 6 kinds are 3 or
+4 of each.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 FIRST_STEP = 1
-"""No fault before this step is done: what happens to a run that does not come up is no matter of going on."""
+"""No fault before this step is done: the plan tests how a running run continues, not how it starts."""
 LAST_STEPS = 3
-"""No fault belongs to the last steps, so many: what goes on must have something to go on with."""
+"""The last steps, so many, have no faults: the run must have steps left to show that it continues."""
 _STEPS_REMEMBERED = 9
 
 
@@ -35,11 +35,11 @@ class FaultKind(StrEnum):
     pause = "pause"
     """SIGSTOP, and SIGCONT after a while."""
     cut = "cut"
-    """All connections to a server are broken, with what is under way in them, and none is let through for a while."""
+    """All connections to a server are broken, losing the messages under way, and none is accepted for a while."""
     delay = "delay"
-    """Whatever goes to or comes from a server arrives later for a while."""
+    """All messages to and from a server are delayed for a while."""
     full_disk = "full_disk"
-    """The file system of the run has no room for a while."""
+    """The run's file system is full for a while."""
 
 
 SECONDS = {
@@ -51,12 +51,12 @@ SECONDS = {
 }
 """Shortest and longest duration of each kind, in s."""
 DELAY_S = 0.2
-"""By so much a message is late, each way."""
+"""Delay of a message in each direction, in s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The `number`-th fault, from 1: `kind` is done to `target` for `seconds`."""
+    """The `number`-th fault, from 1: `kind` hits `target` for `seconds`."""
 
     number: int
     kind: FaultKind
@@ -74,17 +74,17 @@ def make_plan(
     seed: int,
     every: int | None = None,
 ) -> tuple[Fault, ...]:
-    """The faults in the order in which they are due.
+    """Return the faults in the order in which they are due.
 
     Args:
-        targets: by what is done, by kind of target (`rollout_worker`), those that there are (`rollout_worker/0`).
-        counts: how often each is done.
+        targets: for each kind of fault and of target (`rollout_worker`), the existing targets (`rollout_worker/0`).
+        counts: number of faults of each kind.
         steps: train steps of the run.
-        seed: another one, another plan.
-        every: steps between two faults; None: as many as fit the run.
+        seed: decides the plan.
+        every: steps between two faults; None: as many as the run allows.
 
     Raises:
-        ValueError: the faults do not fit in the run, or there is nothing to do them to.
+        ValueError: the faults do not fit in the run, or there is no target.
     """
     chance = random.Random(seed)
     drawn = [(kind, target) for kind in FaultKind for target in _take_turns(kind, targets, counts, chance)]
@@ -117,7 +117,7 @@ def _take_turns(
     counts: Mapping[FaultKind, int],
     chance: random.Random,
 ) -> Iterator[str]:
-    """Whom it is done to, the kinds of targets in turn."""
+    """Yield targets, the kinds of targets in turn."""
     groups = {name: of_kind for name, of_kind in targets.get(kind, {}).items() if of_kind}
     count = counts.get(kind, 0)
     if count and not groups:
@@ -131,7 +131,7 @@ def _take_turns(
 
 
 class PlanClock:
-    """Says which faults of a plan are due; the caller brings the time and the steps that were done."""
+    """Tells which faults of a plan are due; the caller provides the time and the completed steps."""
 
     def __init__(self, plan: Sequence[Fault]) -> None:
         self._left = deque(plan)
@@ -142,18 +142,18 @@ class PlanClock:
 
     @property
     def left(self) -> tuple[Fault, ...]:
-        """Those that were not due yet."""
+        """Return the faults that were not due yet."""
         return tuple(self._left)
 
     def step_done(self, step: int, now_s: float) -> None:
-        """Train step `step` is done. After a launch was killed steps come again."""
+        """Note that train step `step` is done. After a launch was killed steps are repeated."""
         if self._step_at_s is not None and step == self._step + 1:
             self._lengths_s.append(now_s - self._step_at_s)
         self._step, self._step_at_s = step, now_s
         self._look(now_s)
 
     def due(self, now_s: float) -> Fault | None:
-        """The next fault if it is due; it is this caller's to do then."""
+        """Return the next fault if it is due; the caller must then inject it."""
         if not self._left or self._reached_s is None:
             return None
         typical_s = statistics.median(self._lengths_s) if self._lengths_s else 0.0

@@ -1,7 +1,7 @@
-"""A TCP proxy that passes bytes on as they are, but for what it is told to break: cut all connections, or be slow.
+"""A TCP proxy that passes bytes on unchanged, and on request cuts all connections or delays them.
 
-It stands between a run's processes and one server of it. What it carries is encrypted from end to end and stays so;
-what it cannot do is choose among messages: a cut loses those that are under way, and a delay keeps their order.
+It is between a run's processes and one of its servers. The traffic is encrypted from end to end and stays so, so the
+proxy cannot choose among messages: a cut loses those under way, and a delay keeps their order.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ CONNECT_LIMIT_S = 5.0
 
 
 class LinkProxy:
-    """Listens at a free port of `host`, see the module's docstring; `upstream` may change, with a server's restart."""
+    """Listens on a free port of `host`; see the module's docstring. `upstream` may change when a server restarts."""
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._server: asyncio.Server | None = None
         self._pairs: dict[asyncio.Task[None], tuple[asyncio.StreamWriter, ...]] = {}
         self.upstream: tuple[str, int] | None = None
-        """Host and port that bytes go to; None: nobody is there."""
+        """Host and port that bytes go to; None if there is no server."""
         self.delay_s = 0.0
-        """By so much everything is late, each way."""
+        """Delay in each direction, in s."""
         self.refuses = False
         """True if new connections are closed at once."""
 
@@ -39,14 +39,14 @@ class LinkProxy:
         return len(self._pairs)
 
     def cut(self) -> int:
-        """Break all connections at once, without what they still hold; returns how many there were."""
+        """Break all connections at once, dropping bytes under way; return their number."""
         pairs = list(self._pairs.values())
         for writer in (writer for pair in pairs for writer in pair):
             writer.transport.abort()
         return len(pairs)
 
     async def close(self) -> None:
-        """Break everything and stop listening."""
+        """Break all connections and stop listening."""
         if self._server is not None:
             self._server.close()
         self.cut()

@@ -23,7 +23,7 @@ _SHORT = {
 
 
 def table(watched: Watched) -> Table:
-    """A row for each fault, in the order in which they were done."""
+    """Return a row for each fault, in the order in which they were injected."""
     shown = Table(box=box.SIMPLE_HEAD, width=WIDTH, padding=0, show_edge=False)
     shown.add_column("\n\n#", justify="right")
     shown.add_column("\nat\ns", justify="right", no_wrap=True)
@@ -50,7 +50,7 @@ def table(watched: Watched) -> Table:
 
 
 def verdict(watched: Watched, books: str | None, findings: Sequence[str]) -> list[str]:
-    """Everything for which the run did not pass; nothing if it did. `books`: what is wrong with them."""
+    """Return all reasons why the run failed; empty if it passed. `books`: the error in the books, if any."""
     wrong = []
     if watched.interrupted:
         wrong.append("it was interrupted")

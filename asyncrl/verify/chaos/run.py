@@ -1,8 +1,8 @@
-"""Runs an experiment as its user would, does the faults of a plan to it, and watches until it has ended.
+"""Runs an experiment as its user would, injects the faults of a plan, and watches until it has ended.
 
-The run is a child, `python -m asyncrl.launch EXPERIMENT ...`; all that is known of it comes from its files and from
-name resolution, and all that is done to it could be done by anybody with the user's rights. A launcher that was killed
-by the plan is followed by the same command, as a person or a supervisor would do it; nothing else is helped along.
+The run is a child process, `python -m asyncrl.launch EXPERIMENT ...`. All information about it comes from its files and
+from name resolution, and every fault could be caused by anybody with the user's rights. After a launcher was killed by
+the plan the same command is given again, as a person or a supervisor would do; the run gets no other help.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from asyncrl.verify.chaos.links import Links
 from asyncrl.verify.chaos.plan import DELAY_S, Fault, FaultKind, PlanClock
 
 LOOK_S = 0.05
-"""Time between two looks at the run."""
+"""Time between two checks of the run."""
 LINK_LOOK_S = 0.01
-"""Between two looks at addresses: who reads one before its proxy is entered goes past it."""
+"""Time between two checks of addresses: a process that reads one before its proxy is entered bypasses the proxy."""
 SILENCE_LIMIT_S = 600.0
-"""A run that neither makes a step nor says a word for so long will not end by itself any more."""
+"""A run that makes no step and prints nothing for so long will not end by itself."""
 _LINES_KEPT = 60
 _CALL_LIMIT_S = 2.0
 
@@ -50,11 +50,11 @@ class Watched:
     """Observations of a run.
 
     Attributes:
-        code: exit code of its last launcher; None where it had to be killed.
-        done: the faults that were done.
-        left: those that were not, and why.
+        code: exit code of its last launcher; None if it had to be killed.
+        done: the injected faults.
+        left: the faults that were not injected, and why.
         steps: when each row of metrics was seen, and its step.
-        lines: the end of what the launchers printed.
+        lines: the last lines that the launchers printed.
         began: seconds since 1970.
     """
 
@@ -71,11 +71,11 @@ class ChaosRun:
     """One run with injected faults.
 
     Args:
-        config: of the run, as its launcher will resolve it.
-        command: starts it.
-        again: goes on with it after its launcher died.
-        links: the processes that are reached through proxies, and the entries by which they are.
-        tell: takes lines for a person.
+        config: the run's settings, as its launcher will resolve them.
+        command: starts the run.
+        again: continues the run after its launcher died.
+        links: the processes behind proxies, and their entries in name resolution.
+        tell: called with lines for a person.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class ChaosRun:
         self._heard_at = time.monotonic()
         self._begun = False
         self._killed: set[int] = set()
-        """Ids of those that were killed; the kernel gives none again before thousands of others."""
+        """Ids of the killed processes; the kernel reuses an id only after thousands of others."""
         self._launched = asyncio.Event()
         """Set while there is a launcher that has not been killed."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._resolver: NameResolver | None = None
 
     async def run(self) -> Watched:
-        """See it through."""
+        """Run it to its end."""
         await self._links.start()
         linking = asyncio.create_task(self._keep_links())
         try:
@@ -157,7 +157,7 @@ class ChaosRun:
         self._tell(f"{time.time() - self._seen.began:7.1f} s  {what}")
 
     async def _look(self) -> bool:
-        """Take in what is new, do what is due; whether the run is over."""
+        """Read new rows and lines, inject due faults; return True if the run is over."""
         now = time.monotonic()
         for step in self._rows.read():
             self._seen.steps.append((time.time(), step))
@@ -258,7 +258,7 @@ class ChaosRun:
         }[kind]
 
     async def _find(self, target: str) -> psutil.Process:
-        """The process of the run that has this name now, once there is one: it may just be starting again."""
+        """Return the run's current process of this name, once there is one: it may just be restarting."""
         if target == LAUNCHER:
             await self._launched.wait()
             return psutil.Process(self._launcher.pid)
@@ -273,7 +273,7 @@ class ChaosRun:
             await asyncio.sleep(LOOK_S)
 
     def _names(self) -> NameResolver:
-        """Name resolution of the run.
+        """Return the run's name resolution.
 
         Raises:
             NameResolveError: the run has none yet.
@@ -291,7 +291,7 @@ class ChaosRun:
             await asyncio.sleep(LINK_LOOK_S)
 
     async def _await_requests(self, done: InjectedFault, dead: int) -> None:
-        """Note when a server in the place of the one that died gets requests: it has the newest weights then."""
+        """Note when the server that replaces the dead one gets requests, which means that it has the newest weights."""
         index = int(done.fault.target.partition("/")[2])
         http: JsonHttp | None = None
         try:
@@ -322,7 +322,7 @@ class ChaosRun:
 
 
 def _is_worker(process: psutil.Process, target: str) -> bool:
-    """True if the process is that worker. Before it sets its title, its command line is compared."""
+    """True if the process is this worker; until it sets its title, its command line is compared."""
     arguments = process.cmdline()
     if " ".join(arguments).startswith(f"asyncrl {target} "):
         return True
@@ -334,14 +334,14 @@ def _is_worker(process: psutil.Process, target: str) -> bool:
 
 
 class _NewRows:
-    """The steps of rows that are new in `file`, which a launch may cut."""
+    """The steps of new rows in `file`, which a launch may truncate."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._offset = 0
 
     def read(self) -> list[int]:
-        """Steps of the rows since the last time."""
+        """Return the steps of the rows added since the last call."""
         try:
             with self._file.open("rb") as stream:
                 self._offset = min(self._offset, stream.seek(0, os.SEEK_END))

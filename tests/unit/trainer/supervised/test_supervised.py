@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_with_mi
 from asyncrl.commands.exporting import export
 from asyncrl.config.setting import Device
 from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
-from asyncrl.plugins.datasets.demonstrations import DemonstrationFormat, LazyRows, by_length, demonstration_batches
+from asyncrl.plugins.datasets.demonstration_rows import LazyRows, by_length, demonstration_batches
+from asyncrl.plugins.datasets.demonstrations import DemonstrationFormat
 from asyncrl.plugins.datasets.files import FileDataset
 from asyncrl.plugins.datasets.prompts import PromptFormat
 from asyncrl.plugins.datasets.tokenizers import CharTokenizer, load_tokenizer

@@ -1,0 +1,71 @@
+"""Replies of the policy: a sampled answer, parsed into content, reasoning and calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.api import ChatFinish, ChatReply, Completion, FinishReason, ToolCall, ToolSchema
+from asyncrl.plugins.chat.stop_strings import before_stop, first_stop
+from asyncrl.plugins.chat.template import ChatFormat
+from asyncrl.plugins.datasets.queue.order import seed_from
+
+
+def reply_of(
+    chat: ChatFormat,
+    prompt_ids: tuple[int, ...],
+    completion: Completion,
+    tools: Sequence[ToolSchema],
+    stop: Sequence[str],
+    name: str,
+) -> ChatReply:
+    """Parse an answer into a reply.
+
+    Args:
+        tools: tools that were offered; without any, text that looks like a call stays text.
+        stop: stop strings of the request.
+        name: name of the answer, from which the ids of its calls are derived.
+    """
+    ended = completion.finish_reason == FinishReason.stop
+    text = chat.answer_text(prompt_ids, completion.token_ids, ended=ended)
+    parsed = chat.parsed(before_stop(text, stop) if ended else text, tools)
+    calls = tuple(
+        ToolCall(f"c{seed_from('call', name, number):08x}", call.name, call.arguments)
+        for number, call in enumerate(parsed.calls)
+    )
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if calls:
+        message["tool_calls"] = [_as_message(call) for call in calls]
+    finish = ChatFinish.length
+    if ended:
+        finish = ChatFinish.tool_calls if calls else ChatFinish.stop
+    return ChatReply(
+        message,
+        parsed.content,
+        parsed.reasoning,
+        calls,
+        parsed.malformed,
+        finish,
+        prompt_ids,
+        completion,
+        stop=first_stop(text, stop) if ended else None,
+    )
+
+
+def _as_message(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def no_completion() -> Completion:
+    """Return the completion without tokens for a context without room."""
+    return Completion([], [], [], FinishReason.length)
+
+
+def empty_reply(ids: tuple[int, ...]) -> ChatReply:
+    """Return the empty answer for a context without room."""
+    message = {"role": "assistant", "content": ""}
+    return ChatReply(message, "", None, (), 0, ChatFinish.length, ids, no_completion())
