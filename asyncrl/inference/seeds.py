@@ -1,9 +1,9 @@
 """Random streams of the embedded engine, without torch so that clients can name them too.
 
 A sample's stream is SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014):
-number `t` of the stream `seed` is `mix(seed + (t + 1) * GAMMA)` modulo 2^64. Being a function of (seed, t) alone it
-does not depend on what else is in the batch, and a sample that was interrupted after k tokens continues the very same
-stream from t = k.
+number `t` of the stream `seed` is `mix(seed + (t + 1) * GAMMA)` modulo 2^64. As a function of (seed, t) alone it does
+not depend on the rest of the batch, and a sample that was interrupted after k tokens continues the same stream from
+t = k.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 SEED_BITS = 63
-"""Seeds travel as JSON integers and live in signed 64-bit tensors."""
+"""Bits of a seed, which is sent as a JSON integer and stored in signed 64-bit tensors."""
 
 
 def mix(value: int) -> int:
@@ -37,6 +37,5 @@ def fresh_seed() -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The uniform number in [0, 1) that draws output token `position` of the stream `seed`; the tensors give the
-    same."""
+    """Return the number in [0, 1) that draws output token `position` of the stream `seed`; tensors give the same."""
     return float(mix(seed + (position + 1) * GAMMA) >> 11) * 2.0**-53

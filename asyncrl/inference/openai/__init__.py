@@ -1,4 +1,4 @@
-"""The policy as OpenAI's API (chat completions, responses) and Anthropic's (messages), for agents that know no other.
+"""The policy behind OpenAI's API (chat completions, responses) and Anthropic's (messages), for agents that use these.
 
-`endpoint.Endpoint` serves; docs/endpoint.md says what is served and what is refused.
+`endpoint.Endpoint` is the server; docs/endpoint.md describes what is served and what is refused.
 """

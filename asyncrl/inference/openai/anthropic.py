@@ -159,20 +159,20 @@ class Messages:
 
 
 def read_count(body: bytes) -> tuple[list[Message], list[ToolSchema]]:
-    """The messages and tools whose tokens are to be counted.
+    """Return the messages and tools whose tokens are to be counted.
 
     Raises:
-        ApiError: the request is none.
+        ApiError: the request is invalid.
     """
     asked = COUNT.read(body)
     return messages_of(asked.system, asked.messages), _tools(asked.tools)
 
 
 def messages_of(system: str | Sequence[Json], given: Sequence[Json]) -> list[Message]:
-    """The conversation in OpenAI's chat form.
+    """Return the conversation in OpenAI's chat form.
 
     Raises:
-        ApiError: it holds something that the policy cannot be given.
+        ApiError: it has content that the policy does not accept.
     """
     if not given:
         raise invalid("messages", "empty; give at least one message")
@@ -193,7 +193,7 @@ def messages_of(system: str | Sequence[Json], given: Sequence[Json]) -> list[Mes
 
 
 def _of_user(blocks: Sequence[_Block], where: str) -> Iterator[Message]:
-    """A message for each tool's result, then one for the text and the pictures."""
+    """Yield a message for each tool's result, then one for the text and the pictures."""
     parts: list[Json] = []
     for number, block in enumerate(blocks):
         if block.type == "tool_result":

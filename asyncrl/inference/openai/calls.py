@@ -1,4 +1,4 @@
-"""A call as all APIs mean it: what the policy is asked, and what the experiment's sampling makes of it."""
+"""A call in the form common to all APIs: the request to the policy, and its combination with the session's sampling."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ApiCall:
     """One request.
 
     Attributes:
-        model: as the request names it; the answer repeats it.
+        model: the model's name in the request; the answer repeats it.
         messages: the conversation in OpenAI's chat form.
-        tools: what may be called, in OpenAI's chat form.
+        tools: the tools that may be called, in OpenAI's chat form.
         tool_choice: `auto` or `none`.
-        sampling: what the request changes of the session's sampling.
-        n: how many answers.
+        sampling: the request's changes to the session's sampling.
+        n: number of answers.
         stream: whether the answer is a stream of events.
-        body: the request, for what its API alone knows.
+        body: the request, for parts that only its API knows.
     """
 
     model: str
@@ -45,7 +45,7 @@ class ApiCall:
     body: Any = None
 
     def sampled_by(self, session: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters: the request's, and the session's where the request has none. The session's
+        """Return the request's sampling parameters, and the session's for those that the request lacks. The session's
         length is a limit.
         """
         own = dict(self.sampling)
@@ -58,27 +58,27 @@ class Api(Protocol):
     """One API: how its requests are read, and its answers written."""
 
     def read(self, body: bytes) -> ApiCall:
-        """The call in `body`.
+        """Return the call in `body`.
 
         Raises:
-            ApiError: it is none, or asks for something that is not supported.
+            ApiError: it is invalid, or asks for something that is not supported.
         """
         ...
 
     def answer(self, call: ApiCall, replies: Sequence[ChatReply]) -> Json:
-        """The whole answer: `call.n` replies."""
+        """Return the whole answer, with `call.n` replies."""
         ...
 
     def events(self, call: ApiCall, replies: Sequence[ChatReply]) -> Iterator[bytes]:
-        """The same as a stream."""
+        """Yield the same answer as a stream."""
         ...
 
     def error(self, error: ApiError) -> Json:
-        """An error's body."""
+        """Return the body of an error."""
         ...
 
     def error_event(self, error: ApiError) -> bytes:
-        """An error within a stream that has begun: clients take a stream that just ends for an answer."""
+        """Return an error within a stream that has begun, as clients take a stream that just ends for an answer."""
         ...
 
 
@@ -86,7 +86,7 @@ def sampling_of(**given: Any) -> Json:
     """Check the parameters that are present in `given` (by the names of `SamplingParams`) and return them.
 
     Raises:
-        ApiError: a value that nothing can be sampled with.
+        ApiError: a value with which sampling is impossible.
     """
     found = {name: value for name, value in given.items() if value is not None}
     for name, low, high in (("temperature", 0.0, math.inf), ("top_p", 1e-6, 1.0), ("min_p", 0.0, 1.0)):
@@ -103,7 +103,7 @@ def sampling_of(**given: Any) -> Json:
 
 
 def function_tool(name: str, description: str | None, parameters: Json | None) -> ToolSchema:
-    """A function that may be called, in OpenAI's chat form."""
+    """Return a function that may be called, in OpenAI's chat form."""
     function: Json = {"name": name}
     if description is not None:
         function["description"] = description
@@ -112,10 +112,10 @@ def function_tool(name: str, description: str | None, parameters: Json | None) -
 
 
 def json_arguments(text: str, where: str) -> str:
-    """`text`, which has to be the arguments of a call.
+    """Return `text` after checking that it is the arguments of a call.
 
     Raises:
-        ApiError: it is no JSON object.
+        ApiError: it is not a JSON object.
     """
     try:
         found = msgspec.json.decode(text or "{}")
@@ -127,10 +127,10 @@ def json_arguments(text: str, where: str) -> str:
 
 
 def one_call_at_a_time(param: str, value: object) -> ApiError:
-    """The refusal of what would forbid several calls in one answer."""
+    """Return the refusal of a parameter that would forbid several calls in one answer."""
     return refused(param, value, "the policy is not kept from calling several tools at a time; leave it out")
 
 
 def forced_call(param: str, value: object) -> ApiError:
-    """The refusal of what would force a call."""
+    """Return the refusal of a parameter that would force a call."""
     return refused(param, value, "the policy cannot be forced to call a tool; use auto or none")

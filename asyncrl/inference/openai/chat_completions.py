@@ -202,7 +202,7 @@ class ChatCompletions:
 
 
 def call_of(body: Body) -> ApiCall:
-    """The call that `body` asks for.
+    """Return the call in `body`.
 
     Raises:
         ApiError: it asks for something that is not supported.
@@ -231,20 +231,20 @@ def call_of(body: Body) -> ApiCall:
 
 
 def answer_format(param: str, wanted: Json) -> None:
-    """Take a wanted form of the answer: text, or JSON, to which the policy is not forced.
+    """Check the wanted form of the answer: text, or JSON, which is not enforced.
 
     Raises:
-        ApiError: a form that is neither.
+        ApiError: the form is neither.
     """
     if wanted and wanted.get("type") not in ("text", "json_object", "json_schema"):
         raise refused(param, wanted, "text, json_object and json_schema are known")
 
 
 def tools_of(given: Sequence[Json]) -> list[ToolSchema]:
-    """The functions of a request's `tools`.
+    """Return the functions in a request's `tools`.
 
     Raises:
-        ApiError: a tool of another kind.
+        ApiError: a tool is of another kind.
     """
     tools = []
     for number, tool in enumerate(given):
@@ -256,10 +256,10 @@ def tools_of(given: Sequence[Json]) -> list[ToolSchema]:
 
 
 def messages_of(given: Sequence[Json]) -> list[Message]:
-    """A request's messages, of which only what means something is kept.
+    """Return a request's messages with the fields that have a meaning here.
 
     Raises:
-        ApiError: a role or content that the policy cannot be given.
+        ApiError: a role or content that the policy does not accept.
     """
     if not given:
         raise invalid("messages", "empty; give at least one message")
@@ -294,16 +294,16 @@ def _message(given: Json, where: str) -> Message:
 
 
 def assistant_call(call_id: str, name: str, arguments: str, where: str) -> Json:
-    """A call within an assistant's message, in OpenAI's chat form."""
+    """Return a call within an assistant's message, in OpenAI's chat form."""
     arguments = json_arguments(arguments, f"{where}.function.arguments")
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def text_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[str]) -> str:
-    """The text of a message's content: itself, or its parts of one of `kinds`, joined.
+    """Return the text of a message's content: the content itself, or its parts of one of `kinds`, joined.
 
     Raises:
-        ApiError: a part of another kind: an image, audio, a file.
+        ApiError: a part is of another kind, such as an image, audio or a file.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -314,10 +314,10 @@ def text_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[st
 
 
 def seen_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[str]) -> Content:
-    """A message's content with its pictures: text, or text of one of `kinds` and pictures in turn.
+    """Return a message's content with its pictures: text, or parts that are text of one of `kinds` or pictures.
 
     Raises:
-        ApiError: a part of another kind, or a picture that cannot be used; nothing is fetched from URLs.
+        ApiError: a part is of another kind, or a picture cannot be used; nothing is fetched from URLs.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -337,7 +337,7 @@ def seen_of(content: str | Sequence[Json] | None, where: str, kinds: Sequence[st
 
 
 def told(reply: ChatReply) -> Json:
-    """The reply as a message of this API."""
+    """Return the reply as a message of this API."""
     message: Json = {"role": "assistant", "content": None if reply.tool_calls and not reply.content else reply.content}
     if reply.tool_calls:
         message["tool_calls"] = [
@@ -350,7 +350,7 @@ def told(reply: ChatReply) -> Json:
 
 
 def arguments_of(call: ToolCall) -> str:
-    """The arguments of a call, as these APIs have them: JSON within a string."""
+    """Return the arguments of a call in these APIs' form: JSON within a string."""
     return msgspec.json.encode(dict(call.arguments)).decode()
 
 
@@ -381,7 +381,7 @@ def _logprobs(reply: ChatReply) -> Json:
 
 
 def token_logprobs(token_ids: Sequence[int], logprobs: Sequence[float]) -> list[Json]:
-    """Each token's log-probability, as vLLM names tokens by id."""
+    """Return each token's log-probability; tokens are named by id, as in vLLM."""
     return [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
         for token, logprob in zip(token_ids, logprobs, strict=True)

@@ -1,12 +1,12 @@
-"""The HTTP server in front of `Session`s: paths, keys, limits, streams, and who has gone meanwhile.
+"""The HTTP server in front of `Session`s: paths, keys, limits, streams, and callers that disconnect.
 
-A RolloutWorker has one, on the loopback interface unless it is told otherwise; it starts with the first session. Each
-episode has a session with a path and a key of its own, so that what an agent of any framework asks is known to belong
-to it; clients drop whatever else an answer carries.
+A RolloutWorker has one, by default on the loopback interface; it starts with the first session. Each episode has a
+session with its own path and key, so that the requests of an agent, in any framework, are known to belong to it;
+additional fields in an answer would be dropped by clients.
 
-A caller without the session's key is refused before its body is read. A body, and the time that it may take, have a
-limit. Where a caller goes away its generation is cancelled. All errors say `x-should-retry: false`: the policy's client
-has tried again already.
+A caller without the session's key is refused before its body is read. A body, and the time that it may take, are
+limited. If a caller disconnects its generation is cancelled. All errors have `x-should-retry: false`, as the policy's
+client has retried already.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from asyncrl.inference.openai.token_calls import PromptIds
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 MODEL: Final = "policy"
-"""The only model. Some frameworks choose an API by the model's name: this one says nothing to them."""
+"""The only model's name. Some frameworks choose an API by the name; this one means nothing to them."""
 KEEP_ALIVE_S: Final = 15.0
-"""A stream that waits for the policy says so at this interval; clients take longer silence for a lost connection."""
+"""Interval of the comments in a stream that waits for the policy; clients take longer silence for a lost connection."""
 
 _Handler = Callable[[web.BaseRequest, Session, str], Awaitable[web.StreamResponse]]
 
@@ -75,7 +75,7 @@ class Endpoint:
         return len(self._sessions)
 
     async def open(self, client: RecordingClient, sampling: SamplingParams) -> Session:
-        """A session that asks `client`, in the way of `sampling` where its agent does not say otherwise."""
+        """Return a session that asks `client`, with `sampling` unless the agent's request differs."""
         async with self._starting:
             if self._runner is None:
                 await self._start()
@@ -159,7 +159,7 @@ class Endpoint:
         return stream
 
     async def _wait(self, work: asyncio.Task[Any], stream: web.StreamResponse, request: web.BaseRequest) -> None:
-        """Until `work` is done; says from time to time that the connection lives."""
+        """Wait until `work` is done, with a comment from time to time so that the connection is not taken for lost."""
         while not (await asyncio.wait({work}, timeout=self._keep_alive_s))[0]:
             if not stream.prepared:
                 await stream.prepare(request)
@@ -174,7 +174,7 @@ class Endpoint:
         response: web.StreamResponse,
         parts: Iterable[bytes],
     ) -> None:
-        """Write the response; what cannot be delivered is forgotten."""
+        """Write the response; an answer that cannot be delivered is removed from the records."""
         try:
             await response.prepare(request)
             for part in parts:
@@ -231,12 +231,12 @@ _MODEL: Final = {
     "display_name": MODEL,
     "created_at": "1970-01-01T00:00:00Z",
 }
-"""As OpenAI describes a model, and as Anthropic does."""
+"""The model's description in OpenAI's form and in Anthropic's."""
 
 
 def _session_and_path(request: web.BaseRequest) -> tuple[str, str]:
-    """The session that a request names, in its path or the header `X-Session-ID`; and its path without `/v1`, which
-    clients of some APIs add to the base URL and those of others do not.
+    """Return the session that a request names, in its path or the header `X-Session-ID`, and its path without `/v1`,
+    which only some clients add to the base URL.
     """
     session_id, path = request.headers.get("X-Session-ID", ""), request.path
     if path.startswith("/s/"):
@@ -257,7 +257,9 @@ def _is_repeat(request: web.BaseRequest) -> bool:
 
 
 def _drop(work: asyncio.Task[Any], session: Session) -> None:
-    """The caller no longer waits for `work`; what it brings all the same is forgotten."""
+    """Cancel `work`, for which the caller no longer waits; an answer that it still brings is removed from the
+    records.
+    """
     if work.done():
         return
     work.cancel()
@@ -270,7 +272,7 @@ def _forget_late(ended: asyncio.Task[Any], session: Session) -> None:
 
 
 def _model_of(session: Session) -> Mapping[str, Any]:
-    """The model, with the limit of a conversation under the name that vLLM has for it."""
+    """Return the model's description, with the limit of a conversation under vLLM's name."""
     limit = session.client.max_context
     return {**_MODEL, "max_model_len": limit} if limit else _MODEL
 

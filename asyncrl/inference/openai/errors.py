@@ -15,7 +15,7 @@ class ApiError(Exception):
     Attributes:
         status: the HTTP status.
         message: what is wrong, and what to do.
-        param: the field of the request that it is about.
+        param: the field of the request that is wrong.
         code: a short name of the case.
     """
 
@@ -24,28 +24,28 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def openai(self) -> dict[str, Any]:
-        """As OpenAI says it."""
+        """Return the error in OpenAI's form."""
         kind = _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic(self) -> dict[str, Any]:
-        """As Anthropic says it."""
+        """Return the error in Anthropic's form."""
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def refused(param: str, value: object, why: str) -> ApiError:
-    """The request asks by `param` for something that is not done."""
+    """Return the error for a request whose `param` asks for something unsupported."""
     return ApiError(400, f"{param}={_shown(value)}: {why}", param=param, code="unsupported_parameter")
 
 
 def invalid(param: str, why: str) -> ApiError:
-    """The request's field `param` is not what it should be."""
+    """Return the error for a request whose field `param` is invalid."""
     return ApiError(400, f"{param}: {why}", param=param, code="invalid_value")
 
 
 HEADERS: Final[Mapping[str, str]] = {"x-should-retry": "false"}
-"""With every error: the same call would fail again (the policy's client has made its own repeats already)."""
+"""Sent with every error: the same call would fail again, as the policy's client has retried already."""
 
 
 def _shown(value: object) -> str:

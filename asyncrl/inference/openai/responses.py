@@ -1,7 +1,7 @@
 """OpenAI's responses.
 
-A response can go on from an earlier one of the same session (`previous_response_id`): `Responses` remembers what was
-said, for as long as the session is open; a session has an instance of its own.
+A response can continue an earlier one of the same session (`previous_response_id`): `Responses` remembers the
+conversation while the session is open; each session has its own instance.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Tool(msgspec.Struct):
 class _Asked:
     body: Body
     said: Sequence[Message]
-    """The conversation without the instructions, which a later response does not take over."""
+    """The conversation without the instructions, which a later response does not inherit."""
 
 
 class Responses:
@@ -194,7 +194,7 @@ class Responses:
 
 
 def _messages(given: str | Sequence[Json]) -> list[Message]:
-    """The items of an input as chat messages: calls, reasoning and text of one answer are one message."""
+    """Return the items of an input as chat messages: calls, reasoning and text of one answer are one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Json] = []

@@ -1,9 +1,9 @@
 """One episode's conversation with the policy, from the endpoint's side.
 
-What is recorded is what was delivered. The session's client records an answer when the policy gives it; where it then
-cannot be sent (the agent has gone, or gave up at a time limit of its own) it is forgotten again, so that no branch
-stays behind that the agent never saw. An answer that was sent just as the agent gave up is the one case that the server
-cannot see: the repeat, marked by the client's `x-stainless-retry-count`, is given the same answer again.
+Only delivered answers are recorded. The session's client records an answer when the policy gives it; if the answer then
+cannot be sent (the agent has disconnected, or gave up at its own time limit) it is removed again, so that no branch
+remains that the agent never saw. One case is invisible to the server: an answer that was sent just as the agent gave
+up. The agent's repeated request, marked by the client's `x-stainless-retry-count`, gets the same answer again.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _T = TypeVar("_T")
 
 
 class RecordingClient(ChatClient, Protocol):
-    """A policy that records what it answers, and can forget it."""
+    """A policy that records its answers, and can remove them again."""
 
     @property
     def max_context(self) -> int:
-        """Tokens that a conversation may have, prompt and answers; 0: no limit."""
+        """Most tokens that a conversation may have, prompt and answers; 0: no limit."""
         ...
 
     def shown_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """The ids that the chat template makes of any messages, without the beginning of an answer.
+        """Return the ids that the chat template makes of any messages, without the beginning of an answer.
 
         Raises:
-            ValueError: it refuses them.
+            ValueError: the template refuses them.
         """
         ...
 
     def forget(self, answer: Completion) -> None:
-        """Take `answer`, which nobody was given, out of the records."""
+        """Remove `answer`, which was not delivered, from the records."""
         ...
 
 
@@ -53,9 +53,9 @@ class Session:
 
     Attributes:
         base_url: for OpenAI's clients: `http://127.0.0.1:<port>/s/<session>/v1`.
-        root_url: the same without `/v1`: for Anthropic's.
-        api_key: the key of this session alone.
-        failure: what the policy failed with, if it did: the episode is not what it would have been.
+        root_url: the same without `/v1`, for Anthropic's clients.
+        api_key: the key of this session only.
+        failure: the policy's error, if it failed, which makes the episode invalid.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Session:
         self.is_open = True
 
     def close(self) -> None:
-        """End the calls under way and refuse further ones; also where it is closed already."""
+        """End the calls under way and refuse further ones. Idempotent."""
         if self.is_open:
             self.is_open = False
             self._closed(self.id)
@@ -104,16 +104,16 @@ class Session:
         return task
 
     def delivered(self, key: bytes) -> Any:
-        """The answer that the request `key` was sent before; None: there is none."""
+        """Return the answer that the request `key` got before; None if it got none."""
         return self._delivered.get(key)
 
     def deliver(self, key: bytes, answer: Any) -> None:
-        """`answer` was sent to the request `key`."""
+        """Note that `answer` was sent to the request `key`."""
         if self.is_open:
             self._delivered[key] = answer
 
     def forget(self, answer: Sequence[ChatReply] | GenerationResult) -> None:
-        """`answer` could not be sent."""
+        """Remove `answer`, which could not be sent, from the records."""
         given = answer.completions if isinstance(answer, GenerationResult) else [each.completion for each in answer]
         for completion in given:
             self.client.forget(completion)
@@ -126,7 +126,7 @@ class Session:
         return (reply, *reply.alternatives)
 
     async def _checked(self, work: Any) -> Any:
-        """`work`, its failures as the caller is told them."""
+        """Await `work`; raise its failures in the form in which the caller gets them."""
         try:
             return await work
         except ApiError:
@@ -150,5 +150,5 @@ class Session:
 
 
 def session_is_over() -> ApiError:
-    """The refusal of a session that is not open."""
+    """Return the refusal of a session that is not open."""
     return ApiError(404, "no such session: it is closed with its episode, or never was", code="session_not_found")

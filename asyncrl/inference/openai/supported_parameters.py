@@ -2,13 +2,13 @@
 
 Every parameter of a request belongs to one of four kinds:
 
-- *used*: a field of the API's Struct, which says its type.
-- *ignored*: it does not change what the answer means (metadata, caching, tiers, hints).
-- *neutral* in some values, which ask for nothing (`presence_penalty: 0`), and refused in others.
-- unknown, or known and not supported: refused by name. A parameter that is silently left out would train an agent on
-  other answers than it asked for.
+- *used*: a field of the API's Struct, which has its type.
+- *ignored*: it does not change the meaning of the answer (metadata, caching, tiers, hints).
+- *neutral* for values that request nothing (`presence_penalty: 0`), and refused for others.
+- unknown, or known and not supported: refused by name. If a parameter were silently left out, an agent would be trained
+  on other answers than it asked for.
 
-`null` is the same as not given.
+`null` means the same as a missing parameter.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class SupportedParameters(Generic[T]):
     """The parameters of one API.
 
     Attributes:
-        used: the Struct that a request becomes.
+        used: the Struct of a request.
         ignored: names that are left out.
-        neutral: by name, the values that are left out; every other is refused.
-        hints: by name, what to do instead.
+        neutral: for each name, the values that are left out; every other value is refused.
+        hints: for each name, what to do instead.
     """
 
     used: type[T]
@@ -44,10 +44,10 @@ class SupportedParameters(Generic[T]):
     hints: Mapping[str, str] = field(default_factory=dict)
 
     def read(self, body: bytes) -> T:
-        """The request in `body`.
+        """Return the request in `body`.
 
         Raises:
-            ApiError: it is no JSON object, has a parameter that is refused, or one of a wrong type.
+            ApiError: it is not a JSON object, or a parameter is refused or has the wrong type.
         """
         try:
             given = msgspec.json.decode(body)
@@ -70,10 +70,10 @@ class SupportedParameters(Generic[T]):
 
 
 def convert(value: Any, kind: type[T], where: str = "") -> T:
-    """`value` as `kind`, which the request has at `where`.
+    """Convert `value`, which the request has at `where`, to `kind`.
 
     Raises:
-        ApiError: it is none; names the field.
+        ApiError: it is not of that kind; the message names the field.
     """
     try:
         return msgspec.convert(value, kind)

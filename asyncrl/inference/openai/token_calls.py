@@ -1,4 +1,4 @@
-"""Calls in token ids, as vLLM has them and `verifiers` uses them: tokenize, and generate from ids."""
+"""Calls with token ids, as in vLLM, which `verifiers` uses: tokenize, and generate from ids."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class PromptIds(Protocol):
     """`ChatClient.prompt_ids`."""
 
     def __call__(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """The ids that the policy goes on from."""
+        """Return the ids that the policy continues."""
         ...
 
 
 class Tokenize(msgspec.Struct):
-    """A conversation to be rendered: up to where the policy goes on, or without the beginning of an answer."""
+    """A conversation to be rendered: up to the place where the policy continues, or without the beginning of an
+    answer.
+    """
 
     messages: list[Json]
     tools: list[Json] = msgspec.field(default_factory=list)
@@ -34,7 +36,7 @@ class Tokenize(msgspec.Struct):
 
 
 class Generate(msgspec.Struct):
-    """Ids to go on from."""
+    """A request to continue ids."""
 
     token_ids: list[int]
     sampling_params: Json = msgspec.field(default_factory=dict)
@@ -54,7 +56,7 @@ class Sampling(msgspec.Struct):
 
 
 class ChatTokens(chat_completions.Body):
-    """A chat completion whose prompt's ids are given too."""
+    """A chat completion that also has the prompt's ids."""
 
     tokens: list[int] = msgspec.field(default_factory=list)
 
@@ -110,10 +112,10 @@ _CHAT: Final = SupportedParameters(
 
 
 class ChatFromTokens(chat_completions.ChatCompletions):
-    """Chat completions of a client that sends the prompt's ids beside the messages.
+    """Chat completions of a client that sends the prompt's ids besides the messages.
 
-    The session's records say what the ids of the messages are; a client that has others is told so, since the policy
-    would go on from something else than the client believes.
+    The session's records determine the ids of the messages. A client that sends others gets an error, since the policy
+    would continue another text than the client expects.
     """
 
     def __init__(self, prompt_ids: PromptIds) -> None:
@@ -133,10 +135,10 @@ class ChatFromTokens(chat_completions.ChatCompletions):
 
 
 def read_tokenize(body: bytes) -> tuple[list[Message], list[ToolSchema], bool]:
-    """The messages and tools to be rendered, and whether an answer is to follow.
+    """Return the messages and tools to be rendered, and whether an answer is to follow.
 
     Raises:
-        ApiError: the request is none.
+        ApiError: the request is invalid.
     """
     asked = _TOKENIZE.read(body)
     messages, tools = chat_completions.messages_of(asked.messages), chat_completions.tools_of(asked.tools)
@@ -144,10 +146,10 @@ def read_tokenize(body: bytes) -> tuple[list[Message], list[ToolSchema], bool]:
 
 
 def read_generate(body: bytes, session: SamplingParams) -> GenerationRequest:
-    """The request for continuations of ids; `session` says how they are drawn where it does not.
+    """Return the request for continuations of ids, with the sampling of `session` for parameters that it lacks.
 
     Raises:
-        ApiError: the request is none.
+        ApiError: the request is invalid.
     """
     asked = _GENERATE.read(body)
     if not asked.token_ids or min(asked.token_ids) < 0:
@@ -169,7 +171,7 @@ def read_generate(body: bytes, session: SamplingParams) -> GenerationRequest:
 
 
 def generated(result: GenerationResult) -> Json:
-    """The answer to a request for continuations."""
+    """Return the answer to a request for continuations."""
     choices = [
         {
             "index": index,

@@ -1,13 +1,13 @@
-"""Stands between a GenerationServer and an SGLang server, and ends all of the latter when either of the two ends.
+"""The process between a GenerationServer and an SGLang server, which ends all of the latter when either of them ends.
 
     python supervisor.py GRACE_S COMMAND [ARGUMENT ...]
 
-SGLang is a tree of processes that ask the kernel to die with their parent, but a tree that is killed while it starts
-can leave members that have not asked yet. So this process, which does nothing else, adopts every orphan of the tree (it
-is their "child subreaper"), and waits for the first of two things: the end of its standard input, which means that the
-GenerationServer has closed it or is gone, however that came about; or the server's end. Then it stops the server with
-SIGTERM, gives it `GRACE_S` seconds, kills whatever is left below it, and removes the shared memory that only a clean
-exit would have removed. Its exit code is the server's, or 128 + the signal that ended the server.
+SGLang is a tree of processes that ask the kernel to die with their parent, but if the tree is killed while it starts,
+processes that have not asked yet may remain. So this process, which does nothing else, adopts every orphan of the tree
+(it is their "child subreaper"), and waits for the end of its standard input, which means that the GenerationServer has
+closed it or is gone for any reason, or for the server's end. Then it stops the server with SIGTERM, gives it `GRACE_S`
+seconds, kills all remaining processes below it, and removes the shared memory that only a clean exit would have
+removed. Its exit code is the server's, or 128 + the signal that ended the server.
 
 Run by path: it imports the standard library and psutil, nothing of asyncrl.
 """
@@ -55,7 +55,7 @@ def main() -> int:
 def await_either_end(server: subprocess.Popen[bytes]) -> set[Path]:
     """Wait until standard input ends or the server does; returns the shared memory seen at that time and before.
 
-    What is written to standard input asks to look for shared memory: a process that died no longer tells.
+    Input on standard input is a request to look for shared memory now, since a dead process cannot be asked later.
     """
     segments: set[Path] = set()
     pidfd, stdin = os.pidfd_open(server.pid), sys.stdin.fileno()
@@ -90,7 +90,7 @@ def end_descendants() -> None:
 
 
 def describe_end(code: int) -> str:
-    """An exit code as `subprocess` gives it, in words."""
+    """Describe an exit code of `subprocess` in words."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -100,7 +100,7 @@ def describe_end(code: int) -> str:
 
 
 def reap_orphans() -> None:
-    """Take note of the end of adopted processes, which would otherwise stay as zombies where init takes none."""
+    """Reap adopted processes that have ended, which would otherwise stay zombies if init does not reap them."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

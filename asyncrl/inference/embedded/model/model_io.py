@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.inference.embedded.decoding.cache import PrefillPlan, SlotCache
+from asyncrl.inference.embedded.decoding.cache import SlotCache
+from asyncrl.inference.embedded.decoding.plans import PrefillPlan
 from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, PrefixRow, RowTensors, batches_of, rows_of
 from asyncrl.inference.embedded.model.cached_attention import (
     Reach,

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.inference.embedded.decoding.cache import PartPlan, PrefillPlan, SlotCache
+from asyncrl.inference.embedded.decoding.cache import SlotCache
+from asyncrl.inference.embedded.decoding.plans import PartPlan, PrefillPlan
 from asyncrl.models.routers import RoutingShape
 
 
