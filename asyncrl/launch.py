@@ -1,14 +1,13 @@
 """`python -m asyncrl.launch <experiment> [setting=value ...]`, or `asyncrl ...`: check everything, then do as asked.
 
-`python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder;
-`eval MODEL` evaluates one, or such a folder; `audit RUN` checks what a run left on the disk; `chaos EXPERIMENT` runs
-one and does to it what can go wrong; `doctor RUN` says why a run is slow or stands still, and `doctor EXPERIMENT`
-makes every check of a start; `dashboard RUN` shows runs on a page; `trace RUN` writes what a run did when; `show RUN`
-prints samples that it kept; `rollout` generates and keeps without training; `replay` trains on what was kept;
-`attach RUN` shows a run that was started with `--detach`; `join RUN` adds GenerationServers or RolloutWorkers to one
-that goes on; `init FOLDER` writes a project of your own; `clean RUN` removes what an ended run does not need; `install
-verifiers VERSION` makes an environment for a package that clashes with asyncrl's; `completion
-bash` prints a script for the shell.
+`python -m asyncrl.launch export RUN [--step N] OUT` writes the policy of a run as a Hugging Face folder; `eval MODEL`
+evaluates a run's policy or such a folder; `audit RUN` checks a run's files; `chaos EXPERIMENT` runs one while injecting
+faults; `doctor RUN` explains why a run is slow or makes no progress, and `doctor EXPERIMENT` makes every check of a
+start; `dashboard RUN` shows runs on a page; `trace RUN` shows a run over time; `show RUN` prints its kept samples;
+`rollout` generates and keeps rollouts without training; `replay` trains on kept samples; `attach RUN` shows a run that
+was started with `--detach`; `join RUN` adds GenerationServers or RolloutWorkers to a running run; `init FOLDER` creates
+a project of your own; `clean RUN` removes files that an ended run does not need; `install verifiers VERSION` makes an
+environment for a package that conflicts with asyncrl's; `completion bash` prints a script for the shell.
 
 Exit codes: 0 done, 1 failed, 2 a setting is wrong (nothing was started), 4 another run holds the trial, 130 stopped by
 Ctrl-C or SIGTERM after a checkpoint.

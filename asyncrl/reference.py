@@ -151,7 +151,7 @@ class Actor:
         self.snapshots: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=config.staleness + 1)
 
     def behaviour_policy(self, version: int) -> BatchingPolicy:
-        """What generates the batch of `version`: the weights of `staleness` versions ago."""
+        """Return the policy that generates the batch of `version`: the weights of `staleness` versions ago."""
         self.snapshots.append((version, copy.deepcopy(self.model.state_dict())))
         behaviour_version, weights = self.snapshots[0]
         self.behaviour.load_state_dict(weights)

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.name_resolve import make_resolver
-from asyncrl.comm.security import RunSecret
+from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.config.setting import Device
@@ -86,8 +88,9 @@ async def measure(server: Server, rounds: int) -> None:
         print(f"| {groups}, {shared} + {own} | {cells[0]} | {cells[1]} |", flush=True)
 
 
-def run(python: str, rounds: int, folder: Path) -> None:
-    """Start the server, measure, stop it."""
+@contextmanager
+def serving(python: str, folder: Path) -> Iterator[tuple[str, HttpSecurity]]:
+    """A server within it: its URL, and what its callers need."""
     torch.manual_seed(0)
     model = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -117,20 +120,21 @@ def run(python: str, rounds: int, folder: Path) -> None:
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(supervised(argv), stdin=subprocess.PIPE, stdout=log, stderr=log)
     resolver = make_resolver("file", str(folder / "name_resolve"))
-
-    async def ask(url: str) -> None:
-        http = JsonHttp(security)
-        try:
-            await measure(Server(http, url), rounds)
-        finally:
-            await http.close()
-
     try:
-        asyncio.run(ask(names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url))
+        yield names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S)).url, security
     finally:
         process.send_signal(STOP_SIGNAL)
         process.wait(60)
         resolver.close()
+
+
+async def ask(url: str, security: HttpSecurity, rounds: int) -> None:
+    """Measure by the server at `url`."""
+    http = JsonHttp(security)
+    try:
+        await measure(Server(http, url), rounds)
+    finally:
+        await http.close()
 
 
 def main() -> None:
@@ -139,8 +143,8 @@ def main() -> None:
     parser.add_argument("python", help="interpreter that has SGLang")
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run(options.python, options.rounds, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, serving(options.python, Path(folder)) as (url, security):
+        asyncio.run(ask(url, security, options.rounds))
 
 
 if __name__ == "__main__":

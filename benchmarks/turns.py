@@ -2,6 +2,8 @@
 
     python benchmarks/turns.py              both sizes of model
     python benchmarks/turns.py --only long  one of the two tables (turns, long)
+    python benchmarks/turns.py --sglang SGLANG_PYTHON --only turns
+                                            and what SGLang's radix cache makes of the agents
     python benchmarks/turns.py --quick      one size, one round: shows that it runs
     python benchmarks/turns.py --json PATH
 
@@ -11,6 +13,7 @@ decode steps. One thread, fp32, random weights; the engine's default room (`gene
 
 `kept` is the engine as it is, `anew` prefills every turn's history. Rounds alternate; `speed-up` is the median of the
 rounds' ratios of CPU seconds, `prefilled` the tokens of prompts that were computed, `tokens` those of all prompts.
+SGLang is asked over HTTP, with a random model of its own and answers of the same lengths: only tokens are counted.
 `equal` is the part of the answers that are the same, `log-probs` the largest difference in these.
 
 Long prompts: 8 samples are decoded when a prompt of 4,096 or 8,192 tokens arrives, which is prefilled in parts of
@@ -22,10 +25,12 @@ arrival to that token, in parts against whole.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
 import statistics
+import tempfile
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -35,8 +40,11 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
+from sglang_prefix import LIMIT_S, serving
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from asyncrl.comm.http.calls import JsonHttp
+from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.embedded.engine import CHUNKED_PREFILL_SIZE, GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, SamplingSpec
 
@@ -87,9 +95,25 @@ class Agent:
         if self.pending is not None and self.pending.done():
             (output,) = self.pending.result()
             self.outputs.append(output)
-            observed = (self.draw.randrange(1, VOCABULARY) for _ in range(OBSERVATION))
-            self.history = (*self.history, *output.output_ids, *observed)
+            self.observe(output.output_ids)
             self.pending, self.ready_at = None, steps + TOOL_STEPS
+
+    def observe(self, answer: list[int]) -> None:
+        """Go on with an answer and what the tool says to it."""
+        observed = (self.draw.randrange(1, VOCABULARY) for _ in range(OBSERVATION))
+        self.history = (*self.history, *answer, *observed)
+
+
+def agents() -> list[Agent]:
+    """All of them before their first turn."""
+    draw = random.Random(0)
+    system = tuple(draw.randrange(1, VOCABULARY) for _ in range(SYSTEM))
+    made = []
+    for number in range(AGENTS):
+        own = random.Random(number)
+        question = tuple(own.randrange(1, VOCABULARY) for _ in range(QUESTION))
+        made.append(Agent(number, (*system, *question), own))
+    return made
 
 
 @dataclass(frozen=True)
@@ -107,14 +131,8 @@ def play(model: PreTrainedModel, keeps: bool) -> Played:
     engine = GenerationEngine(model, max_running_requests=AT_A_TIME, max_model_len=CONTEXT, max_total_tokens=ROOM)
     if not keeps:
         engine._batch.prefills.kept = None
-    draw = random.Random(0)
-    system = tuple(draw.randrange(1, VOCABULARY) for _ in range(SYSTEM))
-    agents = []
-    for number in range(AGENTS):
-        own = random.Random(number)
-        question = tuple(own.randrange(1, VOCABULARY) for _ in range(QUESTION))
-        agents.append(Agent(number, (*system, *question), own))
-    waiting, playing, steps = list(agents), [], 0
+    everyone = agents()
+    waiting, playing, steps = list(everyone), [], 0
     begun = time.process_time()
     while waiting or playing:
         while waiting and len(playing) < AT_A_TIME:
@@ -129,7 +147,7 @@ def play(model: PreTrainedModel, keeps: bool) -> Played:
         playing = [agent for agent in playing if len(agent.outputs) < TURNS]
     seconds = time.process_time() - begun
     stats = engine.stats()
-    return Played([agent.outputs for agent in agents], seconds, stats.prefilled_tokens, stats.prompt_tokens)
+    return Played([agent.outputs for agent in everyone], seconds, stats.prefilled_tokens, stats.prompt_tokens)
 
 
 def compare(hidden: int, layers: int, rounds: int) -> dict[str, Any]:
@@ -156,6 +174,32 @@ def compare(hidden: int, layers: int, rounds: int) -> dict[str, Any]:
         "equal": len(same) / len(pairs),
         "logprobs": max(abs(x - y) for one, other in same for x, y in zip(one.logprobs, other.logprobs, strict=True)),
     }
+
+
+async def play_on_sglang(url: str, security: HttpSecurity) -> tuple[int, int]:
+    """Have all agents play on the server at `url`; tokens that were prefilled, tokens of all prompts."""
+    http, places = JsonHttp(security), asyncio.Semaphore(AT_A_TIME)
+
+    async def one(agent: Agent) -> tuple[int, int]:
+        prefilled = tokens = 0
+        async with places:
+            for turn in range(TURNS):
+                body = {
+                    "input_ids": [list(agent.history)],
+                    "rid": [f"{agent.number}-{turn};"],
+                    "sampling_params": {"max_new_tokens": ANSWER, "ignore_eos": True},
+                }
+                (reply,) = await http.call("POST", f"{url}/generate", body, timeout_s=LIMIT_S)
+                tokens += len(agent.history)
+                prefilled += len(agent.history) - reply["meta_info"]["cached_tokens"]
+                agent.observe(reply["output_ids"])
+        return prefilled, tokens
+
+    try:
+        counts = await asyncio.gather(*map(one, agents()))
+    finally:
+        await http.close()
+    return sum(prefilled for prefilled, _ in counts), sum(tokens for _, tokens in counts)
 
 
 def pauses(model: PreTrainedModel, length: int, part: int) -> tuple[float, float]:
@@ -218,6 +262,11 @@ def tell_turns(options: argparse.Namespace) -> list[dict[str, Any]]:
             f"| {row['equal']:.3f} | {row['logprobs']:.1e} |",
             flush=True,
         )
+    if options.sglang:
+        with tempfile.TemporaryDirectory() as folder, serving(options.sglang, Path(folder)) as (url, security):
+            prefilled, tokens = asyncio.run(play_on_sglang(url, security))
+        rows.append({"model": "SGLang", "tokens": tokens, "kept": prefilled})
+        print(f"| SGLang | {tokens:,} | | {prefilled:,} | | | |", flush=True)
     return rows
 
 
@@ -245,6 +294,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     tables = {"turns": tell_turns, "long": tell_long}
     parser.add_argument("--only", choices=tables, help="one table")
+    parser.add_argument("--sglang", help="interpreter that has SGLang")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
     options.rounds = 1 if options.quick else options.rounds

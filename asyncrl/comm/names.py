@@ -16,6 +16,9 @@ All keys are relative to the resolver's root, which holds experiment and trial, 
     staged/<folder>/<host>          where the initial model, or what RolloutWorkers read, is on the host of that address
     gserver_manager                 URL of the GserverManager
     model_version/<role>            newest published policy version of a role: `PublishedVersion`
+    trainer_turn                    who has the devices that trainer and guests share: `TrainerTurn`
+    loading_guests/<index>          a guest that loads its model, or is about to
+    guest_memory/<index>            a guest whose memory is released, or may be: `GuestMemory`
     ledger_begun                    the launch's number in the ledger, once its first line is there
     training_world                  the file in which the training ranks meet
 
@@ -55,6 +58,12 @@ POLICY_SERVERS = "policy_servers"
 """Subtree of all servers of `policies`."""
 STAGING_SERVERS = "staging_servers"
 """Subtree of the staging servers' URLs, where hosts share no folder."""
+TRAINER_TURN_KEY = "trainer_turn"
+"""`TrainerTurn` that was announced last; while there is none the trainer has the devices."""
+LOADING_GUESTS = "loading_guests"
+"""Subtree of the guests that load their model, or are about to if it is their turn."""
+GUEST_MEMORY = "guest_memory"
+"""Subtree of the guests whose memory is released, or may be, for a manager that begins."""
 MANAGER_KEY = "gserver_manager"
 """URL of the GserverManager."""
 TRIAL_KEY = "run"
@@ -147,6 +156,23 @@ class PublishedVersion(_Entry, frozen=True):
     path: str
 
 
+class TrainerTurn(_Entry, frozen=True):
+    """The `number`-th turn on the devices that trainer and guests share: the trainer's if `training`, else the
+    guests', who are to have `version` or a newer one.
+    """
+
+    number: int
+    training: bool
+    version: int
+
+
+class GuestMemory(_Entry, frozen=True):
+    """The memory of the guest at `url` is `released`; or else nobody knows, as it is being released or resumed."""
+
+    url: str
+    released: bool
+
+
 def worker_key(kind: str, index: int) -> str:
     """`WorkerAddress` of worker `index` of `kind` (`model_worker`, `rollout_worker`, ...)."""
     return f"{WORKERS}/{kind}/{index}"
@@ -180,6 +206,16 @@ def pusher_key(index: int) -> str:
 def gen_server_key(index: int) -> str:
     """`GenerationServerEntry` of generation server `index`."""
     return f"{GENERATION_SERVERS}/{index}"
+
+
+def loading_guest_key(index: int) -> str:
+    """Presence of guest `index` while it loads its model."""
+    return f"{LOADING_GUESTS}/{index}"
+
+
+def guest_memory_key(index: int) -> str:
+    """`GuestMemory` of guest `index`; there is none while it has its memory for certain."""
+    return f"{GUEST_MEMORY}/{index}"
 
 
 def policy_server_key(index: int) -> str:

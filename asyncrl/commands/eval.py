@@ -35,6 +35,7 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.run_dir import ANSWERS_DIR, CONFIG_FILE, METRICS_FILE, read_run_config, run_dir_of
 from asyncrl.config.setting import ConfigError, Device
 from asyncrl.config.trained_policies import config_of_policy
+from asyncrl.inference.settings import NO_GUESTS
 from asyncrl.observe.metrics import read_rows
 from asyncrl.observe.settings import SamplesConfig
 from asyncrl.rollout.inputs.named import is_file, named_inputs, texts_in_args
@@ -224,6 +225,7 @@ def _alone(config: ExperimentConfig, scratch: Path, *, answers: bool) -> Experim
         samples=SamplesConfig(eval_every=int(answers), max_gb=_NO_LIMIT_GB),
         checkpoint=replace(config.checkpoint, keep_best=None),
         manager=replace(config.manager, weight_transport="disk"),
+        generation=replace(config.generation, guests=NO_GUESTS),
         trainer=replace(config.trainer, device=Device.cpu),  # so that all GPUs are the servers'
     )
 

@@ -1,4 +1,4 @@
-"""What a command says when it cannot do what it was asked for."""
+"""The message and exit code of a command that cannot do what it was asked for."""
 
 from __future__ import annotations
 

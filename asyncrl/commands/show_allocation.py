@@ -15,15 +15,18 @@ from rich.table import Table
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.commands.before_start.input_checks import base_model_config
+from asyncrl.commands.guest_memory import SharedDevice, problems, shared_devices
 from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.load import Config
+from asyncrl.config.run_dir import read_run_config
 from asyncrl.config.setting import Dtype
 from asyncrl.config.trained_policies import config_of_policy, policy_and_role
 from asyncrl.inference.gpu_checks import MEMORY_SHARE
-from asyncrl.inference.settings import GenerationBackend, sglang_flags
+from asyncrl.inference.settings import GenerationBackend, guests_of, sglang_flags
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import Graph
+from asyncrl.runtime.exit_codes import EXIT_CONFIG, EXIT_OK
 from asyncrl.runtime.plan import plan_workers, with_types
 from asyncrl.runtime.process.hardware import gpu_details, host_memory
 from asyncrl.trainer.parallel.worker_grid import Placement
@@ -69,6 +72,7 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     unit = "GiB" if max(row.need.total for row in rows) >= GIB else "MiB"
     whole = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
     gpu_bytes = beside_servers(config, whole)
+    shared = _in_turns(config, graph, rows, folder)
     lines = [
         f"{placed.workers} training ranks, actor {placed.actor}, engine {engine_of(config)}, {work}; {unit},",
         "in brackets with gradient checkpointing; without the libraries' own, and without generation servers",
@@ -78,7 +82,33 @@ def show_allocation(config: Config, folder: Path | None) -> int:
     console.print(_table(rows, GIB if unit == "GiB" else GIB >> 10))
     for line in lines[2:]:
         console.print(line, soft_wrap=True)
-    return 0
+    for device in shared:
+        console.print(str(device), soft_wrap=True)
+    missing = problems(shared, whole)
+    for line in missing:
+        console.print(f"error: {line}", soft_wrap=True)
+    return EXIT_CONFIG if missing else EXIT_OK
+
+
+def guests_without_room(config: ExperimentConfig) -> list[str]:
+    """Return an error message for each GPU of this host whose guests and ranks do not fit on it in turns."""
+    whole = {name: gpu.memory for name, gpu in gpu_details().items() if gpu.memory is not None}
+    if not whole or not guests_of(config.generation):
+        return []
+    graph = load_graph(config)
+    rows = allocation(config, graph, placement(config, graph), None)
+    return problems(_in_turns(config, graph, rows, None), whole)
+
+
+def _in_turns(
+    config: ExperimentConfig, graph: Graph, rows: Sequence[RankRow], folder: Path | None
+) -> list[SharedDevice]:
+    """Return the GPUs of this host that training ranks and their guests use in turns."""
+    if not guests_of(config.generation):
+        return []
+    model = count(_described(config, model_of(config, graph, "actor"), folder))
+    here = [(row.gpu, row.need) for row in rows if row.host == config.system.host]
+    return shared_devices(config, model, here, RUNTIME_BYTES["gpu"])
 
 
 def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder: Path | None) -> list[RankRow]:
@@ -112,12 +142,15 @@ def allocation(config: ExperimentConfig, graph: Graph, placed: Placement, folder
 
 
 def beside_servers(config: ExperimentConfig, gpu_bytes: Mapping[str, int]) -> dict[str, int]:
-    """Return the memory of this host's GPUs that SGLang servers leave, each taking its share of the free memory."""
+    """Return the memory of this host's GPUs that SGLang servers leave, each taking its share of the free memory.
+
+    Guests leave all of it while a step is trained.
+    """
     part = float(sglang_flags(config.generation).get(MEMORY_SHARE, 0.0))
-    left = dict(gpu_bytes)
+    left, guests = dict(gpu_bytes), guests_of(config.generation)
     if config.generation.backend == GenerationBackend.sglang:
         for plan in plan_workers(config):
-            if plan.kind == GENERATION_SERVER and not plan.host.name:
+            if plan.kind == GENERATION_SERVER and plan.index not in guests and not plan.host.name:
                 left |= {gpu: round(left[gpu] * (1 - part)) for gpu in plan.resources.gpus if gpu in left}
     return left
 
@@ -222,3 +255,7 @@ def _table(rows: Sequence[RankRow], unit: int) -> Table:
         cells += [f"{of.host / unit:.2f}"] * on_host
         table.add_row(str(row.worker), row.host, row.device, "\n".join(row.shards), *cells)
     return table
+
+
+if __name__ == "__main__":
+    print("\n".join(guests_without_room(read_run_config(Path(sys.argv[1])))))

@@ -13,6 +13,7 @@ from rich.console import Console
 from asyncrl.comm.files.private_files import PRIVATE_UMASK
 from asyncrl.commands.attach import attach, detach
 from asyncrl.commands.before_start.devices import device_lines
+from asyncrl.commands.before_start.guests_fit import check_guests_fit
 from asyncrl.commands.before_start.input_checks import base_model_config, chat_notes, check_prompts
 from asyncrl.commands.before_start.reachable import check_reachable
 from asyncrl.commands.before_start.rehearse import rehearsed
@@ -82,6 +83,7 @@ def _run_rl(config: ExperimentConfig, console: Console, again: Sequence[str] | N
         )
         return EXIT_OK
     check_reachable(config)
+    check_guests_fit(config)
     with rehearsed(config) as rehearsal_notes:
         statistics = check_prompts(config)
         notes = rehearsal_notes()

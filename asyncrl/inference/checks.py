@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from asyncrl.config.context import context_length, needed_context, single_answer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
-from asyncrl.inference import gpu_checks
+from asyncrl.inference import gpu_checks, guest_checks
 from asyncrl.inference.settings import GenerationBackend, server_shape
 from asyncrl.inference.sglang.command import check_args
 from asyncrl.runtime.process.hardware import LOOPBACK, count_gpus
@@ -30,6 +30,7 @@ def check(config: ExperimentConfig) -> Iterator[str]:
             f"rollout.sampling.max_new_tokens = {least}; use 0 or {needed} or more"
         )
     yield from _positions(config)
+    yield from guest_checks.problems(config)
     if generation.backend == GenerationBackend.embedded and generation.max_running_requests < config.group_size:
         yield (
             f"generation.max_running_requests={generation.max_running_requests}: a group of "

@@ -37,13 +37,15 @@ from asyncrl.inference.messages import (
     AbortRequest,
     ContinueRequest,
     GenerateRequest,
+    MemoryRequest,
     MissingPictures,
     ModelInfo,
     PauseRequest,
     PictureRequest,
     UpdateWeightsRequest,
 )
-from asyncrl.inference.messages import PauseMode as PauseMode  # for the users of this client
+from asyncrl.inference.messages import MemoryTag as MemoryTag  # for the users of this client
+from asyncrl.inference.messages import PauseMode as PauseMode
 from asyncrl.inference.seeds import derive_seed as derive_seed
 from asyncrl.models.routers import RoutingShape
 
@@ -359,6 +361,18 @@ class GenerationServerClient:
     async def resume(self) -> None:
         """Go on generating; harmless where it was not paused."""
         await self._http.call("POST", f"{self.url}/continue_generation", ContinueRequest(), timeout_s=CONTROL_TIMEOUT_S)
+
+    async def release_memory(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> None:
+        """Give the memory of these kinds back; the server is paused and runs nothing. Values of weights are lost."""
+        await self._memory("release", tags, timeout_s)
+
+    async def resume_memory(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> None:
+        """Take released memory of these kinds again. SGLang does not survive a kind that is not released."""
+        await self._memory("resume", tags, timeout_s)
+
+    async def _memory(self, verb: str, tags: Sequence[MemoryTag], timeout_s: float) -> None:
+        url = f"{self.url}/{verb}_memory_occupation"
+        await self._http.call("POST", url, MemoryRequest([*tags]), timeout_s=timeout_s)
 
     async def update_weights(
         self, path: str, version: int, *, keep_cache: bool = False, abort_all: bool = False, timeout_s: float

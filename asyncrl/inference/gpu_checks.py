@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import GenerationBackend, adopts, server_shape, sglang_flags
+from asyncrl.inference.settings import GenerationBackend, adopts, guests_of, server_shape, sglang_flags
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.worker_plan import WorkerPlan
 
@@ -42,7 +42,11 @@ def problems(config: ExperimentConfig) -> Iterator[str]:
             "generation.dtype='float32': SGLang's attention kernels for GPUs compute in 16 bits; use auto or bfloat16, "
             "or choose kernels that take float32 by generation.sglang.args={attention_backend: triton}"
         )
-    if MEMORY_SHARE not in flags and (shared := first_shared_gpu(plans)) is not None:
+    guests = guests_of(generation)  # they share with training ranks, but with no other server
+    servers_alone = [plan for plan in plans if plan.kind == GENERATION_SERVER]
+    stay = [plan for plan in plans if plan.kind != GENERATION_SERVER or plan.index not in guests]
+    shared = first_shared_gpu(servers_alone) or first_shared_gpu(stay)
+    if MEMORY_SHARE not in flags and shared is not None:
         gpu, (server, other) = shared
         yield (
             f"generation.sglang.args: {server} and {other} are both on GPU {gpu}, and SGLang takes nearly all memory "

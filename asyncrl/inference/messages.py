@@ -92,6 +92,21 @@ class UpdateWeightsRequest(Struct):
     abort_all_requests: bool = False
 
 
+class MemoryTag(StrEnum):
+    """A kind of memory that a server can give back while it generates nothing."""
+
+    kv_cache = auto()
+    weights = auto()
+    """Their values are lost."""
+    cuda_graph = auto()
+
+
+class MemoryRequest(Struct, omit_defaults=True):
+    """`POST /release_memory_occupation` and `/resume_memory_occupation`: memory of these kinds; null: of all."""
+
+    tags: list[MemoryTag] | None = None
+
+
 class ModelInfo(Struct):
     """Reply of `GET /model_info`, as far as it is read."""
 

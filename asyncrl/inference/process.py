@@ -12,6 +12,7 @@ again, registers its new address, and the GserverManager brings it to the newest
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from pathlib import Path
@@ -19,11 +20,13 @@ from typing import ClassVar, Never
 
 from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError
+from asyncrl.comm.name_resolve import NameResolveTimeout
+from asyncrl.comm.name_resolve.errors import NameEntryNotFound
 from asyncrl.config.setting import Device
 from asyncrl.inference.client import GenerationServerClient, connect
 from asyncrl.inference.engine_host import BASE_VERSION, EngineHost, EngineStartError, ServedEngine
 from asyncrl.inference.figures import EngineFigures
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import GenerationBackend, guests_of
 from asyncrl.inference.sglang.host import AdoptedHost, SGLangHost
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer
@@ -33,6 +36,9 @@ from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import AsyncWorker, WorkerSpec
 from asyncrl.runtime.trials.restart_budget import RestartBudget
 from asyncrl.weights.staging.messages import MODEL
+
+TURN_WATCH_S = 0.5
+"""Longest time in seconds that a thread waits for the turn of a guest, and that it outlives a stop."""
 
 
 class EngineFailed(RuntimeError):
@@ -82,10 +88,13 @@ class GenerationServer(AsyncWorker):
         limit, window_s = self.config.system.restarts_per_process, self.config.system.restart_window_s
         budget = RestartBudget(limit, window_s)
         while True:
+            await self._await_turn()
             observer.stage("loads the model")
             served = await host.start()
             await self._check_kept_requests(served.url)
             self._register(served)
+            if self._is_guest:
+                self.resolver.withdraw(names.loading_guest_key(self.index))
             try:
                 reason = await self._serve(host, served)
             finally:
@@ -94,6 +103,32 @@ class GenerationServer(AsyncWorker):
                 raise EngineFailed(f"{reason}\ngiven up after {limit} restarts in {window_s:g} s")
             self.log.error("%s\nstarting it again", reason)
             self.set_status("starting")
+
+    @property
+    def _is_guest(self) -> bool:
+        """True if the trainer needs the device from time to time."""
+        return self.index in guests_of(self.config.generation)
+
+    async def _await_turn(self) -> None:
+        """Wait until a guest may take its device, and record that it does (`asyncrl.manager.fleet.guests`)."""
+        if not self._is_guest:
+            return
+        loading, last = names.loading_guest_key(self.index), None
+        while True:
+            self.resolver.add(loading, self.name, lease_s=self.config.system.lease_s, replace=True)
+            try:
+                last = self.resolver.get(names.TRAINER_TURN_KEY)
+                if not names.TrainerTurn.decode(last).training:
+                    return
+            except NameEntryNotFound:
+                pass  # the ranks load their models
+            self.resolver.withdraw(loading)
+            observer.stage("waits for its turn on the device")
+            while True:
+                self._note_progress_of_others()  # the trainer's ranks have limits of their own
+                with contextlib.suppress(NameResolveTimeout):
+                    await asyncio.to_thread(self.resolver.watch, names.TRAINER_TURN_KEY, TURN_WATCH_S, last)
+                    break
 
     async def _serve(self, host: EngineHost, served: ServedEngine) -> str:
         """Wait until the engine is gone, and observe it meanwhile; returns the reason."""
@@ -140,7 +175,7 @@ class GenerationServer(AsyncWorker):
             with lasting_imports():  # torch is imported only here: with SGLang this process stays small
                 from asyncrl.inference.embedded.host import EmbeddedHost
 
-            return EmbeddedHost(self.config, security=self.http_security)
+            return EmbeddedHost(self.config, security=self.http_security, guest=self._is_guest)
         if generation.sglang.urls:
             url, limit_s = generation.sglang.urls[self.index], generation.start_timeout_s
             return AdoptedHost(url, model_dir=model_dir, security=self.http_security, timeout_s=limit_s)
@@ -156,6 +191,7 @@ class GenerationServer(AsyncWorker):
             device=device,
             security=self.http_security,
             log=self.log,
+            guest=self._is_guest,
         )
 
 
@@ -175,6 +211,8 @@ class PolicyServer(GenerationServer):
             self.config.model.path = str(Path(policy.path).expanduser())
         self.config.moe.replay_routing = False  # its tokens are not trained
         self._trained = policy.trained
+
+    _is_guest = False
 
     @property
     def _key(self) -> str:

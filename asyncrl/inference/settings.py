@@ -8,6 +8,8 @@ from typing import Any
 
 from asyncrl.config.setting import Device, Dtype, setting
 
+NO_GUESTS, ALL_GUESTS = "none", "all"
+
 
 class GenerationBackend(StrEnum):
     """The engine behind the HTTP contract."""
@@ -35,6 +37,11 @@ class GenerationConfig:
 
     backend: GenerationBackend = setting(GenerationBackend.embedded, "engine behind the HTTP contract")
     servers: int = setting(1, "number of GenerationServers", minimum=1)
+    guests: str = setting(
+        NO_GUESTS,
+        "servers on the trainer's own devices, which give their memory back while a step is trained: none, all, or the "
+        "number of the last ones",
+    )
     device: Device = setting(Device.auto, "cpu, cuda, or auto: cuda where there is one")
     dtype: Dtype = setting(Dtype.auto, "type of weights and KV cache; auto: bfloat16 on GPUs, float32 on CPUs")
     max_running_requests: int = setting(256, "sequences decoded together (embedded engine)", minimum=1)
@@ -132,6 +139,25 @@ def server_shape(generation: GenerationConfig) -> ServerShape:
             f"generation.sglang.tensor_parallel={shape.tensor}"
         )
     return shape
+
+
+def guests_of(generation: GenerationConfig) -> range:
+    """Indices of the servers that take turns with the trainer on its devices: the last ones.
+
+    Raises:
+        ValueError: `generation.guests` is neither none, all nor a number of servers; the message says so.
+    """
+    said, servers = generation.guests, len(generation.sglang.urls) or generation.servers
+    if said in (NO_GUESTS, ALL_GUESTS):
+        count = servers if said == ALL_GUESTS else 0
+    elif not said.isdecimal() or not 1 <= int(said) <= servers:
+        raise ValueError(
+            f"generation.guests={said!r}: none, all, or a number of the {servers} servers (generation.servers); use "
+            f"{ALL_GUESTS} or 1 to {servers}"
+        )
+    else:
+        count = int(said)
+    return range(servers - count, servers)
 
 
 def adopts(generation: GenerationConfig) -> bool:

@@ -252,6 +252,15 @@ class ManagerClient:
         request = m.WaitExpiringRequest(version, timeout_s)
         return (await self._call("/wait_expiring", request, m.WaitExpiringReply, hold_s=timeout_s)).running
 
+    async def wait_resting(self, turn: int, timeout_s: float) -> m.WaitRestingReply:
+        """Wait until all guests have given their memory back, in the trainer's turn of this number.
+
+        Returns:
+            The servers still waited for after `timeout_s`; none: the devices are the trainer's.
+        """
+        request = m.WaitRestingRequest(turn, timeout_s)
+        return await self._call("/wait_resting", request, m.WaitRestingReply, hold_s=timeout_s)
+
     async def close_gate(self) -> None:
         """No rollout starts from now on."""
         await self._call("/close_gate", m.Empty(), m.Done)

@@ -276,6 +276,26 @@ class WaitExpiringReply(Message, frozen=True):
     running: list[str]
 
 
+class WaitRestingRequest(Message, frozen=True):
+    """Wait until no guest has memory on the trainer's devices, in the trainer's turn of this number."""
+
+    turn: Count
+    timeout_s: Seconds = 0.0
+
+
+class WaitRestingReply(Message, frozen=True):
+    """Servers that the turn still has to wait for, in words; none: the devices are the trainer's.
+
+    Attributes:
+        others: servers elsewhere that serve.
+        wake_s: time that a guest took lately from its turn until it served.
+    """
+
+    waits_for: list[str]
+    others: Count = 0
+    wake_s: Seconds = 0.0
+
+
 class DroppedRollout(Message, frozen=True):
     """A rollout that the trainer received and will not train.
 

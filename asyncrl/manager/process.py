@@ -5,6 +5,7 @@
     fleet/decisions   what each generation server should do next, to get the newest weights
     fleet/runner      does it, and tells the router
     fleet/staging     brings versions to hosts that share no folder
+    fleet/guests      whose turn it is on devices that servers share with the trainer
 
 This file finds out what happens elsewhere, in name resolution: which servers and workers there are, and which weights
 were published.
@@ -23,14 +24,16 @@ from asyncrl.comm.name_resolve import NameResolveTimeout, Subtree
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
-from asyncrl.inference.settings import GenerationBackend
+from asyncrl.inference.settings import GenerationBackend, guests_of
 from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
 from asyncrl.manager.fleet.fan_out import ORIGIN
+from asyncrl.manager.fleet.guests import Guests
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.staging import Staging
+from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
-from asyncrl.manager.messages import Empty, RequestSize, StatusReply
+from asyncrl.manager.messages import Empty, RequestSize, StatusReply, WaitRestingRequest
 from asyncrl.manager.pacing import DeadlinePacing
 from asyncrl.manager.policy_fleets import PolicyFleets
 from asyncrl.manager.service import ManagerService
@@ -71,6 +74,7 @@ class GserverManager(AsyncWorker):
             updates.update_timeout_s,
             updates.update_fraction,
             staged=not config.system.shared_filesystem,
+            guests=GuestTurns(guests_of(config.generation), str(config.model.path)),
         )
         curriculum = config.dataset.curriculum
         bound = (config.train_batch_size, config.max_head_offpolicyness)
@@ -116,12 +120,14 @@ class GserverManager(AsyncWorker):
             log=self.log,
             clock=self._clock,
         )
+        self._guests = Guests(self.resolver, self._decisions, self._fleet_runner, self._clock)
         known = (self.config, self._decisions, self._service)
         self._policies = PolicyFleets(*known, servers_http, self.log, self._clock)
         self._staging = None if self.config.system.shared_filesystem else self._make_staging(servers_http)
         registry = manager_registry(self._service, self._decisions, self._logprob_check)
         verbs = self._service.verbs() | {
             "/status": (Empty, self._answer_status),
+            "/wait_resting": (WaitRestingRequest, self._guests.wait_resting),
         }
         http = ManagerHttp(verbs, security=self.http_security, registry=registry)
         try:
@@ -138,6 +144,9 @@ class GserverManager(AsyncWorker):
                     self._policies.run(),
                     self._say_begun(),
                 ]
+                if self._decisions.guests:
+                    await self._guests.take_up()
+                    works.append(self._guests.run())
                 if self._staging is not None:
                     works += [self._staging.run(), self._watch_hosts(self._staging)]
                 tasks = [loops.create_task(work) for work in works]
@@ -237,12 +246,20 @@ class GserverManager(AsyncWorker):
             await asyncio.to_thread(self._policies.check, target)
         except ManifestError as error:
             self.log.error("weights v%d are refused, servers keep what they have: %s", target.version, error)
+            self._announced(target)
             return
         self._first_manifest = self._first_manifest or manifest
         self._fleet_runner.publish(target)
+        self._announced(target)
         if self._staging is not None:
             self._staging.publish(target)
         await self._policies.published(target)
+
+    def _announced(self, target: Target) -> None:
+        """Guests that wake need not wait for this version any more, whether they get it or not."""
+        guests = self._decisions.guests
+        guests.announced = max(guests.announced, target.version)
+        self._fleet_runner.changed.notify()
 
     async def _watch_hosts(self, staging: Staging) -> None:
         """Follow which staging servers there are."""

@@ -15,6 +15,7 @@ from asyncrl.comm.names import ACTOR
 from asyncrl.comm.request_reply.client import RequestClient
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
+from asyncrl.inference.settings import guests_of
 from asyncrl.manager.client import ManagerClient
 from asyncrl.master.books.ledger import Ledger
 from asyncrl.master.books.reports import Reports, ReportState
@@ -32,6 +33,7 @@ from asyncrl.master.peers.policy_versions import Publishing, VersionAnnouncer
 from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
+from asyncrl.master.turns import DeviceTurns
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
@@ -82,6 +84,7 @@ class Parts:
     reported: ReportState
     reports: Reports
     publishing: Publishing
+    turns: DeviceTurns
     version: int = 0
 
     def state(self) -> dict[str, Any]:
@@ -181,6 +184,8 @@ def assemble(
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
     curriculum = make_curriculum(config.dataset.curriculum)
     reported = ReportState(buffer, ledger, curriculum, steps)
+    guests = guests_of(config.generation)
+    turns = DeviceTurns(peers.board, peers.manager, stall, announcer, stop, len(guests), guests.start)
     lease_s = config.manager.rollout_lease_s
     calls = frozen_calls(config, graph, peers.placement)
     ahead = AheadScorer(calls, buffer, ranks, actors[ACTOR], heads=len(heads))
@@ -195,7 +200,7 @@ def assemble(
         executor=Executor(graph, routes.placement, peers.workers, limit_s, moves),
         buffer=buffer,
         collector=collector,
-        batches=Batches(config, buffer, collector, peers.manager, stall, reports.report, ahead),
+        batches=Batches(config, buffer, collector, peers.manager, stall, reports.report, turns, ahead),
         metrics_log=metrics_log,
         ledger=ledger,
         announcer=announcer,
@@ -204,5 +209,6 @@ def assemble(
         steps=steps,
         reported=reported,
         reports=reports,
+        turns=turns,
         publishing=Publishing(ranks, actors, announcer, config.version_pools),
     )

@@ -93,7 +93,10 @@ class TrainLoop:
     async def step(self) -> None:
         """From version v to v + 1."""
         batch, waited_s = await self._wait_for_batch()
+        switched_s = await self.parts.turns.take(self.parts.version)
         step = await self._train(batch, waited_s)
+        if self.parts.turns.guests:
+            step.measured["time/switch_s"] = switched_s
         await self._step_end.run(step)  # publish, report, save
 
     async def _wait_for_batch(self) -> tuple[TrainBatch, float]:
@@ -147,6 +150,7 @@ class TrainLoop:
             await or_stop(parts.reports.close_gate(), parts.stop, parts.config.system.stall_timeout_s)
         else:
             await parts.announcer.close()
+            await parts.turns.take_to_end(parts.config.system.stop_timeout_s / 2)
         if parts.publishing.on_disk != parts.version:
             await parts.publish(to_disk=True)  # the policy that the run leaves behind
         await parts.reports.last(parts.version)
@@ -155,6 +159,7 @@ class TrainLoop:
             await parts.save()
             await parts.checkpoints.finish()
         if parts.complete:  # saved before: the last evaluation may take long, and a process die meanwhile
+            parts.turns.give()
             await self._last_evaluation()
         await parts.reports.close_books(parts.version, complete=parts.complete)
         books = parts.reported.told.books

@@ -331,6 +331,12 @@ METRICS: tuple[Metric, ...] = (
         "A small part of `time/step_s` when the trainer is busy; a large part when generation is the limit.",
     ),
     Metric(
+        "time/switch_s",
+        "s",
+        "Time that servers on the trainer's devices took to give their memory back; with `generation.guests` only.",
+        "Small next to `time/step_s`; 0 where a step follows in the same turn.",
+    ),
+    Metric(
         "time/score_ahead_s",
         "s",
         "Part of `time/wait_for_batch_s` in which frozen models scored what had come (`trainer.score_ahead`).",
@@ -829,6 +835,8 @@ OBSERVED: tuple[Figure, ...] = (
     Figure("servers_serving", "gserver_manager", "servers", "Servers that take requests."),
     Figure("servers_draining", "gserver_manager", "servers", "Servers that finish requests before a weight update."),
     Figure("servers_updating", "gserver_manager", "servers", "Servers that load new weights."),
+    Figure("servers_releasing", "gserver_manager", "servers", "Guests that give their memory back to the trainer."),
+    Figure("servers_resting", "gserver_manager", "servers", "Guests that rest while the trainer has their devices."),
     Figure("servers_quarantined", "gserver_manager", "servers", "Servers that are left out after a fault."),
 )
 NO_FIGURES = frozenset({"at", "pid", "stage", "since", "ended"})

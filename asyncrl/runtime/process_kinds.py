@@ -24,7 +24,7 @@ from asyncrl.comm.names import (
 )
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device
-from asyncrl.inference.settings import GenerationBackend, server_shape
+from asyncrl.inference.settings import GenerationBackend, guests_of, server_shape
 from asyncrl.runtime.hosts.staging_hosts import staging_hosts
 from asyncrl.runtime.worker_plan import Resources
 from asyncrl.trainer.placement import placement
@@ -131,17 +131,24 @@ def _generation_servers(config: ExperimentConfig) -> int:
 
 
 def gpus_of_servers(config: ExperimentConfig, here: Share) -> Sequence[str]:
-    """GPUs of a host that its training ranks leave to generation servers; the last one is shared if they take all."""
+    """GPUs of a host that its training ranks leave to generation servers; the last one is shared if they take all.
+
+    Where all servers are guests of the training ranks, these ranks' own.
+    """
     if config.generation.device == Device.cpu:
         return ()
     taken = here.ranks if config.trainer.device != Device.cpu else 0
+    if taken and len(guests_of(config.generation)) == config.generation.servers:
+        return here.gpus[:taken]
     return here.gpus[min(taken, max(len(here.gpus) - 1, 0)) :]
 
 
 def _generation_server(config: ExperimentConfig, index: int, here: Share) -> Resources:
     """The GPUs that training leaves, as many as the server has ranks; too few are shared in turn."""
     generation = config.generation
-    ours = gpus_of_servers(config, here)
+    ours, guests = gpus_of_servers(config, here), guests_of(generation)
+    if ours and index in guests and config.trainer.device != Device.cpu:
+        ours, index = here.gpus[: here.ranks] or ours, index - guests.start
     niceness = 0 if ours else _niceness(config, here)
     in_process = generation.backend == GenerationBackend.embedded
     allocator = GPU_ALLOCATOR if ours and in_process else ""

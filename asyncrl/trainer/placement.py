@@ -33,7 +33,7 @@ def placement(config: ExperimentConfig, graph: Graph | None = None) -> Placement
     """
     actor = worker_grid(config)
     grids, workers = {ACTOR: actor}, actor.workers
-    for role in dict.fromkeys((graph or load_graph(config)).roles()):
+    for role in dict.fromkeys((*config.trained_policies, *(graph or load_graph(config)).roles())):
         if role == ACTOR:
             continue
         name, wanted = role_placement(config, role)
@@ -89,10 +89,10 @@ def role_placement(config: ExperimentConfig, role: str) -> tuple[str, RolePlacem
 
 def model_of(config: ExperimentConfig, graph: Graph, role: str) -> str | None:
     """Return the folder of the model of `role`; None if the run makes it first, or if no call names one."""
-    policy, role = policy_and_role(config, role)
-    config = config_of_policy(config, policy)
-    own = {"actor": None, "critic": config.algorithm.critic.path, "ref": config.algorithm.reference.path}
-    if role in own:
-        return own[role] or config.model.path
+    policy, name = policy_and_role(config, role)
+    settings = config_of_policy(config, policy)
+    own = {"actor": None, "critic": settings.algorithm.critic.path, "ref": settings.algorithm.reference.path}
+    if name in own:
+        return own[name] or settings.model.path
     paths = [str(call.args["path"]) for call in graph.calls if call.role == role and "path" in call.args]
     return paths[0] if paths else None

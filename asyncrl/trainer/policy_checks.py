@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role, role_of_policy
+from asyncrl.config.trained_policies import config_of_policy
 from asyncrl.master.graph.builtin import load_graph
 from asyncrl.master.graph.types import TRAINED_ROLES, GraphError
 from asyncrl.models.picture_rules import placeholder_in
-from asyncrl.trainer.settings import RolePlacementConfig, RoleRanks, VisionMode
-
-_TOGETHER = "all roles are where the actor is; leave parallel and ranks out"
-_NO_GREEDY = "a greedy answer has no reward of its own for each; use another estimator"
+from asyncrl.trainer.settings import AlgorithmConfig, RolePlacementConfig, RoleRanks, VisionMode
 
 
 def check(config: ExperimentConfig, of_policy: Callable[[ExperimentConfig], Iterator[str]]) -> Iterator[str]:
@@ -38,8 +36,10 @@ def check(config: ExperimentConfig, of_policy: Callable[[ExperimentConfig], Iter
             )
         return
     yield from _not_supported(config)
+    yield from _algorithm("", config.algorithm)
+    taken = _roles_of_run(config)
     for name in config.trained_policies:
-        if name in TRAINED_ROLES:
+        if name in taken:
             yield f"policies: {name!r}: it is a role of the run's own policy; give the trained policy another name"
         yield from _vocabulary(config, name)
         try:
@@ -49,7 +49,15 @@ def check(config: ExperimentConfig, of_policy: Callable[[ExperimentConfig], Iter
             continue
         of_run = set(of_policy(config))
         yield from (f"policies: {name!r}: {message}" for message in of_policy(own) if message not in of_run)
-        yield from _roles(config, name, own)
+        yield from _algorithm(f"policies: {name!r}: ", own.algorithm)
+
+
+def _roles_of_run(config: ExperimentConfig) -> set[str]:
+    """The names of roles that the run's own policy may have."""
+    try:
+        return {*TRAINED_ROLES, *load_graph(replace(config, policies=[])).roles()}
+    except (GraphError, ConfigError):
+        return {*TRAINED_ROLES}  # others say what is wrong
 
 
 def _not_supported(config: ExperimentConfig) -> Iterator[str]:
@@ -63,40 +71,33 @@ def _not_supported(config: ExperimentConfig) -> Iterator[str]:
         yield f"moe.replay_routing=true: {told} choices of experts are not replayed; use false"
     if model.path is not None and model.vision != VisionMode.none and placeholder_in(model.path) is not None:
         yield f"model.path={model.path!r} takes pictures: {told} models read text; use model.vision=none"
-    algorithm = config.algorithm
-    placed: dict[str, RolePlacementConfig] = {
-        "algorithm.reference": algorithm.reference,
-        "algorithm.critic": algorithm.critic,
-        **{f"algorithm.reward_models.{role}": each for role, each in algorithm.reward_models.items()},
-    }
-    for group, role in placed.items():
-        if role.parallel is not None or role.ranks == RoleRanks.own:
-            yield f"{group}: {told} {_TOGETHER}"
-    if algorithm.advantage.name == "remax":
-        yield f"algorithm.advantage='remax': {told} {_NO_GREEDY}"
     for setting, value in (("samples.replay", config.samples.replay), ("samples.only", config.samples.only)):
         if value:
             yield f"{setting}={value!r}: {told} samples are not recorded to be trained later; leave it out"
 
 
-def _roles(config: ExperimentConfig, name: str, own: ExperimentConfig) -> Iterator[str]:
-    """Yield what is not supported of the roles of the trained policy `name`, which has the settings `own`."""
-    setting, algorithm = f"policies: {name!r}", own.algorithm
-    for group, placed in (("algorithm.reference", algorithm.reference), ("algorithm.critic", algorithm.critic)):
-        if placed.parallel is not None or placed.ranks == RoleRanks.own:
-            yield f"{setting}: {group} has a layout of its own: {_TOGETHER}"
+def _algorithm(whose: str, algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Yield what several trained policies cannot have of the settings by which one of them is trained."""
+    for group, role in _placed(algorithm).items():
+        if role.parallel is not None or role.ranks == RoleRanks.own:
+            yield (
+                f"{whose}{group}: with several trained `policies` all roles are where the actor is; leave parallel and "
+                "ranks out"
+            )
     if algorithm.advantage.name == "remax":
-        yield f"{setting}: algorithm.advantage='remax': {_NO_GREEDY}"
-    try:
-        roles = {call.role for call in load_graph(config).calls if call.policy == name}
-    except (GraphError, ConfigError):
-        return  # which others say
-    known = {role_of_policy(name, role) for role in ("actor", "ref")}
-    for role in sorted(roles - known):
         yield (
-            f"{setting}: algorithm.graph={algorithm.graph!r}: only the run's own policy has the role "
-            f"{policy_and_role(config, role)[1]!r}; use grpo, reinforce or dapo"
+            f"{whose}algorithm.advantage='remax': with several trained `policies` a greedy answer has no reward of its "
+            "own for each; use another estimator"
         )
+
+
+def _placed(algorithm: AlgorithmConfig) -> dict[str, RolePlacementConfig]:
+    """The placements of roles, by the setting."""
+    return {
+        "algorithm.reference": algorithm.reference,
+        "algorithm.critic": algorithm.critic,
+        **{f"algorithm.reward_models.{role}": each for role, each in algorithm.reward_models.items()},
+    }
 
 
 def _vocabulary(config: ExperimentConfig, name: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ import torch
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
-from asyncrl.config.trained_policies import config_of_policy, policy_and_role, role_of_policy
+from asyncrl.config.trained_policies import SEPARATOR, config_of_policy, policy_and_role
 from asyncrl.master.graph.types import Graph
 from asyncrl.trainer.calls import TrainState
 from asyncrl.trainer.engines.base import EngineLoader, PolicyEngine, TrainingEngine, engine_loader
@@ -59,8 +59,8 @@ class TrainingRank:
         """The engines of a trained policy by role, named as for the run's own; empty: that one."""
         if not policy:
             return self.engines
-        names = {role: role_of_policy(policy, role) for role in (ACTOR, CRITIC, REFERENCE)}
-        return {role: self.engines[name] for role, name in names.items() if name in self.engines}
+        own = {name: engine for name, engine in self.engines.items() if name.startswith(f"{policy}{SEPARATOR}")}
+        return {ACTOR: self.engines[policy]} | {name.partition(SEPARATOR)[2]: engine for name, engine in own.items()}
 
     def policy(self, role: str) -> PolicyEngine:
         """The language model of `role`.
@@ -160,7 +160,7 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
     Raises:
         OSError, ValueError: a model cannot be loaded; names the role.
     """
-    roles = dict.fromkeys((ACTOR, *graph.roles()))
+    roles = dict.fromkeys((ACTOR, *config.trained_policies, *graph.roles()))
     engines: dict[str, TrainingEngine] = {}
     make = engine_loader(engine_of(config))
     configs = {name: config_of_policy(config, name) for name in ("", *config.trained_policies)}
@@ -173,7 +173,8 @@ def build_rank(config: ExperimentConfig, graph: Graph, world: World, device: tor
             engines[role] = LoraReference(actor)
         else:
             policy, own = policy_and_role(config, role)
-            engines[role] = _load(own, configs[policy], graph, loaders[policy, world.placement.grid(role)])
+            loader = loaders[policy, world.placement.grid(role)]
+            engines[role] = _load(own, configs[policy], loader) or loader.reward_model(_reward_model(graph, role))
         if config.trainer.offload:
             engines[role].offload()
     changing = tuple(role for role in roles if _changes(config, role))
@@ -194,7 +195,8 @@ def _is_base_of_actor(config: ExperimentConfig, placement: Placement) -> bool:
     return together and bool(config.model.lora.rank) and config.algorithm.reference.path in (None, config.model.path)
 
 
-def _load(role: str, config: ExperimentConfig, graph: Graph, loader: EngineLoader) -> TrainingEngine:
+def _load(role: str, config: ExperimentConfig, loader: EngineLoader) -> TrainingEngine | None:
+    """Load the model that the settings name for `role`; None of a reward model, which the graph names."""
     model, algorithm = config.model, config.algorithm
     if role == ACTOR:
         return loader.policy(_model_path(config), model.dtype, config.optimizer)
@@ -204,13 +206,17 @@ def _load(role: str, config: ExperimentConfig, graph: Graph, loader: EngineLoade
         # A moving average changes by less than bf16 resolves.
         dtype = Dtype.float32 if algorithm.reference.mode == ReferenceMode.ema else model.dtype
         return loader.policy(algorithm.reference.path or _model_path(config), dtype, None)
+    return None
+
+
+def _reward_model(graph: Graph, role: str) -> str:
     paths = [str(call.args["path"]) for call in graph.calls if call.role == role and "path" in call.args]
     if not paths:
         raise ValueError(
             f"role {role!r} is a reward model, but none of its calls names its folder; "
             'give one of its calls args={"path": "<folder>"}'
         )
-    return loader.reward_model(paths[0])
+    return paths[0]
 
 
 def _model_path(config: ExperimentConfig) -> str:

@@ -37,6 +37,7 @@ from asyncrl.inference import client as inference_client
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
+    MemoryTag,
     PauseMode,
     UpdateFailed,
     parse_completion,
@@ -44,7 +45,7 @@ from asyncrl.inference.client import (
 )
 from asyncrl.manager.client import ManagerClient
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
-from asyncrl.manager.fleet.update import update_server
+from asyncrl.manager.fleet.update import rest_server, update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation.client import FORK_SAVES, RolloutClient
 from asyncrl.runtime.process.process_tree import supervised
@@ -134,6 +135,7 @@ def backend(
     config.generation.backend = request.param
     config.generation.device = "cpu"
     config.generation.context_length = CONTEXT
+    config.generation.guests = "all"
     config.generation.max_running_requests = RUNNING
     config.generation.max_total_tokens = 4 * RUNNING * CONTEXT
     config.generation.start_timeout_s = START_S
@@ -149,6 +151,7 @@ def backend(
         process = subprocess.Popen(supervised(argv), stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment)
     resolver = make_resolver("file", str(folder / "name_resolve"))
     try:
+        resolver.add(names.TRAINER_TURN_KEY, names.TrainerTurn(1, training=False, version=0).encode())
         registration = names.GenerationServerEntry.decode(resolver.wait(names.gen_server_key(0), START_S))
         paths = {name: path for name, (path, _) in models.items()}
         yield Backend(request.param, registration.url, secret.http(), paths, hold)
@@ -909,6 +912,39 @@ async def test_an_update_that_keeps_requests_keeps_those_in_the_queue_too_in_the
         meta = (await task)["meta_info"]
         assert meta["finish_reason"]["type"] == "length"
         assert [span["version"] for span in meta["weight_versions"]] == ["1"]
+
+
+async def test_a_guest_rests_and_goes_on_with_the_same_tokens(
+    server: Server, client: GenerationServerClient, models: Mapping[str, tuple[Path, Qwen2ForCausalLM]]
+) -> None:
+    greedy = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 0}
+    expected = (await server.generate(sampling_params=greedy))["output_ids"]
+    stream = await server.start()
+    await rest_server(client, timeout_s=LIMIT_S)
+    begun = await stream.result()
+    assert begun["meta_info"]["finish_reason"]["type"] == "abort"
+    assert_close(logprobs_of(begun), reference(models, "base", begun["output_ids"]))
+    held = asyncio.create_task(server.generate(sampling_params=greedy))
+    if server.backend.kind == "embedded":  # SGLang's process ends there
+        assert (await server.post("/continue_generation"))[0] == 400
+        assert (await server.update("next", "1"))[0] == 400
+    server.release()
+    order = BeginUpdate(
+        0,
+        server.backend.url,
+        1,
+        Target(1, str(server.backend.models["base"])),
+        PauseMode.abort,
+        released=frozenset(MemoryTag),
+        rested=True,
+    )
+    resumed: list[frozenset[MemoryTag]] = []
+    transport, note = DiskManagerEnd(), lambda tags: resumed.append(frozenset(tags))
+    await update_server(order, client, transport, timeout_s=LIMIT_S, resumed=note)
+    assert resumed == [{MemoryTag.weights}, {MemoryTag.kv_cache, MemoryTag.cuda_graph}]
+    assert (await held)["output_ids"] == expected
+    output = await server.generate(sampling_params=greedy)
+    assert (output["output_ids"], output["meta_info"]["weight_version"]) == (expected, "1")
 
 
 async def test_a_failed_update_in_place_leaves_no_server_that_cannot_be_updated(

@@ -38,10 +38,10 @@ def terminal_values(inputs: AdvantageInputs) -> Tensor:
 
 
 def required_values(inputs: AdvantageInputs) -> Tensor:
-    """The critic's values per token.
+    """Return the critic's values per token.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the inputs have no values.
     """
     if inputs.values_T is None:
         raise ValueError("values_T is None but GAE needs a critic; add the critic to the graph or choose grpo or rloo")

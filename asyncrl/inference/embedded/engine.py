@@ -6,6 +6,9 @@ lock. With neither commands nor runnable samples the thread sleeps on a conditio
 Pausing stops the steps: `abort` ends what is in flight with its partial output, `retract` sends it back to the queue to
 be prefilled again (under new weights, then), `in_place` freezes it with its cache. What arrives meanwhile is held.
 
+A paused engine that runs nothing may give the memory of its weights and cache back (`release_memory`); before it goes
+on it takes the memory again (`resume_memory`) and has its weights updated.
+
 A weight update takes effect between two steps. Paused, at once; otherwise it waits until the samples that were there
 before it have finished, while later ones are held, unless it is told to abort them.
 """
@@ -16,6 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +34,7 @@ from asyncrl.inference.embedded.decoding.batch import DecodeBatch, Detokenize
 from asyncrl.inference.embedded.jobs import JobTable
 from asyncrl.inference.embedded.limits import RequestLimits
 from asyncrl.inference.embedded.model.engine_parity import check_parity, refuse_unserved
+from asyncrl.inference.embedded.model.memory import EngineMemory
 from asyncrl.inference.embedded.model.model_io import ModelRunner
 from asyncrl.inference.embedded.serving.commands import Command, Mailbox
 from asyncrl.inference.embedded.throughput import WorkMeter
@@ -39,11 +44,13 @@ from asyncrl.inference.embedded.types import (
     GenerationInput,
     GenerationOutput,
     Job,
+    MemoryStateError,
     RequestError,
     ShownPrompt,
 )
-from asyncrl.inference.messages import PauseMode
+from asyncrl.inference.messages import MemoryTag, PauseMode
 from asyncrl.models.pictures import Pictures
+from asyncrl.models.storages import own_storage
 from asyncrl.models.transformers_internals import context_limit
 from asyncrl.weights.model_files.adapters import are_adapters, read_adapters, stage_adapters
 from asyncrl.weights.model_files.loading import WeightUpdateError, apply_weights, load_targets, stage_weights
@@ -79,6 +86,7 @@ class GenerationEngine:
         record_routing: whether requests may ask for the experts that each token went through.
         pictures: of `model`; None: it is served text alone.
         chunked_prefill_size: most tokens of one prompt that are computed between two decode steps.
+        saves_memory: the memory of the weights may be released.
 
     Raises:
         UnsupportedModelError: the engine would not compute what transformers does; says why and what to use.
@@ -101,7 +109,11 @@ class GenerationEngine:
         record_routing: bool = False,
         pictures: Pictures | None = None,
         chunked_prefill_size: int = CHUNKED_PREFILL_SIZE,
+        saves_memory: bool = False,
     ) -> None:
+        if saves_memory:
+            own_storage(model)
+        self._saves_memory = saves_memory
         self._pictures, self.takes_pictures = pictures, pictures is not None
         limit = context_limit(model.config)
         longest = limit if max_model_len is None else max_model_len
@@ -145,6 +157,7 @@ class GenerationEngine:
         self._batch = DecodeBatch(runner, queue, self._jobs.note, detokenize, room=room, part=chunked_prefill_size)
         self._batch.relabel(weight_version)
         self._prefilled_before = runner.prefilled_tokens  # those of the check are nobody's
+        self._memory = EngineMemory(runner)
         self._threads = torch.get_num_threads()
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
@@ -255,6 +268,31 @@ class GenerationEngine:
         """Generate again."""
         return self._mailbox.post(lambda: self._set_paused(None))
 
+    def release_memory(self, tags: Collection[MemoryTag]) -> Future[int]:
+        """Give the memory of these kinds back, while the engine is paused and runs nothing; yields its bytes.
+
+        Raises:
+            MemoryStateError: (from the future) it is not paused, samples are frozen, or it does not save memory.
+        """
+        return self._mailbox.post(lambda: self._release_memory(tags))
+
+    def resume_memory(self, tags: Collection[MemoryTag]) -> Future[None]:
+        """Take the memory of these kinds again; released weights have no values before they are updated."""
+        return self._mailbox.post(lambda: self._memory.resume(tags))
+
+    def _release_memory(self, tags: Collection[MemoryTag]) -> int:
+        if not self._saves_memory:
+            raise MemoryStateError("this server keeps its memory; start it as a guest (generation.guests)")
+        if self._paused is None or self._batch.samples.live or self._batch.long_prompts.held:
+            raise MemoryStateError("memory is released while the server is paused and runs nothing: pause it (abort)")
+        if MemoryTag.weights in tags:
+            self._replaced = None  # an update brings all of them
+        if MemoryTag.kv_cache in tags:
+            self._batch.prefills.forget()
+        freed = self._memory.release(tags)
+        logger.info("released %.1f MiB (%s)", freed / 2**20, ", ".join(sorted(tags)))
+        return freed
+
     def update_weights(
         self, path: str, version: str | None = None, *, flush_cache: bool = True, abort_all: bool = False
     ) -> Future[int]:
@@ -265,6 +303,8 @@ class GenerationEngine:
         Raises:
             WeightUpdateError: (from here or from the future) refused; the old weights keep serving.
         """
+        if MemoryTag.weights in self._memory.released:
+            raise WeightUpdateError("the weights' memory is released; resume it first. The weights were not changed.")
         before = self._replaced
         staged, replaced = self._stage(Path(path))
 
@@ -278,6 +318,7 @@ class GenerationEngine:
                     "flush_cache=false to keep their cache. The weights were not changed."
                 )
             apply_weights(staged)
+            self._memory.has_values = True
             self._replaced = replaced
             self._batch.weights_changed(keep_cache=not flush_cache)
             self.model_path = path
@@ -368,7 +409,9 @@ class GenerationEngine:
             drain.change.run()
 
     def _set_paused(self, mode: PauseMode | None) -> None:
-        """Stop as `mode` says; None goes on."""
+        """Stop as `mode` says; None goes on, which needs all memory."""
+        if mode is None:
+            self._memory.check_complete()
         if mode == PauseMode.abort:
             self._batch.abort(lambda _: True)
         elif mode == PauseMode.retract:

@@ -59,10 +59,11 @@ class EmbeddedHost:
     Args:
         config: the experiment, `model.path` resolved.
         security: the token that clients must send, and TLS; None where the run has no secret.
+        guest: it gives its memory back while the trainer needs the device.
     """
 
-    def __init__(self, config: ExperimentConfig, *, security: HttpSecurity | None) -> None:
-        self._config, self._security = config, security
+    def __init__(self, config: ExperimentConfig, *, security: HttpSecurity | None, guest: bool = False) -> None:
+        self._config, self._security, self._guest = config, security, guest
         self._engine: GenerationEngine | None = None
         self._server: Server | None = None
 
@@ -106,6 +107,7 @@ class EmbeddedHost:
             record_routing=self._config.moe.replay_routing,
             pictures=self._pictures(model, path),
             chunked_prefill_size=generation.chunked_prefill_size,
+            saves_memory=self._guest,
         )
 
     def _pictures(self, model: PreTrainedModel, path: Path) -> Pictures | None:

@@ -116,6 +116,10 @@ class GenerationOutput:
     `[positions, layers, per_token]`. Once the sample has finished, where they were asked for."""
 
 
+class MemoryStateError(RuntimeError):
+    """The engine's memory is in another state than the call needs; nothing was changed."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShownPrompt:
     """A prompt as the model sees it.

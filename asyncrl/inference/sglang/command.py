@@ -75,6 +75,7 @@ def build_command(
     device: Device,
     secrets_file: Path | None,
     scratch: Path,
+    guest: bool = False,
 ) -> ServerCommand:
     """The command of one server.
 
@@ -86,6 +87,8 @@ def build_command(
         secrets_file: YAML file with the API key and where the run's certificate is: every user of the machine can read
             a command line.
         scratch: folder for SGLang's temporary files and Unix sockets; a short path.
+        guest: it gives its memory back while the trainer needs the device. SGLang's memory saver does that on GPUs; on
+            a CPU it takes the calls and keeps the memory.
 
     Raises:
         ValueError: `generation.sglang.args` holds a flag that asyncrl sets.
@@ -111,6 +114,8 @@ def build_command(
     if config.manager.update_mode == UpdateMode.in_place:
         flags["disable_radix_cache"] = True  # it is never emptied then, and hands out keys of ever older weights
         flags["disable_overlap_schedule"] = True  # a step under way would be told as one of the new weights
+    if guest and device == Device.cuda:
+        flags["enable_memory_saver"] = True
     if device == Device.cpu:
         flags |= _cpu_flags(config)
     user = {key.lstrip("-").replace("-", "_"): value for key, value in generation.sglang.args.items()}

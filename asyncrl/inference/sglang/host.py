@@ -49,6 +49,7 @@ class SGLangHost:
         device: what it runs on.
         security: the token that it asks for, and TLS; None where the run has no secret.
         log: where its output goes.
+        guest: see `build_command`.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class SGLangHost:
         device: Device,
         security: HttpSecurity | None,
         log: logging.Logger,
+        guest: bool = False,
     ) -> None:
+        self._guest = guest
         self._config, self._device, self._security, self._log = config, device, security, log
         self._preferred_scratch = run_dir / "tmp" / scratch
         self._scratch: Path | None = None
@@ -93,6 +96,7 @@ class SGLangHost:
             device=self._device,
             secrets_file=_write_secrets(self._scratch, self._security),
             scratch=self._scratch,
+            guest=self._guest,
         )
         token = None if self._security is None else self._security.token
         self._tree = ProcessTree(command.argv, command.env, grace_s=_STOP_GRACE_S, log=self._log, redact=token)

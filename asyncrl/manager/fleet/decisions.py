@@ -35,18 +35,22 @@ States of a server::
 - Every update pauses the server, a drained one too: requests that arrive nevertheless are held, and never run while
   weights are replaced. A quarantined server has unknown weights, so its requests are always interrupted.
 
+Servers on the trainer's devices take turns with it, by two more states (`asyncrl.manager.fleet.turns`).
+
 Every order carries its `attempt`; outcomes of cancelled attempts are ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
 
 from asyncrl.comm.backoff import Backoff
-from asyncrl.inference.client import PauseMode
+from asyncrl.comm.names import GuestMemory
+from asyncrl.inference.client import MemoryTag, PauseMode
+from asyncrl.manager.fleet.turns import GuestTurns, Rest
 from asyncrl.manager.settings import UpdateMode
 
 _PAUSES: dict[UpdateMode, PauseMode] = {
@@ -69,6 +73,11 @@ class ServerState(StrEnum):
     DRAINING = "draining"
     UPDATING = "updating"
     QUARANTINED = "quarantined"
+    RELEASING = "releasing"
+    RESTING = "resting"
+
+
+_UNDER_WAY = (ServerState.UPDATING, ServerState.RELEASING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ class BeginUpdate:
     """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`.
 
     `frozen`: an update in place failed before, so requests may be frozen. `had`: the version that it served until now;
-    None if unknown.
+    None if unknown. `released`: kinds of memory that the server may have given back; `rested`: it has, and is paused.
     """
 
     server: int
@@ -100,6 +109,8 @@ class BeginUpdate:
     pause: PauseMode
     frozen: bool = False
     had: int | None = None
+    released: frozenset[MemoryTag] = frozenset()
+    rested: bool = False
 
     @property
     def keeps_requests(self) -> bool:
@@ -128,7 +139,7 @@ class CheckHealth:
     url: str
 
 
-Order = BeginUpdate | CancelUpdate | CheckHealth
+Order = BeginUpdate | CancelUpdate | CheckHealth | Rest
 
 
 @dataclass(slots=True)
@@ -136,7 +147,7 @@ class ServerLife:
     """One server. `version` is what it serves, None while nobody knows; `due`, in s, when its state has to change.
 
     `had` is what it served before the update under way, None where nobody knew; `damaged` the newest version whose
-    files it refused.
+    files it refused; `released` what memory it has given back, or may have.
     """
 
     index: int
@@ -152,6 +163,7 @@ class ServerLife:
     had: int | None = None
     damaged: int | None = None
     checking: bool = False
+    released: frozenset[MemoryTag] = frozenset()
 
 
 @dataclass(slots=True)
@@ -185,11 +197,19 @@ class FleetDecisions:
         update_timeout_s: an update that takes longer has failed.
         update_fraction: of the servers, those that may be out of service for an update at a time; above 0, at most 1.
         staged: hosts share no folder, so that a server can have what `arrived` on its host.
+        guests: servers that take turns with the trainer; None: there are none.
     """
 
     def __init__(
-        self, mode: UpdateMode, update_timeout_s: float, update_fraction: float = 1.0, *, staged: bool = False
+        self,
+        mode: UpdateMode,
+        update_timeout_s: float,
+        update_fraction: float = 1.0,
+        *,
+        staged: bool = False,
+        guests: GuestTurns | None = None,
     ) -> None:
+        self.guests = guests or GuestTurns()
         self._mode = mode
         self._fraction = update_fraction
         self._timeout_s = update_timeout_s
@@ -198,6 +218,7 @@ class FleetDecisions:
         self._cancelled: list[CancelUpdate] = []
         self._there: dict[str, Target] | None = {} if staged else None
         self.target: Target | None = None
+        self._before: Target | None = None
         self._targets: dict[int, Target] = {}
 
     @property
@@ -218,7 +239,7 @@ class FleetDecisions:
     def publish(self, target: Target) -> None:
         """Newer weights are there. An older target than the present one is ignored."""
         if self.target is None or target.version > self.target.version:
-            self.target = target
+            self._before, self.target = self.target, target
 
     def assign(self, server: int, target: Target) -> None:
         """Bring this server to `target`, whether newer or older than its weights; other targets are not for it."""
@@ -243,8 +264,12 @@ class FleetDecisions:
         reading = [life for life in self._servers.values() if host in (None, host_of(life.url))]
         return about_to | {life.goal.version for life in reading if life.goal is not None}
 
-    def register(self, index: int, url: str, version: int, now: float) -> bool:
-        """The server at `url` is there with `version`; whether it was not known yet. Its other lives are over."""
+    def register(self, index: int, url: str, version: int, now: float, *, memory: GuestMemory | None = None) -> bool:
+        """The server at `url` is there with `version`; whether it was not known yet. Its other lives are over.
+
+        Args:
+            memory: of a guest, what a manager before this one recorded last.
+        """
         known = self._servers.get(index)
         if known is not None and known.url == url:
             return False
@@ -254,6 +279,9 @@ class FleetDecisions:
         life = ServerLife(index, url, version, ServerState.SERVING if current else ServerState.QUARANTINED, due=now)
         if not current:
             life.reason = f"new at version {version}"
+        if memory is not None and memory.url == url:
+            life.state = ServerState.RESTING if memory.released else ServerState.QUARANTINED
+            life.version, life.released = None, frozenset(MemoryTag)
         self._servers[index] = life
         return True
 
@@ -262,7 +290,7 @@ class FleetDecisions:
         life = self._servers.pop(index, None)
         if life is None:
             return False
-        if life.state is ServerState.UPDATING:
+        if life.state in _UNDER_WAY:
             self._cancelled.append(CancelUpdate(index, life.attempt))
         return True
 
@@ -275,16 +303,21 @@ class FleetDecisions:
         leaving = self._leaving()
         for life in self.servers:
             match life.state:
-                case ServerState.UPDATING if now >= life.due:
+                case ServerState.UPDATING | ServerState.RELEASING if now >= life.due:
+                    what = "update" if life.state is ServerState.UPDATING else "release of its memory"
                     orders.append(CancelUpdate(life.index, life.attempt))
-                    self._quarantine(life, f"update took longer than {self._timeout_s:g} s", now)
+                    self._quarantine(life, f"{what} took longer than {self._timeout_s:g} s", now)
+                case _ if self.guests.must_rest(life.index):
+                    orders += self._rest(life, now)
+                case ServerState.RESTING if self.guests.may_wake:
+                    orders.append(self._begin(life, now))
                 case ServerState.SERVING if self._outdated(life) and leaving.take_one():
                     if self._mode == UpdateMode.finish:
                         life.state = ServerState.DRAINING
                     else:
                         orders.append(self._begin(life, now))
                 case ServerState.QUARANTINED if now >= life.due and not life.checking and not self._waits(life):
-                    orders.append(self._check(life) if self._wanted(life.index) is None else self._begin(life, now))
+                    orders.append(self._check(life) if self._goal_of(life) is None else self._begin(life, now))
         for life in self.servers:
             if life.state is ServerState.DRAINING and not running.get(life.index):
                 orders.append(self._begin(life, now))
@@ -292,7 +325,7 @@ class FleetDecisions:
 
     def next_due(self) -> float | None:
         """When `poll` has something to do next even if nothing happens until then."""
-        timed = (ServerState.UPDATING, ServerState.QUARANTINED)
+        timed = (*_UNDER_WAY, ServerState.QUARANTINED)
         lives = [life for life in self._servers.values() if life.state in timed and not life.checking]
         return min((life.due for life in lives if not self._waits(life)), default=None)
 
@@ -306,10 +339,39 @@ class FleetDecisions:
         life.failures = life.health_failures = 0
         life.goal = None
         life.reason = ""
+        life.released = frozenset()
         return True
 
+    def released(self, server: int, attempt: int) -> bool:
+        """The server has given its memory back; whether the attempt was still wanted."""
+        life = self._attempted(server, attempt)
+        if life is None:
+            return False
+        life.state, life.reason, life.failures = ServerState.RESTING, "", 0
+        return True
+
+    def resumed(self, server: int, attempt: int, tags: Collection[MemoryTag]) -> None:
+        """The server has memory of these kinds again."""
+        if (life := self._attempted(server, attempt)) is not None:
+            life.released -= frozenset(tags)
+
+    @property
+    def not_resting(self) -> list[ServerLife]:
+        """The guests that have not given their memory back."""
+        return [life for life in self.servers if life.index in self.guests and life.state is not ServerState.RESTING]
+
+    @property
+    def others_serving(self) -> int:
+        """Number of servers that serve and are no guests."""
+        return sum(life.index not in self.guests for life in self._serving())
+
+    def not_known_to_rest(self, registered: Mapping[int, str]) -> list[int]:
+        """Those guests among the servers `registered` (URL by index) that are not known to rest at that URL."""
+        resting = {life.index: life.url for life in self.servers if life.state is ServerState.RESTING}
+        return [index for index, url in registered.items() if index in self.guests and resting.get(index) != url]
+
     def failed(self, server: int, attempt: int, reason: str, now: float) -> bool:
-        """The update or check failed; whether the attempt was still wanted."""
+        """The update, check or release failed; whether the attempt was still wanted."""
         life = self._attempted(server, attempt)
         if life is None:
             return False
@@ -321,10 +383,11 @@ class FleetDecisions:
         life = self._attempted(server, attempt)
         if life is None or life.goal is None:
             return False
+        life.damaged = life.goal.version
         if life.had is None:
             self._quarantine(life, reason, now)
             return False
-        life.version, life.damaged = life.had, life.goal.version
+        life.version = life.had
         life.state = ServerState.SERVING
         life.failures = life.health_failures = 0
         life.goal, life.reason = None, reason
@@ -394,6 +457,17 @@ class FleetDecisions:
         """The newest weights that the server can have."""
         return self._wanted(life.index) if self._there is None else self._there.get(host_of(life.url))
 
+    def _goal_of(self, life: ServerLife) -> Target | None:
+        """The weights to bring to a server that has none: of a rest, the initial model if no version is there, and the
+        version before one whose files the server found damaged.
+        """
+        target = self._target_of(life)
+        if not life.released:
+            return target
+        if target is not None and target.version == life.damaged:
+            target = self._before
+        return target or Target(0, self.guests.base)
+
     def _waits(self, life: ServerLife) -> bool:
         """True if the server is quarantined until its host has weights."""
         return life.state is ServerState.QUARANTINED and self.target is not None and self._target_of(life) is None
@@ -406,10 +480,11 @@ class FleetDecisions:
         return _Leaving(places, len(self._serving()), len(under_way), spares_the_last=self._mode == UpdateMode.finish)
 
     def _begin(self, life: ServerLife, now: float) -> BeginUpdate:
-        target = self._target_of(life)
+        target = self._goal_of(life)
         assert target is not None
-        quarantined = life.state is ServerState.QUARANTINED
+        quarantined = life.state in (ServerState.QUARANTINED, ServerState.RESTING)
         pause = PauseMode.abort if quarantined else _PAUSES[self._mode]
+        rested = life.state is ServerState.RESTING
         self._attempts += 1
         life.attempt = self._attempts
         life.state = ServerState.UPDATING
@@ -418,7 +493,19 @@ class FleetDecisions:
         life.goal = target
         life.due = now + self._timeout_s
         frozen = quarantined and self._mode == UpdateMode.in_place
-        return BeginUpdate(life.index, life.url, life.attempt, target, pause, frozen, life.had)
+        return BeginUpdate(life.index, life.url, life.attempt, target, pause, frozen, life.had, life.released, rested)
+
+    def _rest(self, life: ServerLife, now: float) -> Iterator[Rest]:
+        """Order a guest to give its memory back, unless it has, is about to, or waits after a failure."""
+        if life.state in (*_UNDER_WAY, ServerState.RESTING):
+            return
+        if life.state is ServerState.QUARANTINED and now < life.due:
+            return
+        self._attempts += 1
+        life.attempt, life.state, life.checking = self._attempts, ServerState.RELEASING, False
+        life.version, life.due = None, now + self._timeout_s
+        life.released = frozenset(MemoryTag)  # from here on nobody knows
+        yield Rest(life.index, life.url, life.attempt)
 
     def _check(self, life: ServerLife) -> CheckHealth:
         self._attempts += 1
@@ -428,7 +515,7 @@ class FleetDecisions:
 
     def _attempted(self, server: int, attempt: int) -> ServerLife | None:
         life = self._servers.get(server)
-        wanted = life is not None and life.attempt == attempt and life.state is ServerState.UPDATING
+        wanted = life is not None and life.attempt == attempt and life.state in _UNDER_WAY
         return life if wanted else None
 
     def _quarantine(self, life: ServerLife, reason: str, now: float) -> None:

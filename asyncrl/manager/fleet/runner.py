@@ -12,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
+from asyncrl.comm.names import GuestMemory
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, FleetDecisions, ServerState, Target
-from asyncrl.manager.fleet.update import UpdateCheck, update_server
+from asyncrl.manager.fleet.turns import Rest
+from asyncrl.manager.fleet.update import UpdateCheck, rest_server, update_server
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.notifier import Notifier
 from asyncrl.manager.service import ManagerService
@@ -29,11 +32,16 @@ from asyncrl.weights.transports.base import ManagerEnd
 HEALTH_TIMEOUT_S = 5.0
 """`/ready` takes milliseconds; on a machine whose cores are all busy it has been seen to take a second."""
 _LONGEST_IDLE_S = 5.0
+_UNUSED = (ServerState.QUARANTINED, ServerState.RESTING)
 UNKNOWN_VERSION = -1
 """Version of a server whose weights are unknown; it gets no requests."""
 
 
 Log: TypeAlias = "logging.Logger | logging.LoggerAdapter[logging.Logger]"
+
+
+async def _not_recorded(server: int, memory: GuestMemory | None) -> None:
+    """No manager follows."""
 
 
 class WeightsChanged(HttpError):
@@ -54,6 +62,11 @@ class FleetRunner:
         served_version: returns the version by which the gate counts; None: the least of these servers if they are of
             the run's own policy, else the gate does not depend on them.
         clock: seconds in which this process ran, for the limits of updates.
+
+    Attributes:
+        memory: by index the guests whose memory is released, or may be; `on_memory` records each change.
+        changed: the state of a server changed.
+        wake_s: time that the guest which woke last took until it served.
     """
 
     def __init__(
@@ -80,7 +93,11 @@ class FleetRunner:
         self._checks = checks
         self._log = log
         self._clock = clock
-        self._changed = Notifier()
+        self.changed = Notifier()
+        self.memory: dict[int, GuestMemory] = {}
+        self.on_memory: Callable[[int, GuestMemory | None], Awaitable[None]] = _not_recorded
+        self._resident_since: dict[int, float] = {}
+        self.wake_s = 0.0
         self._updates: dict[int, asyncio.Task[None]] = {}
         self._late_checks: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,29 +110,33 @@ class FleetRunner:
         for life in self._decisions.servers:
             if life.index not in servers:
                 self._log.warning("generation server %d (%s) is gone", life.index, life.url)
+                self._left_device(life.index)
                 changed |= self._decisions.deregister(life.index)
         for index, (url, version) in servers.items():
-            if self._decisions.register(index, url, version, self._clock()):
+            memory = self.memory.get(index)
+            if self._decisions.register(index, url, version, self._clock(), memory=memory):
+                if memory is None or memory.url != url:
+                    self._resident_since.setdefault(index, time.time())
                 self._log.info("generation server %d is at %s with version %d", index, url, version)
                 changed = True
         if changed:
             self._show()
-            self._changed.notify()
+            self.changed.notify()
 
     def publish(self, target: Target) -> None:
         """Newer weights were published and checked."""
         self._decisions.publish(target)
-        self._changed.notify()
+        self.changed.notify()
 
     def assign(self, server: int, target: Target) -> None:
         """Bring this server to `target`, which was checked."""
         self._decisions.assign(server, target)
-        self._changed.notify()
+        self.changed.notify()
 
     def arrived(self, host: str, target: Target) -> None:
         """The weights are on the host at this address."""
         self._decisions.arrived(host, target)
-        self._changed.notify()
+        self.changed.notify()
 
     async def run(self) -> None:
         """Carry out what the fleet orders until cancelled."""
@@ -124,6 +145,8 @@ class FleetRunner:
                 loops.create_task(self._watch_health())
                 loops.create_task(self._follow_orders())
         finally:
+            for server in [*self._resident_since]:
+                self._left_device(server)
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -155,6 +178,9 @@ class FleetRunner:
                     case BeginUpdate():
                         self._end_late_check(order.server)
                         self._updates[order.attempt] = self._spawn(self._update(order))
+                    case Rest():
+                        self._end_late_check(order.server)
+                        self._updates[order.attempt] = self._spawn(self._rest(order))
                     case CancelUpdate():
                         self._cancel(order)
                     case CheckHealth():
@@ -166,7 +192,7 @@ class FleetRunner:
         """Until something changed, the next deadline, or (while a server is drained) a request ended."""
         due = self._decisions.next_due()
         limit_s = _LONGEST_IDLE_S if due is None else min(_LONGEST_IDLE_S, max(0.0, due - self._clock()))
-        changes = {self._changed.next()}
+        changes = {self.changed.next()}
         if any(life.state is ServerState.DRAINING for life in self._decisions.servers):
             changes.add(self._service.progress.next())
         await asyncio.wait(changes, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -177,9 +203,15 @@ class FleetRunner:
         began, began_at, served = self._clock(), time.time(), False
         client = GenerationServerClient(self._http, order.url)
         try:
+            if order.released:
+                self._resident_since.setdefault(order.server, began_at)
+                await self._record(order.server, GuestMemory(order.url, released=False))
             checks = () if order.keeps_requests else self._checks
+            resumed = partial(self._decisions.resumed, order.server, order.attempt)
             limit_s = self._config.update_timeout_s
-            await update_server(order, client, self._transport, timeout_s=limit_s, checks=checks)
+            await update_server(order, client, self._transport, timeout_s=limit_s, checks=checks, resumed=resumed)
+            if order.released:
+                await self._record(order.server, None)
         except DamagedVersion as error:
             if self._decisions.refused(order.server, order.attempt, str(error), self._clock()):
                 told = "v%d is damaged; generation server %d keeps v%d: %s"
@@ -192,6 +224,8 @@ class FleetRunner:
         else:
             if served := self._decisions.succeeded(order.server, order.attempt):
                 took_ms = 1e3 * (self._clock() - began)
+                if order.rested:
+                    self.wake_s = took_ms / 1e3
                 self._log.info("generation server %d serves v%d (%.0f ms)", order.server, order.target.version, took_ms)
                 if order.keeps_requests and self._checks:
                     self._late_checks[order.server] = self._spawn(self._check_late(order, client))
@@ -200,7 +234,40 @@ class FleetRunner:
             lane = f"generation_server/{order.server}"
             observer.span("update", began_at, time.time(), lane=lane, version=order.target.version, served=served)
         self._show()
-        self._changed.notify()
+        self.changed.notify()
+
+    async def _rest(self, order: Rest) -> None:
+        client, began = GenerationServerClient(self._http, order.url), self._clock()
+        try:
+            await self._record(order.server, GuestMemory(order.url, released=False))
+            await rest_server(client, timeout_s=self._config.update_timeout_s)
+            await self._record(order.server, GuestMemory(order.url, released=True))
+        except HttpError as error:
+            if self._decisions.failed(order.server, order.attempt, str(error), self._clock()):
+                self._log.warning("generation server %d did not give its memory back: %s", order.server, error)
+        else:
+            if self._decisions.released(order.server, order.attempt):
+                self._left_device(order.server)
+                took_ms = 1e3 * (self._clock() - began)
+                self._log.info("generation server %d has given its memory back (%.0f ms)", order.server, took_ms)
+        finally:
+            self._updates.pop(order.attempt, None)
+        self._show()
+        self.changed.notify()
+
+    async def _record(self, server: int, memory: GuestMemory | None) -> None:
+        """Record what is known of the guest's memory, before it changes and when it has; None: it has all of it."""
+        if memory is None:
+            self.memory.pop(server, None)
+        else:
+            self.memory[server] = memory
+        await self.on_memory(server, memory)
+
+    def _left_device(self, server: int) -> None:
+        """Write the span in which the server had memory on its device, if it is a guest."""
+        since = self._resident_since.pop(server, None)
+        if since is not None and server in self._decisions.guests:
+            observer.span("resident", since, time.time(), lane=f"generation_server/{server}")
 
     async def _check_late(self, order: BeginUpdate, client: GenerationServerClient) -> None:
         """Check a server that serves already; one that fails leaves service, and hands nothing more out."""
@@ -213,7 +280,7 @@ class FleetRunner:
             if self._decisions.contradicted(order.server, order.attempt, str(error), self._clock()):
                 self._log.warning("generation server %d: no v%d: %s", order.server, order.target.version, error)
                 self._show()
-                self._changed.notify()
+                self.changed.notify()
                 try:
                     await client.pause(PauseMode.retract, timeout_s=self._config.update_timeout_s)
                 except HttpError as unpaused:
@@ -260,7 +327,7 @@ class FleetRunner:
             self._checking.discard(url)
         if changed or ordered:
             self._show()
-            self._changed.notify()
+            self.changed.notify()
 
     def _show(self) -> None:
         """Tell the router and the gate which servers get requests, and clients which ones they lost."""
@@ -274,10 +341,10 @@ class FleetRunner:
                 self._router.remove(index)
                 self._service.server_lost(url)
                 del self._shown[index]
-            elif in_use and life.state is ServerState.QUARANTINED:
+            elif in_use and life.state in _UNUSED:  # what reached a server that rests already is answered nowhere
                 self._service.server_lost(url)
         for index, life in lives.items():
-            self._shown[index] = (life.url, life.state is not ServerState.QUARANTINED)
+            self._shown[index] = (life.url, life.state not in _UNUSED)
             version = UNKNOWN_VERSION if life.version is None else life.version
             self._router.update(index, life.url, version, life.state is ServerState.SERVING)
         self._service.routes_changed(self._served_version())

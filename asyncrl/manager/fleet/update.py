@@ -1,11 +1,13 @@
-"""One weight update of one generation server: pause, load, continue, check."""
+"""One weight update of one generation server: pause, load, continue, check; and one rest, before and after which its
+memory goes and comes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from asyncrl.comm.http.calls import HttpError
-from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
+from asyncrl.inference.client import DamagedVersion, GenerationServerClient, MemoryTag, PauseMode
 from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.base import ManagerEnd
@@ -23,8 +25,12 @@ async def update_server(
     *,
     timeout_s: float,
     checks: Sequence[UpdateCheck] = (),
+    resumed: Callable[[Collection[MemoryTag]], None] = lambda _: None,
 ) -> None:
     """Bring the server to the order's target, then let it generate again.
+
+    One that rested is paused. Its weights get their memory first, and what remains only after the update: what reads
+    the weights may need room meanwhile. `resumed` is told what has its memory again.
 
     Running requests are answered or kept, as the order says; new ones wait until the server has its weights. If a step
     or a check fails the server stays paused: its weights are unknown, so it must not generate. A server that refuses
@@ -34,10 +40,34 @@ async def update_server(
         DamagedVersion: the server continues with the version that it had.
         HttpError: a step or a check failed.
     """
-    await _pause(order, client, timeout_s)
+    if not order.rested:
+        await _pause(order, client, timeout_s)
+    await _resume_memory(order.released & {MemoryTag.weights}, client, resumed, timeout_s)
     await _load(order, client, transport, timeout_s)
+    await _resume_memory(order.released - {MemoryTag.weights}, client, resumed, timeout_s)
     await client.resume()
     await _check(order, client, checks, timeout_s)  # after it: a paused server answers nothing
+
+
+async def rest_server(client: GenerationServerClient, *, timeout_s: float) -> None:
+    """Have the server answer what runs with what it has, and give its memory back; it stays paused.
+
+    Raises:
+        HttpError: a call failed; what memory it has is unknown.
+    """
+    await client.pause(PauseMode.abort, timeout_s=timeout_s)
+    await client.release_memory([*MemoryTag], timeout_s=timeout_s)
+
+
+async def _resume_memory(
+    tags: Collection[MemoryTag],
+    client: GenerationServerClient,
+    resumed: Callable[[Collection[MemoryTag]], None],
+    timeout_s: float,
+) -> None:
+    if tags:
+        await client.resume_memory(sorted(tags), timeout_s=timeout_s)
+        resumed(tags)
 
 
 async def _pause(order: BeginUpdate, client: GenerationServerClient, timeout_s: float) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import ManagerClient
@@ -14,11 +18,21 @@ from asyncrl.master.data.score_ahead import AheadScorer
 from asyncrl.master.data.stall import StallWatch
 from asyncrl.master.offline.replay import OfflineGate
 from asyncrl.master.settings import OnStale
+from asyncrl.master.turns import DeviceTurns
 
 _log = logging.getLogger(__name__)
 
+LEND_LOOK_S = 1.0
+"""Time between two looks at whether it pays to lend the devices, while the trainer keeps them."""
 HOLD_S = 10.0
 """Time for which the manager may hold one question about expiring rollouts."""
+
+
+async def _at_most(waiting: Coroutine[Any, Any, object], seconds: float) -> None:
+    """Await `waiting` for so long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await waiting
 
 
 class Batches:
@@ -26,6 +40,7 @@ class Batches:
 
     Args:
         report: reports to the manager what expired, at the version given.
+        turns: has the devices given to servers on them before it waits for rollouts.
         ahead: scores what came, while the step waits for the rest.
     """
 
@@ -37,11 +52,12 @@ class Batches:
         manager: ManagerClient | OfflineGate,
         stall: StallWatch,
         report: Callable[[int], Awaitable[None]],
+        turns: DeviceTurns,
         ahead: AheadScorer,
     ) -> None:
         self._size, self._on_stale = config.train_batch_size, config.on_stale
         self._buffer, self._collector, self._manager = buffer, collector, manager
-        self._stall, self._report, self.ahead = stall, report, ahead
+        self._stall, self._report, self._turns, self.ahead = stall, report, turns, ahead
         self.order = ConfiguredOrder(config.buffer.order)
 
     async def next(self, version: int) -> TrainBatch:
@@ -65,18 +81,33 @@ class Batches:
             self._buffer.expire(version)
             await self._report(version)  # what expired leaves the gate's count: room for what the batch lacks
             missing = self._size - len(self._buffer)
+            if missing > 0 and self._turns.training:  # what the ranks have already spares a switch
+                await self._refreshed(version)
+                missing = self._size - len(self._buffer)
             if missing <= 0:
                 return
+            lent = await self._turns.lend(missing)
             if await self.ahead.piece(version):
                 continue
+            began, before = time.monotonic(), self._buffer.received
             more = self._collector.changed(missing)
-            await self._stall.wait(more, version, "trajectories from the RolloutWorkers")
+            waiting = more if lent else _at_most(more, LEND_LOOK_S)
+            await self._stall.wait(waiting, version, "trajectories from the RolloutWorkers")
+            self._turns.waited(self._buffer.received - before, time.monotonic() - began)
 
     async def _nothing_would_expire(self, version: int) -> None:
         """Hold the step until every rollout that a later step could not train is in the buffer."""
         what = "the end of rollouts that would expire (on_stale=wait)"
         hold_s = min(HOLD_S, self._stall.limit_s / 2)
-        while running := await self._stall.wait(self._manager.wait_expiring(version, hold_s), version, what):
+
+        def asked() -> Coroutine[Any, Any, Sequence[str]]:
+            return self._manager.wait_expiring(version, 0.0 if self._turns.training else hold_s)
+
+        while running := await self._stall.wait(asked(), version, what):
+            self._turns.give()
             _log.info("step %d is held for %d rollouts that would expire", version, len(running))
             self._stall.progressed()  # each ends within `rollout.rollout_timeout_s`: the stall limit is on silence
+        await self._refreshed(version)
+
+    async def _refreshed(self, version: int) -> None:
         await self._stall.wait(self._collector.refresh(), version, "the ModelWorkers to report what they received")

@@ -27,7 +27,15 @@ from asyncrl.comm.name_resolve import NameResolver
 from asyncrl.comm.names import PULLERS
 from asyncrl.comm.push_pull import TrajectoryPusher
 from asyncrl.manager.client import GateStatus
-from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, ReceivedRollout, RunReport
+from asyncrl.manager.messages import (
+    Books,
+    ConsumedReply,
+    DroppedRollout,
+    GateBooks,
+    ReceivedRollout,
+    RunReport,
+    WaitRestingReply,
+)
 from asyncrl.master.peers.connections import NameBoard
 from asyncrl.observe.samples import read_samples, sample_files, trajectories
 from asyncrl.runtime.process.worker import AsyncWorker
@@ -102,6 +110,10 @@ class OfflineGate:
     async def wait_expiring(self, version: int, timeout_s: float) -> list[str]:
         """Return nothing: no rollout runs."""
         return []
+
+    async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
+        """There are no servers."""
+        return WaitRestingReply([])
 
     async def close_gate(self) -> None:
         """Do nothing: this gate admits no rollouts."""

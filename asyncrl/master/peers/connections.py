@@ -220,6 +220,17 @@ class NameBoard:
         except NameEntryNotFound:
             return 0
 
+    def trainer_turn(self) -> names.TrainerTurn | None:
+        """The turn on the devices that the trainer shares with servers which was announced last."""
+        try:
+            return names.TrainerTurn.decode(self._resolver.get(names.TRAINER_TURN_KEY))
+        except NameEntryNotFound:
+            return None
+
+    def announce_turn(self, turn: names.TrainerTurn) -> None:
+        """It is this turn from now on."""
+        self._resolver.add(names.TRAINER_TURN_KEY, turn.encode(), replace=True)
+
     def ledger_has_begun(self) -> bool:
         """Return True if the ledger has the first line of this launch."""
         try:

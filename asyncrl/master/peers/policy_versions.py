@@ -69,6 +69,11 @@ class VersionAnnouncer:
         return self._ended_at if self._running is None else self._clock()
 
     @property
+    def evaluating(self) -> bool:
+        """True while an evaluation runs."""
+        return self._running is not None
+
+    @property
     def put_off(self) -> tuple[int, ...]:
         """The published version whose announcement waits for an evaluation, if there is one."""
         return (self._put_off[0],) if self._put_off else ()

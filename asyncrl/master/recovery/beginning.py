@@ -8,8 +8,8 @@
 4. The previous MasterWorker's open reports are taken over, and the last step's row of metrics is written.
 5. Weights of versions later than this state are removed, and the current ones are published.
 6. The version is announced, unless an evaluation of an older one was cut off: servers keep that one for now.
-7. The ranks are polled, and the manager is told what is known if it begins too: its gate opens. From here on
-   trajectories come in, and the process is ready.
+7. Servers on the trainer's devices have them from here on. The ranks are polled, and the manager is told what is known
+   if it begins too: its gate opens. From here on trajectories come in, and the process is ready.
 8. The evaluation that was cut off is made again; then the version is announced.
 9. The last step is reported, and written into the ledger if its line is missing.
 
@@ -207,6 +207,7 @@ class Beginning:
         parts = self._parts
         parts.collector.start()
         parts.reports.follow(parts.peers.board.manager_process, lambda: parts.version)
+        parts.turns.begin()
         parts.stall.progressed()
         self._ready()
 

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from asyncrl.models.storages import storages
 
 Kept = Callable[[], Iterable[Tensor]]
 
@@ -62,10 +64,10 @@ class HostOffload:
         if self._users:
             return
         self._leave()
-        for device, storage in _storages(self._kept()):
+        for device, storage in storages(self._kept()):
             size = storage.nbytes()
             self._away.append((storage, device, size, self._on_host(storage, device, size)))
-        self._away += [(storage, device, storage.nbytes(), None) for device, storage in _storages(self._scratch())]
+        self._away += [(storage, device, storage.nbytes(), None) for device, storage in storages(self._scratch())]
         for device in {device for _, device, _, _ in self._away if device.type == "cuda"}:
             torch.cuda.synchronize(device)  # what is copied is given up below
         for storage, *_ in self._away:
@@ -76,25 +78,6 @@ class HostOffload:
         if key not in self._hosts or len(self._hosts[key]) != size:  # pinning is slow: each is pinned once
             self._hosts[key] = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         return self._hosts[key].copy_(_bytes_of(storage, device, size), non_blocking=True)
-
-
-def own_storage(module: nn.Module) -> None:
-    """Give each tensor whose storage cannot be emptied a new one: on a CPU, weights that are a memory map of their
-    file.
-    """
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.untyped_storage().resizable():
-            tensor.data = tensor.data.clone()
-
-
-def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[torch.device, torch.UntypedStorage]]:
-    """Yield each storage that can be emptied, once. On a CPU a storage shared with numpy cannot be, and need not be."""
-    seen = set()
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen and storage.nbytes() and storage.resizable():
-            seen.add(storage._cdata)
-            yield tensor.device, storage
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device, size: int) -> Tensor:

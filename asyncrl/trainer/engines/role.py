@@ -20,12 +20,13 @@ from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.models.picture_ids import SeenPicture
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.routing import Routers
+from asyncrl.models.storages import own_storage
 from asyncrl.trainer.batches.micro_batch import MicroBatch, ShownTokens, micro_batches, wanted_lengths
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch
 from asyncrl.trainer.engines.adamw import ScheduledAdamW
 from asyncrl.trainer.engines.base import TrainingEngine
-from asyncrl.trainer.engines.host_offload import HostOffload, local, own_storage
+from asyncrl.trainer.engines.host_offload import HostOffload, local
 from asyncrl.trainer.model.flops import FlopCount, NotCounted, Work
 from asyncrl.trainer.parallel.rank_position import RankPosition
 

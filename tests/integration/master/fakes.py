@@ -13,11 +13,20 @@ from typing import Any, TypeVar
 from msgspec.structs import asdict
 
 from asyncrl.comm.ledger_lines import Admitted, Dropped, PromptGoes, RolloutLine
+from asyncrl.comm.names import TrainerTurn
 from asyncrl.comm.request_reply import Done, Reply, Request
 from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager.client import GateStatus
-from asyncrl.manager.messages import Books, ConsumedReply, DroppedRollout, GateBooks, ReceivedRollout, RunReport
+from asyncrl.manager.messages import (
+    Books,
+    ConsumedReply,
+    DroppedRollout,
+    GateBooks,
+    ReceivedRollout,
+    RunReport,
+    WaitRestingReply,
+)
 from asyncrl.master.graph.builtin import grpo
 from asyncrl.master.parts import Peers, assemble
 from asyncrl.master.train_loop import TrainLoop
@@ -230,6 +239,14 @@ class FakeManager:
     abandoned: int | None = None
     measured: list[tuple[str, float]] = field(default_factory=list)
     versions_in_use: list[int] = field(default_factory=list)
+    resting: list[list[str]] = field(default_factory=list)
+    rests: list[int] = field(default_factory=list)
+    others: int = 0
+    wake_s: float = 0.0
+
+    async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
+        self.rests.append(turn)
+        return WaitRestingReply(self.resting.pop(0) if self.resting else [], self.others, self.wake_s)
 
     async def report_consumed(
         self,
@@ -320,6 +337,13 @@ class FakeBoard:
     versions: list[int] = field(default_factory=list)
     starting: bool = False
     begun: int | None = None
+    turns: list[TrainerTurn] = field(default_factory=list)
+
+    def trainer_turn(self) -> TrainerTurn | None:
+        return self.turns[-1] if self.turns else None
+
+    def announce_turn(self, turn: TrainerTurn) -> None:
+        self.turns.append(turn)
 
     def producers_start(self) -> bool:
         return self.starting

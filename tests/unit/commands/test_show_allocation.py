@@ -13,12 +13,15 @@ from safetensors.torch import load_file
 from asyncrl.comm.names import GENERATION_SERVER
 from asyncrl.commands.before_start import checks as before_start
 from asyncrl.commands.before_start.checks import validate
+from asyncrl.commands.guest_memory import problems, shared_devices
 from asyncrl.commands.show_allocation import (
     GIB,
     RUNTIME_BYTES,
     RankRow,
+    _models,
     allocation,
     beside_servers,
+    guests_without_room,
     show_allocation,
     warnings,
 )
@@ -27,6 +30,7 @@ from asyncrl.config.load import load_experiment
 from asyncrl.config.setting import ConfigError, Device, Dtype
 from asyncrl.inference.settings import GenerationBackend
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.runtime.exit_codes import EXIT_CONFIG
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process import hardware
 from asyncrl.trainer.placement import placement
@@ -108,6 +112,40 @@ def test_what_sglang_takes_of_a_shared_gpu_is_not_a_ranks(
     assert beside_servers(config, {"0": 80 * GIB}) == {"0": 60 * GIB}
     config.generation.servers = 2
     assert beside_servers(config, {"0": 80 * GIB, "1": GIB}) == {"0": 45 * GIB, "1": GIB}
+
+
+def test_guests_and_ranks_count_with_the_larger_of_both(
+    config: ExperimentConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gpus" / "one").mkdir(parents=True)
+    monkeypatch.setattr(hardware, "_GPUS", tmp_path / "gpus")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config.generation.guests, config.generation.backend = "all", GenerationBackend.sglang
+    config.generation.sglang.args = {"mem_fraction_static": 0.8}
+    assert beside_servers(config, {"0": 80 * GIB}) == {"0": 80 * GIB}
+    config.generation.backend, config.generation.max_total_tokens = GenerationBackend.embedded, 1 << 24
+    rows, graph = rows_of(config), load_graph(config)
+    model = _models(config, graph, placement(config, graph), None)["actor"]
+    (kept,) = shared_devices(config, model, [("0", rows[0].need)], GIB)
+    sizes = model.sizes
+    cache = 2 * (sizes.layers + 1) * sizes.key_value_heads * sizes.head_size * config.generation.max_total_tokens * 2
+    assert kept.serving == 2 * model.numel + cache
+    assert (kept.training, kept.kept) == (rows[0].need.total, rows[0].need.kept)
+    assert kept.peak == kept.kept + kept.serving + 2 * GIB > kept.training + 2 * GIB
+    config.trainer.offload = True
+    (away,) = shared_devices(config, model, [("0", rows[0].need)], GIB)
+    assert (away.kept, away.peak) == (0, away.serving + 2 * GIB)
+    assert problems([away], {"0": away.peak}) == []
+    (message,) = problems([away], {"0": away.peak - GIB // 2})
+    assert "0.5 GiB are missing" in message
+    config.generation.max_total_tokens = 1024
+    (small,) = shared_devices(config, model, [("0", rows[0].need)], GIB)
+    assert small.peak == small.training + 2 * GIB
+    monkeypatch.setattr("asyncrl.commands.show_allocation.gpu_details", lambda: {"0": hardware.Gpu("tiny", GIB)})
+    assert show_allocation(config, None) == EXIT_CONFIG
+    assert "in turns with guests" in capsys.readouterr().out
+    (refused,) = guests_without_room(config)
+    assert "GPU 0 needs" in refused
 
 
 def test_ranks_on_the_cpu_share_the_machines_memory() -> None:

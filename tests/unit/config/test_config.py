@@ -222,8 +222,8 @@ def test_keys_of_a_mapping_need_no_plus_sign() -> None:
             ["policies: 'a': algorithm.advantage='grpoo'", "grpo"],
         ),
         (
-            ["policies=[{name: a, trained: true, algorithm: {graph: ppo}}]"],
-            ["algorithm.graph='ppo': only the run's own"],
+            ["policies=[{name: a, trained: true, algorithm: {critic: {ranks: own}}}]"],
+            ["policies: 'a': algorithm.critic: with several", "leave parallel and ranks out"],
         ),
         (
             ["policies=[{name: a, trained: true}]", "algorithm.advantage.name=remax"],

@@ -118,25 +118,37 @@ def test_slots_hold_the_keys_and_values_that_each_prefix_has_alone(kind: str) ->
     runner = ModelRunner(build(kind, **MODELS[kind]), 4096)
     runner.prefill_tokens = 40
 
-    def filled(found: list[Prefix], pairs: int | None) -> list[list[torch.Tensor]]:
+    def filled(
+        found: list[Prefix], pairs: int | None, bases: dict[Prefix, int] | None = None
+    ) -> list[list[torch.Tensor]]:
         slots: dict[Prefix, list[int]] = {}
         for number, prefix in enumerate(found):
             slots.setdefault(prefix, []).append(number)
         runner.cache, runner.pairs_per_token = runner.new_cache(4096), pairs
         runner.cache.reserve(len(found), max(map(len, found)) + 1, 0, 0)
-        before = runner.prefilled_tokens
+        begun: dict[Prefix, list[int]] = {}
+        for prefix, own in slots.items():
+            if bases and bases[prefix]:
+                begun.setdefault(prefix[: bases[prefix]], []).extend(own)
         with torch.inference_mode():
-            shared = runner.prefill(slots)
-        assert runner.prefilled_tokens - before == sum(map(len, slots)) - sum(shared.values())
+            runner.prefill(begun)
+            before = runner.prefilled_tokens
+            shared = runner.prefill(slots, bases)
+        known = 0 if bases is None else sum(bases[prefix] for prefix in slots)
+        assert runner.prefilled_tokens - before == sum(map(len, slots)) - sum(shared.values()) - known
         held = [tensor for layer in runner.cache.layers for tensor in (layer.keys, layer.values)]
         return [[tensor[row, :, : len(each)] for tensor in held] for row, each in enumerate(found)]  # type: ignore[index]
 
-    @given(st.lists(prefixes, min_size=1, max_size=9))
+    @given(st.lists(prefixes, min_size=1, max_size=9), st.sampled_from([None, TOGETHER]), st.integers(0, 99))
     @settings(max_examples=25, deadline=None)
-    def check(found: list[Prefix]) -> None:
-        for mine, its in zip(filled(found, TOGETHER), filled(found, None), strict=True):
-            for a, b in zip(mine, its, strict=True):
-                torch.testing.assert_close(a, b, rtol=0.0, atol=2e-6)
+    def check(found: list[Prefix], pairs: int | None, seed: int) -> None:
+        draw = Random(seed)
+        bases = {prefix: draw.randrange(len(prefix)) for prefix in found}
+        whole = filled(found, None)
+        for held in (filled(found, TOGETHER), filled(found, pairs, bases)):
+            for mine, its in zip(held, whole, strict=True):
+                for a, b in zip(mine, its, strict=True):
+                    torch.testing.assert_close(a, b, rtol=0.0, atol=2e-6)
 
     check()
 

@@ -10,8 +10,10 @@ import pytest
 
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
+from asyncrl.inference import guest_checks
 from asyncrl.inference.checks import check
 from asyncrl.inference.settings import GenerationBackend
+from asyncrl.manager.settings import PolicyConfig
 from asyncrl.runtime.process import hardware
 
 
@@ -206,3 +208,36 @@ def test_answers_that_leave_no_position_to_a_prompt_are_refused(
     if refused:
         assert messages[0].startswith("rollout.sampling.max_new_tokens=1024: model.path=")
         assert f"takes {positions} tokens" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("generation.guests", "some", "none, all, or a number of the 2 servers"),
+        ("generation.guests", "3", "use all or 1 to 2"),
+        ("samples.only", True, "samples.only"),
+        ("samples.replay", "/somewhere", "samples.replay"),
+        ("manager.update_mode", "in_place", "lose their cache"),
+        ("manager.update_mode", "finish", "interrupted before each step"),
+        ("manager.weight_transport", "tensor", "from the trainer's memory"),
+        ("trainer.score_ahead", True, "trainer.score_ahead=false"),
+        ("policies", [PolicyConfig("past")], "do not rest"),
+        ("system.shared_filesystem", False, "system.shared_filesystem=true"),
+    ],
+)
+def test_what_excludes_guests_is_refused_by_name(setting: str, value: object, said: str) -> None:
+    config = config_of()
+    config.generation.guests, config.generation.servers = "all", 2
+    assert list(guest_checks.problems(config)) == []
+    group, _, leaf = setting.rpartition(".")
+    setattr(vars(config)[group] if group else config, leaf, value)
+    (message,) = guest_checks.problems(config)
+    assert message.startswith("generation.guests=")
+    assert said in message
+
+
+def test_servers_of_others_cannot_be_guests() -> None:
+    config = config_of("sglang")
+    config.generation.guests, config.generation.sglang.urls = "all", ["http://127.0.0.1:30000"]
+    (message,) = guest_checks.problems(config)
+    assert "generation.sglang.urls" in message

@@ -55,6 +55,16 @@ def test_a_gpu_server_is_left_to_size_itself(model_dir: Path, ports: PortBlock) 
 
 
 @pytest.mark.parametrize(
+    ("device", "guest", "saves"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+)
+def test_a_guest_on_a_gpu_can_give_its_memory_back(
+    device: str, guest: bool, saves: bool, model_dir: Path, ports: PortBlock
+) -> None:
+    built = command(ExperimentConfig(), model_dir, ports, device=Device(device), guest=guest)
+    assert ("--enable-memory-saver" in built.argv) == saves
+
+
+@pytest.mark.parametrize(
     ("dtype", "device", "given"),
     [("auto", "cpu", "float32"), ("auto", "cuda", "bfloat16"), ("float32", "cuda", "float32")],
 )

@@ -28,6 +28,25 @@ def plans_of(config: ExperimentConfig, gpus: int) -> dict[str, WorkerPlan]:
     return {plan.name: plan for plan in plan_workers(config, tuple(map(str, range(gpus))))}
 
 
+def test_guests_are_on_the_gpus_of_the_training_ranks() -> None:
+    config = ExperimentConfig()
+    config.trainer.parallel, config.generation.servers, config.generation.guests = "d2", 3, "all"
+    plans = plans_of(config, gpus=4)
+    on = {name: plan.resources.gpus for name, plan in plans.items() if plan.kind in (MODEL_WORKER, GENERATION_SERVER)}
+    assert on == {
+        "model_worker/0": ("0",),
+        "model_worker/1": ("1",),
+        "generation_server/0": ("0",),
+        "generation_server/1": ("1",),
+        "generation_server/2": ("0",),
+    }
+    config.generation.guests = "2"
+    lent = [plans_of(config, gpus=4)[f"generation_server/{index}"].resources.gpus for index in range(3)]
+    assert lent == [("2",), ("0",), ("1",)]
+    config.trainer.device = Device.cpu
+    assert plans_of(config, gpus=4)["generation_server/2"].resources.gpus == ("2",)
+
+
 @pytest.mark.parametrize("others", [10, 0])
 def test_on_the_cpu_training_goes_before_everything_else_unless_told_otherwise(others: int) -> None:
     config = ExperimentConfig()

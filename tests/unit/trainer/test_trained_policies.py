@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from asyncrl.api import Agent, ChatClient, Environment, GenerationRequest, Prompt, Sample, SamplingParams, Trajectory
 from asyncrl.config.experiment import ExperimentConfig
@@ -20,10 +23,12 @@ from asyncrl.plugins.datasets.arithmetic import ArithmeticDataset
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
 from asyncrl.reference import Actor, ReferenceConfig, ReferenceTrainer, StepReport
 from asyncrl.trainer.batches.policy_parts import parts_of_policies
+from asyncrl.trainer.batches.step_batch import StepBatch
+from asyncrl.trainer.calls import CallContext, find_function, run_call
 from asyncrl.trainer.model.loading import load_causal_lm
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.placement import model_of, placement, role_placement
-from asyncrl.trainer.roles import build_rank
+from asyncrl.trainer.roles import TrainingRank, build_rank
 from asyncrl.trainer.trajectories.inbox import record_of
 from asyncrl.weights.checkpoints.store import read_state
 
@@ -164,6 +169,62 @@ def test_each_policy_gets_its_own_samples_in_minibatches_of_its_own() -> None:
         assert {steps[number] for steps in parts[1].minibatches} == {2 * number, 2 * number + 1}
     (whole,) = parts_of_policies(rollouts, alone, ())
     assert whole.trajectories is rollouts
+
+
+REWARDED = """
+from asyncrl.master.graph import Call, Graph, POLICY_READS
+
+
+def graph(config, path):
+    return Graph("rewarded", (
+        Call("score", "scorer", "reward", reads=("tokens", "loss_mask"), writes=("scores",), args={"path": path}),
+        Call("advantage", "actor", "advantage", reads=("rewards", "scores", "loss_mask"), writes=("advantages",),
+             args={"rewards": ["rewards", "scores"]}),
+        Call("actor_train", "actor", "actor_train", reads=(*POLICY_READS, "scores")),
+    ))
+"""
+
+
+@pytest.mark.parametrize("graph", ["ppo", "rewarded"])
+def test_a_policy_is_trained_as_by_a_run_of_its_own(
+    graph: str, config: ExperimentConfig, llama_dir: Path, make_batch: Callable[..., StepBatch], tmp_path: Path
+) -> None:
+    algorithm: dict[str, object] = {"graph": graph, "kl_coef": 0.1, "advantage": {"name": "gae"}}
+    if graph == "rewarded":
+        (tmp_path / "own.py").write_text(REWARDED)
+        model = AutoModelForSequenceClassification.from_pretrained(str(llama_dir), num_labels=1)
+        model.config.pad_token_id = 0
+        model.save_pretrained(tmp_path / "scorer")
+        own = f"{tmp_path / 'own.py'}:graph"
+        algorithm = {"graph": own, "graph_args": {"path": str(tmp_path / "scorer")}, "prox": "behave"}
+    run = with_judge(config, path=str(llama_dir), optimizer={"lr": 0.02}, algorithm=algorithm)
+    alone = config_of_policy(run, "judge")
+    rank, other = (build_rank(each, load_graph(each), World(), torch.device("cpu")) for each in (run, alone))
+    assert rank.engines_of("judge").keys() == other.engines.keys()
+    assert len(other.engines) == (3 if graph == "ppo" else 2)
+    for version in range(2):
+        mine = ran(run, rank, "judge", make_batch(version=version))
+        assert mine == ran(alone, other, "", make_batch(version=version))
+    assert mine["actor_train"]["optimizer/steps"] == 2
+
+
+def ran(config: ExperimentConfig, rank: TrainingRank, policy: str, batch: StepBatch) -> dict[str, dict[str, Any]]:
+    """Run the calls of a policy, as `ModelWorker` does; their statistics by the name of the call."""
+    stats = {}
+    for call in [call for call in load_graph(config).order() if call.policy == policy]:
+        context = CallContext(
+            name=call.name,
+            role=policy_and_role(config, call.role)[1],
+            reads=call.reads,
+            writes=call.writes,
+            args=call.args,
+            config=config_of_policy(config, policy),
+            engines=rank.engines_of(policy),
+            ranks=rank.world.place(call.role).data,
+            state=rank.state_of(policy),
+        )
+        stats[call.name.removeprefix(f"{policy}/")] = run_call(find_function(call.function), context, batch)
+    return stats
 
 
 def test_a_checkpoint_has_every_policy(config: ExperimentConfig, tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ masked, so they weigh nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from asyncrl.inference.embedded.decoding.prefix_rows import Targets
+from asyncrl.inference.embedded.decoding.plans import DecodePlan, PartPlan, PrefillPlan
 from asyncrl.inference.embedded.model.states import SlotStates, StateLayer
+from asyncrl.models.storages import storages
 from asyncrl.models.transformers_internals import Cache, CacheLayerMixin, LayerMemory
 
 LENGTH_STEP = 16
@@ -53,46 +53,6 @@ def plan_length(current: int, needed: int, most: int) -> int:
     return min(most, -(-needed // step) * step)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """The next forward is of rows of prefixes (`prefix_rows`).
-
-    Attributes:
-        targets: where each position that a slot takes comes from and goes to.
-        sources_B: a slot that has what was computed before of each row.
-        before: positions of it that are read, of the longest; 0: nothing was computed before.
-        width: tokens of a row.
-    """
-
-    targets: Targets
-    sources_B: Tensor
-    before: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class PartPlan:
-    """The next forward is of a part of one prefix, which no slot takes yet.
-
-    Attributes:
-        known: keys and values before the part, by layer, `[1, kv_heads, positions, dim]`.
-        made: what the forward leaves, by layer, in the form of `SlotCache.read`.
-        states: recurrent states after the part.
-    """
-
-    known: dict[object, tuple[Tensor, Tensor]]
-    made: dict[object, list[Tensor]] = field(default_factory=dict)
-    states: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """The next forward writes one position a row: row r at `positions[r]`."""
-
-    rows: int
-    positions: Tensor
-
-
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's slots. `update` does what the cache's current plan says."""
 
@@ -102,6 +62,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
         self._key_buffer = self._value_buffer = torch.empty(0)
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """What keys and values are views of."""
+        return self._key_buffer, self._value_buffer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the slots once the shape of a key is known."""
@@ -263,6 +228,16 @@ class SlotCache(Cache):
         if not memory.states:
             return SlotLayer(self)
         return HybridLayer(self, memory.states) if memory.keys else StateLayer(memory.states)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values, and of what is spare; states and companions are not counted."""
+        return sum(storage.nbytes() for _, storage in storages(self._buffers()))
+
+    def _buffers(self) -> Iterator[Tensor]:
+        for layer in self._slot_layers:
+            yield from layer.buffers
+        yield from self._spares.values()
 
     def reserve(self, rows: int, length: int, live_rows: int, live_length: int) -> None:
         """Make room for `rows` x `length`, keeping the first `live_length` positions of the first `live_rows` slots."""

@@ -58,9 +58,15 @@ class PackedLinears(TorchFunctionMode):
         ]
         return cls(weights, [_pack(weight) for weight in weights])
 
+    def drop(self) -> int:
+        """Give up the copies until `renew`; returns their bytes."""
+        freed = sum(weight.numel() * weight.element_size() for weight in self.weights) if self.packed else 0
+        self.packed, self._by_id = (), {}
+        return freed
+
     def renew(self) -> None:
         """Pack the weights as they are now, into the memory of the former copies, which are given up first."""
-        self.packed, self._by_id = (), {}
+        self.drop()
         self._hold([_pack(weight) for weight in self.weights])
 
     def _hold(self, packed: Sequence[Tensor]) -> None:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from asyncrl.inference.embedded.decoding.cache import PrefillPlan, SlotCache
+from asyncrl.inference.embedded.decoding.cache import SlotCache
+from asyncrl.inference.embedded.decoding.plans import PrefillPlan
 from asyncrl.inference.embedded.decoding.prefix_rows import Prefix, PrefixRow, RowTensors, batches_of, rows_of
 from asyncrl.inference.embedded.model.cached_attention import (
     Reach,
@@ -151,6 +152,24 @@ class ModelRunner:
         if self.cache.states:
             self._places = states_in_modules(self.model)
             self.cache = self.new_cache(self.cache.limit)
+
+    def drop_cache(self) -> int:
+        """Give up the slots; only while no sample runs. Returns their bytes."""
+        freed = self.cache.nbytes
+        for states in self.cache.states:
+            states.expose({})  # the model's modules hold what it exposed last
+        make_room, self.cache = self.cache.make_room, self.new_cache(self.cache.limit)
+        self.cache.make_room = make_room
+        if self.routing is not None:
+            self.routing = self.routing.of(self.cache)
+        return freed
+
+    def drop_copies(self) -> int:
+        """Give up what was made from the weights, which are about to change. Returns the bytes of packed weights."""
+        freed = self._linears.drop()
+        if self.pictures is not None:
+            self.pictures.weights_changed()
+        return freed
 
     def weights_changed(self) -> None:
         """Forget what was computed from the weights before."""

@@ -207,7 +207,10 @@ class DecodeProgram:
         try:
             with _recording(self._model) as caught:
                 program: Recorded = torch.jit.trace(  # type: ignore[no-untyped-call]
-                    _DecodeStep(self._model, step.masks, self._weights), step.flat(), check_trace=False
+                    _DecodeStep(self._model, step.masks, self._weights),
+                    step.flat(),
+                    check_trace=False,
+                    _store_inputs=False,  # it would keep the packed weights and slots of now for good
                 )
         except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
             self._give_up(f"recording failed: {error!r:.300}")

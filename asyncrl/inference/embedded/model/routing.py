@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.inference.embedded.decoding.cache import PartPlan, PrefillPlan, SlotCache
+from asyncrl.inference.embedded.decoding.cache import SlotCache
+from asyncrl.inference.embedded.decoding.plans import PartPlan, PrefillPlan
 from asyncrl.models.routers import RoutingShape
 
 
@@ -28,6 +29,10 @@ class RoutingSlots:
         self._width = shape.layers * shape.per_token
         self._slots = torch.zeros(0, 0, self._width, dtype=torch.int16, device=device)
         owner.companions.append(self)
+
+    def of(self, owner: SlotCache) -> RoutingSlots:
+        """Choices of the same kind for the slots of another cache."""
+        return RoutingSlots(owner, self._shape, self._device)
 
     def record(self, recorded: Mapping[int, Tensor]) -> None:
         """Write what the forward that the owner planned has chosen: [tokens, per_token] by layer, but dense ones."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from asyncrl.inference.embedded.types import EngineStoppedError
+from asyncrl.inference.embedded.types import EngineStoppedError, MemoryStateError
 from asyncrl.weights.model_files.loading import WeightUpdateError
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class Command(Generic[T]):
             return
         try:
             self.future.set_result(self.function())
-        except WeightUpdateError as error:
+        except (WeightUpdateError, MemoryStateError) as error:
             self.future.set_exception(error)
         except Exception as error:
             self.future.set_exception(error)

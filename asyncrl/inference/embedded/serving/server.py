@@ -4,6 +4,7 @@
     POST /pictures                    the bytes of a picture, for requests that name it by hash
     POST /pause_generation            modes abort, retract, in_place
     POST /continue_generation
+    POST /release_memory_occupation   weights and KV cache, while paused; POST /resume_memory_occupation takes it again
     POST /abort_request               by prefix of the request id, or all
     POST /update_weights_from_disk
     GET  /health, /ready              alive; alive and not paused
@@ -45,10 +46,18 @@ from asyncrl.inference.embedded.serving.requests import (
     handler_error,
     parse_generate,
 )
-from asyncrl.inference.embedded.types import EngineStoppedError, GenerationOutput, Job, RequestError
+from asyncrl.inference.embedded.types import (
+    EngineStoppedError,
+    GenerationOutput,
+    Job,
+    MemoryStateError,
+    RequestError,
+)
 from asyncrl.inference.messages import (
     AbortRequest,
     ContinueRequest,
+    MemoryRequest,
+    MemoryTag,
     MissingPictures,
     PauseRequest,
     PictureRequest,
@@ -105,6 +114,8 @@ class GenerationApp:
             "/pause_generation": HttpRoute(_refusing(self._pause), "POST"),
             "/continue_generation": HttpRoute(_refusing(self._continue), "POST"),
             "/abort_request": HttpRoute(_refusing(self._abort), "POST"),
+            "/release_memory_occupation": HttpRoute(_refusing(self._release_memory), "POST"),
+            "/resume_memory_occupation": HttpRoute(_refusing(self._resume_memory), "POST"),
             "/update_weights_from_disk": HttpRoute(_refusing(self._update_weights), "POST"),
             "/health": HttpRoute(self._health, "GET", open=True),
             "/ready": HttpRoute(self._ready, "GET", open=True),
@@ -195,6 +206,14 @@ class GenerationApp:
         await self._command(self._engine.resume())
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
+    async def _release_memory(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        freed = await self._command(self._engine.release_memory(decode(body, MemoryRequest).tags or [*MemoryTag]))
+        return json_response({"released_bytes": freed})  # SGLang answers null
+
+    async def _resume_memory(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        await self._command(self._engine.resume_memory(decode(body, MemoryRequest).tags or [*MemoryTag]))
+        return json_response(None)
+
     async def _abort(self, request: web.BaseRequest, body: bytes) -> web.Response:
         order = decode(body, AbortRequest)
         if not order.rid and not order.abort_all:
@@ -255,6 +274,8 @@ def _refusing(handler: Callable[[web.BaseRequest, bytes], Awaitable[web.StreamRe
             if isinstance(error, DamagedWeights):
                 body_of_failure["damaged"] = True  # SGLang's has no such field
             raise Refused(400, body_of_failure, "weight_update") from error
+        except MemoryStateError as error:
+            raise Refused(400, handler_error(str(error)).body, "memory_state") from error
         except EngineStoppedError as error:
             raise Refused(503, {"error": {"message": str(error)}}, "engine_stopped") from error
 

@@ -1,0 +1,81 @@
+"""Memory that the engine gives back while it generates nothing, and takes again.
+
+    weights     the parameters' storages are emptied, and the copies in oneDNN's layout dropped: their values are gone,
+                so that a weight update has to follow `resume`
+    kv_cache    the slots are dropped; the cache grows again with the samples that come
+
+What is no parameter (rotary frequencies, other buffers) stays. Every tensor stays the object that it is, so that the
+recorded decode step, views of parts and tied weights need not know.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection
+
+import torch
+
+from asyncrl.inference.embedded.model.model_io import ModelRunner
+from asyncrl.inference.embedded.types import MemoryStateError
+from asyncrl.inference.messages import MemoryTag
+from asyncrl.models.storages import storages
+
+
+class EngineMemory:
+    """The memory of a runner's model and cache.
+
+    Args:
+        runner: whose model has its weights in storages of their own (`own_storage`).
+
+    Attributes:
+        released: kinds that are given back now.
+        has_values: the weights are those of an update or of the start; False once they were given back.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._sizes: list[tuple[torch.UntypedStorage, int]] = []
+        self.released: frozenset[MemoryTag] = frozenset()
+        self.has_values = True
+
+    def release(self, tags: Collection[MemoryTag]) -> int:
+        """Give the memory of these kinds back; kinds that are released already stay so. Returns its bytes."""
+        freed, wanted = 0, frozenset(tags) - self.released
+        if MemoryTag.kv_cache in wanted:
+            freed += self._runner.drop_cache()
+        if MemoryTag.weights in wanted:
+            self.has_values = False
+            freed += self._runner.drop_copies()
+            self._sizes = [(storage, storage.nbytes()) for _, storage in storages(self._runner.model.parameters())]
+            for storage, size in self._sizes:
+                storage.resize_(0)
+                freed += size
+        self.released |= wanted
+        self._return_to_system()
+        return freed
+
+    def _return_to_system(self) -> None:
+        """Have the allocators keep nothing of what is free."""
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc's
+            trim(0)
+
+    def resume(self, tags: Collection[MemoryTag]) -> None:
+        """Take the memory of these kinds again; the weights have no values until they are updated."""
+        if MemoryTag.weights in self.released & frozenset(tags):
+            for storage, size in self._sizes:
+                storage.resize_(size)
+            self._sizes = []
+        self.released -= frozenset(tags)
+
+    def check_complete(self) -> None:
+        """Check that the engine may generate.
+
+        Raises:
+            MemoryStateError: memory is given back, or the weights have no values.
+        """
+        if self.released:
+            raise MemoryStateError(f"the memory of {', '.join(sorted(self.released))} is released; resume it first")
+        if not self.has_values:
+            raise MemoryStateError("the weights were released and have no values; update them first")

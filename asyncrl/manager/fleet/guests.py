@@ -1,0 +1,100 @@
+"""Guests of the trainer's devices, as name resolution knows them: whose turn it is, who rests, who is about to load.
+
+`asyncrl.manager.fleet.turns` has the rule. Here it is told what happens, and the MasterWorker is told when all guests
+rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameResolver, NameResolveTimeout
+from asyncrl.comm.name_resolve.errors import NameEntryNotFound
+from asyncrl.manager import messages as m
+from asyncrl.manager.fleet.decisions import FleetDecisions
+from asyncrl.manager.fleet.runner import FleetRunner
+from asyncrl.manager.service import MAX_HOLD_S
+
+WATCH_S = 0.5
+"""Longest time in seconds that a thread waits for a turn, and that it outlives a stop."""
+LOOK_S = 0.25
+"""Time between two looks at guests that load."""
+
+
+class Guests:
+    """The guests of the fleet that `decisions` and `runner` look after.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(
+        self, resolver: NameResolver, decisions: FleetDecisions, runner: FleetRunner, clock: Callable[[], float]
+    ) -> None:
+        self._resolver, self._decisions, self._runner, self._clock = resolver, decisions, runner, clock
+        self._last: str | None = None
+        runner.on_memory = self._record
+
+    async def take_up(self) -> None:
+        """Learn what a manager before this one did; before any server is known."""
+        with contextlib.suppress(NameEntryNotFound):  # there is none while the ranks load their models
+            self._seen(await asyncio.to_thread(self._resolver.get, names.TRAINER_TURN_KEY))
+        tree = await asyncio.to_thread(self._resolver.get_subtree, names.GUEST_MEMORY)
+        self._runner.memory = {names.index_of(key): names.GuestMemory.decode(value) for key, value in tree.items()}
+
+    async def run(self) -> None:
+        """Follow whose turn it is until cancelled."""
+        watch = self._resolver.watch
+        while True:
+            try:
+                found = await asyncio.to_thread(watch, names.TRAINER_TURN_KEY, WATCH_S, self._last)
+            except NameResolveTimeout:
+                continue
+            self._seen(found)
+
+    def _seen(self, value: str | None) -> None:
+        self._last = value
+        if value is not None:
+            self._decisions.guests.begin(names.TrainerTurn.decode(value))
+            self._runner.changed.notify()
+
+    async def wait_resting(self, request: m.WaitRestingRequest) -> m.WaitRestingReply:
+        """Wait until no guest has memory on a device, or is about to, in the trainer's turn `request.turn`."""
+        deadline = self._clock() + min(request.timeout_s, MAX_HOLD_S)
+        while True:
+            waits_for = await self._in_the_way(request.turn)
+            left_s = deadline - self._clock()
+            if not waits_for or left_s <= 0:
+                return m.WaitRestingReply(waits_for, self._decisions.others_serving, self._runner.wake_s)
+            await self._runner.changed.wait(min(left_s, LOOK_S))
+
+    async def _in_the_way(self, number: int) -> list[str]:
+        """Who keeps turn `number` from beginning, in words."""
+        turn = self._decisions.guests.turn
+        if turn.number < number or not turn.training:
+            return ["the GserverManager, which has not heard of the turn yet"]
+        if not_resting := self._not_resting():
+            return not_resting
+        # A guest says that it loads, looks whose turn it is, loads, registers, and then says no more that it loads: so
+        # one that is not found loading has registered by now, or looks after the turn was announced.
+        loading = await asyncio.to_thread(self._resolver.get_subtree, names.LOADING_GUESTS)
+        if loading:
+            return [f"generation server {names.index_of(key)} (loads its model)" for key in loading]
+        registered = await asyncio.to_thread(self._resolver.get_subtree, names.GENERATION_SERVERS)
+        entries = {names.index_of(key): names.GenerationServerEntry.decode(value) for key, value in registered.items()}
+        unknown = self._decisions.not_known_to_rest({index: entry.url for index, entry in entries.items()})
+        return [f"generation server {index} (new)" for index in unknown] or self._not_resting()
+
+    def _not_resting(self) -> list[str]:
+        return [f"generation server {life.index} ({life.state})" for life in self._decisions.not_resting]
+
+    async def _record(self, server: int, memory: names.GuestMemory | None) -> None:
+        key = names.guest_memory_key(server)
+        if memory is not None:
+            await asyncio.to_thread(self._resolver.add, key, memory.encode(), replace=True)
+            return
+        with contextlib.suppress(NameEntryNotFound):
+            await asyncio.to_thread(self._resolver.delete, key)

@@ -1,0 +1,62 @@
+"""Lending: whether servers on the trainer's devices generate while the trainer waits for data, where others generate
+too. Pure; times in seconds.
+
+Derivation. The batch lacks M rollouts. S servers elsewhere make r rollouts a second each, so without the guests the
+trainer waits w = M / (r S). G guests serve from `wake` on, until there are M rollouts at time t:
+
+    r S t + r G (t - wake) = M      so      t = (M / r + G wake) / (S + G)
+
+and then they take `release` to leave the devices before the step can begin. What lending gains is
+
+    w - t - release = G (w - wake) / (S + G) - release
+
+Guests are lent if that is above 0. Where nobody else serves they always are: w is infinite, and nothing else would ever
+complete the batch. What is not measured yet counts as 0, so that the first wait is lent, which measures it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+WEIGHT = 0.5
+"""Weight of the newest measurement in a running mean."""
+
+
+@dataclass(slots=True)
+class Lending:
+    """What is known of rollouts and switches, and the rule over it.
+
+    Attributes:
+        rate: r, rollouts a second that one server makes, a running mean over waits; None until measured.
+        wake_s: time until guests serve; `release_s`: time until they have left the devices.
+    """
+
+    rate: float | None = None
+    wake_s: float = 0.0
+    release_s: float = 0.0
+    _rollouts: int = 0
+    _server_s: float = 0.0
+
+    def made(self, rollouts: int, server_s: float) -> None:
+        """In this wait `rollouts` came, in so many seconds times the servers that served."""
+        self._rollouts += rollouts
+        self._server_s += server_s
+
+    def wait_ended(self) -> None:
+        """The batch is complete: what was measured in this wait counts from now on."""
+        if self._rollouts and self._server_s > 0.0:
+            rate = self._rollouts / self._server_s
+            self.rate = rate if self.rate is None else WEIGHT * rate + (1 - WEIGHT) * self.rate
+        self._rollouts, self._server_s = 0, 0.0
+
+    def gain(self, missing: int, others: int, guests: int) -> float:
+        """Return the seconds by which the batch is complete earlier if `guests` help the `others`."""
+        if not others or not self.rate:
+            return math.inf
+        waits = missing / (self.rate * others)
+        return guests * (waits - self.wake_s) / (others + guests) - self.release_s
+
+    def lends(self, missing: int, others: int, guests: int) -> bool:
+        """True if guests are to generate while the batch lacks `missing` rollouts; others may do it too."""
+        return self.gain(missing, others, guests) > 0.0

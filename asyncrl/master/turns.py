@@ -1,0 +1,164 @@
+"""The trainer's turns on devices that it shares with generation servers (guests).
+
+The rule. The trainer gives the devices back before it waits for anything that servers do: rollouts for a batch, the end
+of rollouts that would expire, an evaluation. It takes them when it has a batch in hand. So
+
+- a turn never begins before a batch is sure: `take` is called with the batch that is trained next;
+- there is no deadlock: while the trainer waits for data it does not have the devices, and what it waits for while it
+  has them (ranks, files, the manager) needs no guest. A server rests while the buffer lacks B rollouts only until the
+  step under way has ended;
+- no switch is in vain: with B more rollouts in the buffer at the end of a step the next one follows in the same turn.
+  The gate admits at most η + 1 batches ahead, so guests never wait for more steps than that.
+
+With servers elsewhere guests are lent: the trainer gives the devices back only if that completes the batch earlier
+(`asyncrl.master.lending`), and asks again while it waits, so that guests serve as soon as nobody else does.
+
+An evaluation is made by the servers. Where all of them are guests a turn begins only when it is over, and is given back
+if one begins. `asyncrl.manager.fleet.turns` has the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from asyncio import Event
+from functools import partial
+from time import perf_counter
+from typing import Protocol
+
+from asyncrl.comm.names import TrainerTurn
+from asyncrl.manager.messages import WaitRestingReply
+from asyncrl.master.data.stall import StallWatch
+from asyncrl.master.lending import Lending
+from asyncrl.master.peers.policy_versions import VersionAnnouncer
+from asyncrl.observe import observer
+from asyncrl.runtime.process.waiting import or_stop
+
+HOLD_S = 10.0
+"""Time that the manager may hold one question about guests."""
+_log = logging.getLogger(__name__)
+
+
+class TurnBoard(Protocol):
+    """Where turns are announced."""
+
+    def trainer_turn(self) -> TrainerTurn | None:
+        """The turn announced last."""
+
+    def announce_turn(self, turn: TrainerTurn) -> None:
+        """It is this turn from now on."""
+
+
+class AsksGuests(Protocol):
+    """The manager, as far as it looks after guests."""
+
+    async def wait_resting(self, turn: int, timeout_s: float) -> WaitRestingReply:
+        """See `asyncrl.manager.client.ManagerClient`."""
+
+
+class DeviceTurns:
+    """Takes the devices for steps and gives them back; does nothing where there are no guests.
+
+    Args:
+        board: announces turns.
+        manager: knows when all guests rest.
+        stall: limit of the wait for them.
+        announcer: knows which version guests are to have, and whether one is evaluated.
+        stop: ends waits.
+        guests: how many there are.
+        others: servers elsewhere.
+
+    Attributes:
+        guests: how many there are.
+        training: the trainer has the devices, or is about to.
+    """
+
+    def __init__(
+        self,
+        board: TurnBoard,
+        manager: AsksGuests,
+        stall: StallWatch,
+        announcer: VersionAnnouncer,
+        stop: Event,
+        guests: int,
+        others: int = 0,
+    ) -> None:
+        self._board, self._manager, self._stall = board, manager, stall
+        self._announcer, self._stop, self.guests = announcer, stop, guests
+        self._others, self._serving, self._lending = others, others, Lending()
+        self._number, self._began = 0, 0.0
+        self.training = bool(guests)  # while the ranks load their models
+
+    def begin(self) -> None:
+        """The ranks have their models: the devices are the guests' until there is a batch."""
+        if self.guests:
+            before = self._board.trainer_turn()
+            self._number = 0 if before is None else before.number
+            self.give()
+
+    async def lend(self, missing: int) -> bool:
+        """Give the devices to guests while the batch lacks `missing` rollouts, unless others make them sooner than a
+        switch pays; returns whether the guests have them.
+        """
+        if self.training and self._others:
+            told = await self._manager.wait_resting(self._number, 0.0)
+            self._serving, self._lending.wake_s = told.others, told.wake_s
+            if not self._lending.lends(missing, told.others, self.guests):
+                return False
+        self.give()
+        return True
+
+    def waited(self, rollouts: int, seconds: float) -> None:
+        """So many rollouts came in a part of the wait for a batch."""
+        self._lending.made(rollouts, seconds * (self._serving + (0 if self.training else self.guests)))
+
+    def give(self) -> None:
+        """The devices are the guests'."""
+        if not self.training:
+            return
+        if self._began:
+            observer.span("turn", self._began, time.time())
+        self.training = False
+        self._announce()
+
+    async def take(self, version: int) -> float:
+        """Take the devices for the step at `version`; returns the seconds until all guests had left them.
+
+        Raises:
+            StopRequested, Stalled: see `StallWatch.wait`.
+        """
+        began = perf_counter()
+        self._lending.wait_ended()
+        if self.guests and not self._others and self._announcer.evaluating:
+            self.give()
+            await or_stop(self._announcer.evaluation_ended(), self._stop, math.inf)
+        if not self.guests or self.training:
+            return 0.0
+        self.training = True
+        self._announce()
+        with observer.doing("waits for guests to leave the devices", "switch", step=version + 1):
+            hold_s, what = min(HOLD_S, self._stall.limit_s / 2), "guests to give their memory back"
+            asked = partial(self._manager.wait_resting, self._number, hold_s)
+            while waits_for := (await self._stall.wait(asked(), version, what)).waits_for:
+                _log.info("step %d waits for %s", version + 1, ", ".join(waits_for))
+        self._began = time.time()
+        self._lending.release_s = perf_counter() - began
+        return self._lending.release_s
+
+    async def take_to_end(self, limit_s: float) -> None:
+        """Take the devices, for what is saved of a run that was asked to stop; without them after `limit_s`."""
+        if not self.guests or self.training:
+            return
+        self.training = True
+        self._announce()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._manager.wait_resting(self._number, limit_s)
+        except TimeoutError:
+            _log.warning("saving beside guests, which did not leave the devices within %g s", limit_s)
+
+    def _announce(self) -> None:
+        self._number += 1
+        self._board.announce_turn(TrainerTurn(self._number, self.training, self._announcer.announced))

@@ -1,0 +1,106 @@
+"""Servers that take turns with the trainer, in a run in which one dies while it rests, and the manager with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.comm import names
+from asyncrl.comm.name_resolve import NameResolver, make_resolver
+from asyncrl.config.run_dir import NAMES_DIR
+from asyncrl.inference.client import MemoryTag
+
+from ..conftest import LIMIT_S
+
+pytestmark = pytest.mark.slow
+
+STEPS = 8
+ROUNDING_S = 0.002
+"""Times of spans have milliseconds."""
+
+
+def spans(run_dir: Path, *wanted: str) -> list[tuple[float, float, str]]:
+    """Begin, end and lane of the spans of these names, of all processes."""
+    lines = [json.loads(line) for file in run_dir.glob("observed/*.jsonl*") for line in file.read_text().splitlines()]
+    return sorted((line["begin"], line["end"], line.get("lane", "")) for line in lines if line.get("span") in wanted)
+
+
+def all_rest(resolver: NameResolver) -> bool:
+    """True if it is the trainer's turn, and every guest has given its memory back."""
+    entry = resolver.get_subtree(names.TRAINER_TURN_KEY)
+    training = any(names.TrainerTurn.decode(value).training for value in entry.values())
+    memory = [names.GuestMemory.decode(value) for value in resolver.get_subtree(names.GUEST_MEMORY).values()]
+    return training and len(memory) == 2 and all(each.released for each in memory)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def resolver_of() -> Iterator[Callable[[Any], NameResolver]]:
+    made = []
+
+    def of(run: Any) -> NameResolver:
+        made.append(make_resolver("file", str(run.run_dir / NAMES_DIR)))
+        return made[-1]
+
+    yield of
+    for resolver in made:
+        resolver.close()
+
+
+def test_no_step_shares_the_device_with_a_guest_whoever_dies(
+    start_run: Any, resolver_of: Callable[[Any], NameResolver]
+) -> None:
+    run = start_run(
+        total_train_steps=STEPS,
+        eval__interval=4,
+        max_head_offpolicyness=1,
+        generation__guests="all",
+        generation__servers=2,
+        trainer__offload=True,
+    )
+    run.wait_for_step(2)
+    resolver, rank = resolver_of(run), run.worker("model_worker/0")
+    while True:  # a rank that stands still holds the turn
+        until(lambda: all_rest(resolver))
+        rank.suspend()
+        if all_rest(resolver):
+            break
+        rank.resume()
+    killed = run.worker("generation_server/0")
+    killed.kill()
+    run.worker("gserver_manager/0").kill()
+    status = names.status_key(names.GENERATION_SERVER, 0)
+
+    def incarnation() -> int:
+        value = resolver.get_subtree(status).get(status)
+        return 0 if value is None else names.WorkerStatus.decode(value).incarnation
+
+    until(lambda: incarnation() == 1)
+    assert all_rest(resolver), "a guest that begins waits for its turn"
+    rank.resume()
+    assert run.wait() == 0, run.output + run.logs()
+    assert [row["step"] for row in run.rows() if row["step"]] == list(range(1, STEPS + 1))
+    steps, resident = spans(run.run_dir, "train", "publish", "turn"), spans(run.run_dir, "resident")
+    assert {lane for _, _, lane in resident} == {"generation_server/0", "generation_server/1"}
+    beside = [
+        (step, guest)
+        for step in steps
+        for guest in resident
+        if step[0] < guest[1] - ROUNDING_S and guest[0] < step[1] - ROUNDING_S
+    ]
+    assert beside == []
+    last = {index: max(end for _, end, lane in resident if lane.endswith(f"/{index}")) for index in range(2)}
+    assert min(last.values()) > steps[-1][0], "the one that was killed serves again"
+    log = (run.run_dir / "logs" / "generation_server-1.log").read_text()
+    assert log.count("released ") == log.count(f"({', '.join(sorted(MemoryTag))})") >= 2

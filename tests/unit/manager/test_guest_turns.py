@@ -1,0 +1,386 @@
+"""Trainer and guests in any schedule: never together on a device, and never stuck.
+
+The world below does what the processes do, in atomic steps: guests that load, register, die and begin again; managers
+that carry orders out in two steps, fail in the middle, and are replaced; a master that trains a batch once it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.comm.names import GuestMemory, TrainerTurn
+from asyncrl.inference.client import MemoryTag
+from asyncrl.manager.fleet.decisions import (
+    BeginUpdate,
+    CancelUpdate,
+    CheckHealth,
+    FleetDecisions,
+    Order,
+    ServerState,
+    Target,
+)
+from asyncrl.manager.fleet.turns import GuestTurns, Rest
+from asyncrl.manager.settings import UpdateMode
+
+LIMIT_S, BATCH, GUESTS = 10.0, 2, 2
+
+
+@dataclass
+class Process:
+    """A guest's process. `state`: dead, said, waits, loads, up."""
+
+    state: str = "dead"
+    memory: bool = False
+    values: bool = True
+    url: str = ""
+
+
+@dataclass
+class Store:
+    """Name resolution."""
+
+    turn: TrainerTurn | None = None
+    version: int = 0
+    loading: set[int] = field(default_factory=set)
+    registered: dict[int, str] = field(default_factory=dict)
+    memory: dict[int, GuestMemory] = field(default_factory=dict)
+
+
+class World:
+    """All processes of a run; `actions` are what may happen next, `faults` what may go wrong."""
+
+    def __init__(self, others: int = 0) -> None:
+        self.store, self.processes = Store(), {index: Process() for index in range(GUESTS)}
+        self.now, self.urls, self.buffer, self.steps, self.others = 0.0, 0, 0, 0, others
+        self.none_loading = False
+        self.phase = "begins"
+        self.manager()
+
+    # ---- the manager
+
+    def manager(self) -> None:
+        """A manager begins, in the place of the one before."""
+        self.fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns(range(GUESTS), "/base"))
+        self.orders: dict[int, tuple[Order, bool]] = {}
+        self.none_loading = False
+        if self.store.turn is not None:
+            self.fleet.guests.begin(self.store.turn)
+        self.memory = dict(self.store.memory)
+
+    def look(self) -> None:
+        """The manager learns what is in name resolution."""
+        for life in self.fleet.servers:
+            if life.index not in self.store.registered:
+                self.fleet.deregister(life.index)
+        for index, url in self.store.registered.items():
+            self.fleet.register(index, url, 0, self.now, memory=self.memory.get(index))
+        if self.store.version:
+            self.fleet.publish(Target(self.store.version, f"/v{self.store.version}"))
+        self.fleet.guests.announced = self.store.version
+
+    def see_turn(self) -> None:
+        if self.store.turn is not None:
+            self.fleet.guests.begin(self.store.turn)
+
+    def poll(self) -> None:
+        self.now += 1.0
+        for order in self.fleet.poll(self.now, {}):
+            match order:
+                case CancelUpdate():
+                    self.orders.pop(order.attempt, None)
+                case CheckHealth():
+                    if self._at(order.server, order.url) is None:
+                        self.fleet.unhealthy(order.server, order.url, "gone", self.now, gone=True)
+                    else:
+                        self.fleet.healthy(order.server, order.url)
+                case _:
+                    self.orders[order.attempt] = (order, False)
+
+    def _at(self, index: int, url: str) -> Process | None:
+        process = self.processes[index]
+        return process if process.state == "up" and process.url == url else None
+
+    def _record(self, index: int, memory: GuestMemory | None) -> None:
+        for kept in (self.memory, self.store.memory):
+            kept.pop(index, None)
+            if memory is not None:
+                kept[index] = memory
+
+    def carry_out(self, fails: bool = False) -> None:
+        """The oldest order goes on by a step; `fails`: its call is not answered."""
+        if not self.orders:
+            return
+        attempt, (order, begun) = next(iter(self.orders.items()))
+        assert isinstance(order, BeginUpdate | Rest)
+        process, touches = self._at(order.server, order.url), isinstance(order, Rest) or bool(order.released)
+        if touches and not begun:
+            self._record(order.server, GuestMemory(order.url, released=False))
+            self.orders[attempt] = (order, True)
+            return
+        del self.orders[attempt]
+        if process is None or (fails and not begun):
+            self.fleet.failed(order.server, attempt, "gone", self.now)
+            return
+        if isinstance(order, Rest):
+            process.memory = process.values = False
+            if fails:
+                self.fleet.failed(order.server, attempt, "not answered", self.now)
+                return
+            self._record(order.server, GuestMemory(order.url, released=True))
+            self.fleet.released(order.server, attempt)
+            return
+        if order.released:
+            process.memory = True
+            self.fleet.resumed(order.server, attempt, MemoryTag)
+        if fails or not process.memory:  # weights without memory cannot be updated
+            self.fleet.failed(order.server, attempt, "update failed", self.now)
+            return
+        process.values = True
+        if order.released:
+            self._record(order.server, None)
+        self.fleet.succeeded(order.server, attempt)
+
+    # ---- guests
+
+    def move(self, index: int) -> None:
+        """The guest's process does its next step."""
+        process, store = self.processes[index], self.store
+        free = store.turn is not None and not store.turn.training
+        match process.state:
+            case "dead":
+                store.loading.add(index)
+                process.state = "said"
+            case "said" if free:
+                process.state, process.memory, process.values = "loads", True, True
+            case "said":
+                store.loading.discard(index)
+                process.state = "waits"
+            case "waits" if free:
+                store.loading.add(index)
+                process.state = "said"
+            case "loads":
+                self.urls += 1
+                process.url = store.registered[index] = f"http://{self.urls}"
+                process.state = "up"
+            case "up":
+                store.loading.discard(index)
+
+    def die(self, index: int) -> None:
+        """The process is killed; its names go at once, or were renewed by nobody until they went."""
+        self.processes[index] = Process()
+        self.store.registered.pop(index, None)
+        self.store.loading.discard(index)
+
+    # ---- the master
+
+    def generate(self) -> None:
+        """A rollout is made by whoever serves."""
+        serving = [life for life in self.fleet.servers if life.state is ServerState.SERVING]
+        made = [life for life in serving if (process := self._at(life.index, life.url)) is not None]
+        for life in made:
+            process = self.processes[life.index]
+            assert process.memory
+            assert process.values
+        self.buffer += bool(made or self.others)
+
+    def _announce(self, training: bool) -> None:
+        number = 0 if self.store.turn is None else self.store.turn.number
+        self.store.turn = TrainerTurn(number + 1, training=training, version=self.store.version)
+
+    def train(self) -> None:
+        """The master does its next step: as `asyncrl.master.turns` has it."""
+        match self.phase:
+            case "begins":
+                self._announce(training=False)
+                self.phase = "waits"
+            case "waits" if self.buffer >= BATCH:
+                self._announce(training=True)
+                self.phase, self.none_loading = "takes", False
+            case "takes":
+                self._take()
+            case "steps":
+                self.buffer -= BATCH
+                self.store.version += 1
+                self.steps += 1
+                if self.buffer < BATCH:
+                    self._announce(training=False)
+                    self.phase = "waits"
+
+    def _take(self) -> None:
+        """Ask the manager, which reads names in two steps, in the order of `Guests`."""
+        guests = self.fleet.guests
+        assert self.store.turn is not None
+        if guests.turn.number < self.store.turn.number or self.fleet.not_resting:
+            self.none_loading = False
+        elif not self.none_loading:
+            self.none_loading = not self.store.loading
+        else:
+            self.none_loading = False
+            if not self.fleet.not_known_to_rest(self.store.registered) and not self.fleet.not_resting:
+                self.phase = "steps"
+
+    def master_dies(self) -> None:
+        """The master and what it had in hand are replaced."""
+        self.phase = "begins"
+
+    def check(self) -> None:
+        if self.phase == "steps":
+            beside = [index for index, process in self.processes.items() if process.memory]
+            assert not beside, f"guests {beside} have memory while a step runs"
+
+
+def _actions(world: World) -> list[Callable[[], None]]:
+    return [
+        world.look,
+        world.see_turn,
+        world.poll,
+        world.carry_out,
+        world.generate,
+        world.train,
+        *((lambda index=index: world.move(index)) for index in range(GUESTS)),
+    ]
+
+
+def _faults(world: World) -> list[Callable[[], None]]:
+    return [
+        lambda: world.carry_out(fails=True),
+        world.manager,
+        world.master_dies,
+        *((lambda index=index: world.die(index)) for index in range(GUESTS)),
+    ]
+
+
+def _fairly(world: World, steps: int) -> None:
+    """Let everybody go on, without faults, until `steps` more steps are trained."""
+    done = world.steps
+    for _ in range(150):
+        for action in _actions(world):
+            action()
+            world.check()
+        if world.steps >= done + steps:
+            return
+    states = [(life.index, life.state, life.reason) for life in world.fleet.servers]
+    raise AssertionError(f"no {steps} steps: {world.phase}, {world.store}, {states}")
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 1 << 32), faults=st.sampled_from([0.0, 0.05, 0.3]))
+def test_no_step_has_a_guest_beside_it_and_no_schedule_ends_in_a_deadlock(seed: int, faults: float) -> None:
+    world, random = World(), Random(seed)
+    _fairly(world, 1)
+    weights = [random.choice([0.01, 0.1, 1.0, 1.0]) for _ in _actions(world)]  # some processes are slow
+    for _ in range(400):
+        action = random.choices(_actions(world), weights)[0]
+        if random.random() < faults:
+            action = random.choice(_faults(world))
+        for _ in range(random.choice([1, 1, 2, 6])):
+            action()
+            world.check()
+    _fairly(world, 3)
+
+
+def fleet_at(version: int, *, mode: UpdateMode = UpdateMode.interrupt) -> FleetDecisions:
+    """Two guests that serve `version`."""
+    fleet = FleetDecisions(mode, LIMIT_S, guests=GuestTurns(range(2), "/base"))
+    fleet.guests.begin(TrainerTurn(1, training=False, version=0))
+    for index in range(2):
+        fleet.register(index, f"http://{index}", version, 0.0)
+    return fleet
+
+
+def rest(fleet: FleetDecisions, number: int = 2) -> list[Order]:
+    fleet.guests.begin(TrainerTurn(number, training=True, version=0))
+    orders = fleet.poll(0.0, {0: 5})
+    for order in orders:
+        assert isinstance(order, Rest)
+        assert fleet.released(order.server, order.attempt)
+    return orders
+
+
+def wake(fleet: FleetDecisions, version: int, number: int = 3) -> list[Order]:
+    fleet.guests.begin(TrainerTurn(number, training=False, version=version))
+    return fleet.poll(0.0, {})
+
+
+def test_guests_wake_once_the_version_is_known_that_they_are_to_have() -> None:
+    fleet = fleet_at(0)
+    assert len(rest(fleet)) == 2
+    assert fleet.served_version is None
+    assert wake(fleet, version=1) == []
+    fleet.publish(Target(1, "/v1"))
+    fleet.guests.announced = 1
+    orders = fleet.poll(0.0, {})
+    assert [order.target.version for order in orders if isinstance(order, BeginUpdate)] == [1, 1]
+    for order in orders:
+        assert isinstance(order, BeginUpdate)
+        assert order.rested
+        assert order.released == {*MemoryTag}
+        fleet.succeeded(order.server, order.attempt)
+    assert fleet.served_version == 1
+
+
+def test_before_any_version_guests_wake_with_the_initial_model() -> None:
+    fleet = fleet_at(0)
+    rest(fleet)
+    assert [order.target for order in wake(fleet, version=0) if isinstance(order, BeginUpdate)] == [
+        Target(0, "/base")
+    ] * 2
+
+
+def test_a_damaged_version_leaves_a_rested_guest_the_one_before() -> None:
+    fleet = fleet_at(0)
+    for version in (1, 2):
+        fleet.publish(Target(version, f"/v{version}"))
+    fleet.guests.announced = 2
+    rest(fleet)
+    order = wake(fleet, version=2)[0]
+    assert isinstance(order, BeginUpdate)
+    assert order.target.version == 2
+    assert not fleet.refused(order.server, order.attempt, "damaged", 0.0)
+    again = next(each for each in fleet.poll(LIMIT_S / 2, {}) if each.server == order.server)
+    assert isinstance(again, BeginUpdate)
+    assert (again.target.version, again.released) == (1, {*MemoryTag})
+
+
+def test_a_rest_that_fails_is_tried_again_and_never_counts() -> None:
+    fleet = fleet_at(0)
+    fleet.guests.begin(TrainerTurn(2, training=True, version=0))
+    first, second = fleet.poll(0.0, {})
+    fleet.released(second.server, second.attempt)
+    fleet.failed(first.server, first.attempt, "no answer", 0.0)
+    assert [life.index for life in fleet.not_resting] == [first.server]
+    assert fleet.poll(0.0, {}) == []
+    assert [order.server for order in fleet.poll(5.0, {})] == [first.server]
+
+
+def test_a_guest_that_dies_while_it_rests_counts_as_released() -> None:
+    fleet = fleet_at(0)
+    rest(fleet)
+    fleet.deregister(0)
+    assert fleet.not_resting == []
+    assert fleet.not_known_to_rest({1: "http://1"}) == []
+    assert fleet.not_known_to_rest({0: "http://new", 1: "http://1"}) == [0]
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_another_manager_knows_who_rests(released: bool) -> None:
+    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns(range(1), "/base"))
+    fleet.guests.begin(TrainerTurn(4, training=True, version=0))
+    fleet.register(0, "http://0", 0, 0.0, memory=GuestMemory("http://0", released=released))
+    assert (fleet.not_resting == []) == released
+    assert [type(order) for order in fleet.poll(0.0, {})] == ([] if released else [Rest])
+
+
+def test_servers_elsewhere_serve_while_guests_rest() -> None:
+    fleet = FleetDecisions(UpdateMode.interrupt, LIMIT_S, guests=GuestTurns([1], "/base"))
+    for index in range(2):
+        fleet.register(index, f"http://{index}", 0, 0.0)
+    fleet.guests.begin(TrainerTurn(2, training=True, version=0))
+    assert [order.server for order in fleet.poll(0.0, {})] == [1]
+    assert fleet.served_version == 0
