@@ -118,7 +118,7 @@ class Run:
         """Wait until `condition` holds of the servers' states."""
         async with asyncio.timeout(LIMIT_S):
             while not condition(self.servers()):
-                await self.manager._fleet_runner._changed.wait(0.2)
+                await self.manager._fleet_runner.changed.wait(0.2)
 
     async def close(self) -> None:
         for client in self.clients:
