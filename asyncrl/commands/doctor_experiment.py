@@ -121,8 +121,9 @@ def _check_run(report: _Report, config: ExperimentConfig, folder: Path | None) -
         yield from device_lines(with_types(config))
 
     def hosts() -> Iterator[str]:
-        check_reachable(config)
+        notes = check_reachable(config)
         yield f"{len(config.system.hosts)} hosts answer" if config.system.hosts else "this one"
+        yield from (f"warning: {note}" for note in notes)
 
     fits = report.check("devices", place)
     report.check("hosts", hosts)

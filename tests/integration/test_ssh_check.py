@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 from asyncrl.comm.names import GENERATION_SERVER, GSERVER_MANAGER, MASTER_WORKER, MODEL_WORKER, ROLLOUT_WORKER
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
+from asyncrl.runtime.hosts import ssh_check
 from asyncrl.runtime.hosts.ssh_check import check_hosts
 from asyncrl.runtime.launchers import ssh as ssh_launcher
 from asyncrl.runtime.settings import HostConfig
@@ -57,10 +61,22 @@ def refusal(config: ExperimentConfig) -> str:
 
 def test_a_host_that_can_be_used_passes_and_nothing_is_left(tmp_path: Path, ssh_config: Path) -> None:
     config = settings(tmp_path / "runs", ssh_config)
-    check_hosts(config)
+    assert check_hosts(config) == []
     assert list((tmp_path / "runs").iterdir()) == []
     config.system.shared_filesystem, config.system.hosts[1].fileroot = False, str(tmp_path / "own_disk")
     check_hosts(config)
+
+
+@pytest.mark.parametrize(("off_s", "side"), [(75.0, "behind"), (-75.0, "ahead of")])
+def test_a_clock_that_differs_is_told(
+    tmp_path: Path, ssh_config: Path, monkeypatch: pytest.MonkeyPatch, off_s: float, side: str
+) -> None:
+    clock = SimpleNamespace(time=lambda: time.time() + off_s)
+    monkeypatch.setattr(ssh_check, "time", clock)
+    (told,) = check_hosts(settings(tmp_path / "runs", ssh_config))
+    found = re.match(rf"the clock of box2 is (\d+) s {side} this host's", told)
+    assert found, told
+    assert 30 < int(found[1]) <= 75, "less is certain where the login is slow"
 
 
 def test_a_name_that_nobody_knows_is_refused(tmp_path: Path, ssh_config: Path) -> None:

@@ -23,16 +23,20 @@ _ALLOCATED = "SLURM_JOB_NODELIST"
 _FIND_SGLANG = "import importlib.util, sys; sys.exit(importlib.util.find_spec('sglang') is None)"
 
 
-def check_reachable(config: ExperimentConfig) -> None:
+def check_reachable(config: ExperimentConfig) -> list[str]:
     """Check that the services named in the settings are running.
+
+    Returns:
+        Sentences for the user, about clocks that differ.
 
     Raises:
         ConfigError: one is not; the message names the setting.
         TrialError: a host does not answer by ssh now.
     """
-    check_hosts(config)
+    notes = check_hosts(config)
     if faults := [*_slurm(config), *_ray(config), *_sglang(config)]:
         raise ConfigError("\n".join(faults))
+    return notes
 
 
 def _slurm(config: ExperimentConfig) -> Iterator[str]:

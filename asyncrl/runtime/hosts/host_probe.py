@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import time
 from typing import NamedTuple
 
 
@@ -37,6 +38,7 @@ class HostFindings(NamedTuple):
         working_folder: error on entering the folder.
         marker_seen: True if the launcher's file is there, or none was asked for.
         fileroot: reason why no run folder can be made.
+        at: the host's time, in seconds since 1970.
     """
 
     version: str
@@ -44,6 +46,7 @@ class HostFindings(NamedTuple):
     working_folder: str
     marker_seen: bool
     fileroot: str
+    at: float
 
 
 def bind_error(address: str) -> str:
@@ -64,6 +67,7 @@ def answer(question: Question) -> HostFindings:
         working_folder=_enter_error(question.working_folder) if question.working_folder else "",
         marker_seen=not question.marker or os.path.isfile(os.path.join(question.fileroot, question.marker)),
         fileroot="" if question.marker else _make_error(question.fileroot),
+        at=time.time(),
     )
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -35,6 +36,8 @@ _AT_ONCE = 32
 _NO_PROGRAM = (126, 127)
 """Exit codes of a shell that cannot run a command."""
 _OLDEST_PYTHON = (3, 11)
+CLOCK_S = 1.0
+"""Difference between two hosts' clocks, in s, from which times of one run cannot be compared any more."""
 _REFUSALS = {
     "Name or service not known": "ssh knows no host of this name; correct it, or add an entry to ~/.ssh/config",
     "Permission denied": "the host refuses the login; add your public key to the host's authorized_keys, or name "
@@ -46,21 +49,25 @@ _REFUSALS = {
 
 
 class _Findings(NamedTuple):
-    """Errors of one host: those that need other settings, and those that may pass."""
+    """Errors of one host: those that need other settings, and those that may pass; and what the user should know."""
 
     refused: list[str]
     silent: list[str]
+    notes: tuple[str, ...] = ()
 
 
-def check_hosts(config: ExperimentConfig) -> None:
+def check_hosts(config: ExperimentConfig) -> list[str]:
     """Check that processes can be started on each host of `system.launcher=ssh`; nothing happens with others.
+
+    Returns:
+        A sentence for each host whose clock differs from this one's.
 
     Raises:
         ConfigError: a host cannot be used with these settings.
         TrialError: a host does not answer now.
     """
     if config.system.launcher != SSH:
-        return
+        return []
     fileroot = Path(config.fileroot).expanduser().resolve()
     fileroot.mkdir(parents=True, exist_ok=True)
     marker = fileroot / f".asyncrl-{secrets.token_hex(8)}"
@@ -76,6 +83,7 @@ def check_hosts(config: ExperimentConfig) -> None:
         raise ConfigError("\n".join(refused + silent))
     if silent:
         raise TrialError("\n".join(silent))
+    return [line for findings in found for line in findings.notes]
 
 
 def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, host: HostConfig) -> _Findings:
@@ -89,6 +97,7 @@ def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, h
     python = host.python or sys.executable
     command = ssh_command(config.system.launcher_args, host.name, [python, "-I", "-S", host_probe.__file__])
     order = json.dumps(question._asdict()) + "\n"
+    asked_at = time.time()
     try:
         ended = subprocess.run(command, input=order, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -96,7 +105,8 @@ def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, h
     words = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
     if ended.returncode == 0:
         answer = HostFindings(**json.loads(ended.stdout.splitlines()[-1]))  # a login may print lines before
-        return _Findings(list(_faults(setting, host, question, answer)), [])
+        clock = _clock_note(host, asked_at, answer.at, time.time())
+        return _Findings(list(_faults(setting, host, question, answer)), [], clock)
     if ended.returncode == EXIT_LOST:
         for sign, mend in _REFUSALS.items():
             if sign in ended.stderr:
@@ -110,6 +120,18 @@ def _check(config: ExperimentConfig, fileroot: Path, marker: str, number: int, h
             f"there; install it at the same path as here ({words})"
         ],
         [],
+    )
+
+
+def _clock_note(host: HostConfig, asked_at: float, at: float, answered_at: float) -> tuple[str, ...]:
+    """Say by how much the clock of `host` differs, if that is certain: `at` lies between the two others in truth."""
+    least_s = max(asked_at - at, at - answered_at)
+    if least_s < CLOCK_S:
+        return ()
+    side = "behind" if at < asked_at else "ahead of"
+    return (
+        f"the clock of {host.name} is {least_s:.0f} s {side} this host's: times of its processes are wrong by that; "
+        "synchronise the hosts, for example with chrony",
     )
 
 
