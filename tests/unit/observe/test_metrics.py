@@ -196,8 +196,8 @@ def test_wandb_has_the_config_and_goes_on_with_the_same_run_until_the_trial_is_w
     assert "sk-1" not in str(before)
     assert "abc" not in str(before)
     (tmp_path / "wandb_id").unlink()
-    with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", config)):
-        pass
+    with closing(MetricsWriter.open(tmp_path / "metrics.jsonl", config)) as writer:
+        writer.write(0, {"x": 0})
     assert wandb_records(tmp_path)[-1][0]["run id"] != after["run id"]
 
 
