@@ -65,7 +65,7 @@ def _seconds(matrix: torch.Tensor) -> float:
 
 
 class Utilisation:
-    """What this rank computes in the calls of its steps.
+    """Counts the operations and the seconds of the calls that this rank runs.
 
     Args:
         engines: every role that it hosts.

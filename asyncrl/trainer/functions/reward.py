@@ -32,7 +32,7 @@ def reward(ctx: CallContext, batch: StepBatch) -> StatValues:
 
 
 def _scored_ahead(batch: StepBatch, key: str) -> Tensor:
-    """Scores [S] that were there before the step; NaN where there is none."""
+    """Return the scores [S] that were computed before the step; NaN marks a sample without one."""
     scores_S = torch.full((batch.num_seqs,), torch.nan, dtype=torch.float64, device=batch.device)
     if (ahead_T := batch.ahead.get(key)) is not None:
         mask_T = batch["loss_mask"]

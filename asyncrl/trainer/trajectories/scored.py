@@ -1,4 +1,4 @@
-"""What frozen models said of a rollout before its step, which travels with it in token columns (`ahead/<key>`).
+"""Scores that frozen models gave a rollout before its step. They travel with it in token columns (`ahead/<key>`).
 
 A score of a whole sample stands at each of its generated tokens. Where nothing was scored ahead, or a number is not
 finite, there is no column, and the step computes what it misses.
@@ -23,7 +23,7 @@ Scores = Mapping[str, NDArray[np.float32]]
 
 
 def scores_of(batch: StepBatch, keys: Sequence[str]) -> dict[str, Scores]:
-    """What `batch` has under `keys`, by rollout id."""
+    """Return the columns `keys` of `batch`, by rollout id."""
     mask_T = batch["loss_mask"]
     columns: dict[str, NDArray[np.float32]] = {}
     for key in keys:
@@ -54,7 +54,7 @@ def attach(trajectory: Trajectory, scores: Scores) -> Trajectory:
 
 
 def detach(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], dict[str, NDArray[np.float32]]]:
-    """`trajectories` without their scores, and these, end to end: NaN where there are none."""
+    """Return `trajectories` without their scores, and the scores end to end; NaN marks a token without one."""
     keys = {name: None for trajectory in trajectories for name in _columns_of(trajectory) if name.startswith(PREFIX)}
     if not keys:
         return list(trajectories), {}

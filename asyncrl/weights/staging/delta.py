@@ -71,7 +71,7 @@ def apply_delta(old: Path, delta: Path, new: Path) -> FileEntry:
     """Write the file `new` that `delta` leads to from `old`; return its size and checksum, for the caller to check.
 
     Raises:
-        DeltaError: the delta is none of this file.
+        DeltaError: the delta is damaged, or was made from another file.
         OSError: a file cannot be read or written.
     """
     size, digest = 0, xxhash.xxh3_64()

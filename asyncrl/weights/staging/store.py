@@ -211,6 +211,8 @@ class Store:
                 if folder in deltas.name.split("-"):
                     await asyncio.to_thread(shutil.rmtree, deltas, ignore_errors=True)
                     self._useless = {path for path in self._useless if path.parent != deltas}
+                    for path in [path for path in self._encoding if path.parent == deltas]:
+                        del self._encoding[path]
 
     def _ended(self, key: Key, done: asyncio.Task[Copy]) -> None:
         """Forget a finished task: later requests for the folder start a new one."""
