@@ -44,7 +44,7 @@ from asyncrl.inference.client import (
     wire_rid,
 )
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import rest_server, update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation.client import FORK_SAVES, RolloutClient

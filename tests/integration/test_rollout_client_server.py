@@ -20,7 +20,7 @@ from asyncrl.inference.client import (
     parse_version,
     wire_rid,
 )
-from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.weights.transports.disk import DiskManagerEnd
 

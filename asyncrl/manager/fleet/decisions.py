@@ -44,13 +44,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from urllib.parse import urlsplit
 
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.names import GuestMemory
 from asyncrl.inference.client import MemoryTag, PauseMode
-from asyncrl.manager.fleet.turns import GuestTurns, Rest
+from asyncrl.manager.fleet.servers import (
+    BeginUpdate,
+    CancelUpdate,
+    CheckHealth,
+    Order,
+    Rest,
+    ServerLife,
+    ServerState,
+    Target,
+    host_of,
+)
+from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.settings import UpdateMode
 
 _PAUSES: dict[UpdateMode, PauseMode] = {
@@ -66,104 +75,7 @@ HEALTH_FAILURES_ALLOWED = 1
 """Failed health checks in a row after which a server is still served: a busy one may answer late."""
 
 
-class ServerState(StrEnum):
-    """State of a server (module docstring)."""
-
-    SERVING = "serving"
-    DRAINING = "draining"
-    UPDATING = "updating"
-    QUARANTINED = "quarantined"
-    RELEASING = "releasing"
-    RESTING = "resting"
-
-
 _UNDER_WAY = (ServerState.UPDATING, ServerState.RELEASING)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Published weights: version and folder, and the folder of the server's `copy` if it has one."""
-
-    version: int
-    path: str
-    copy: str = ""
-
-    @property
-    def read_at(self) -> str:
-        """The folder that the server reads."""
-        return self.copy or self.path
-
-
-@dataclass(frozen=True, slots=True)
-class BeginUpdate:
-    """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`.
-
-    `frozen`: an update in place failed before, so requests may be frozen. `had`: the version that it served until now;
-    None if unknown. `released`: kinds of memory that the server may have given back; `rested`: it has, and is paused.
-    """
-
-    server: int
-    url: str
-    attempt: int
-    target: Target
-    pause: PauseMode
-    frozen: bool = False
-    had: int | None = None
-    released: frozenset[MemoryTag] = frozenset()
-    rested: bool = False
-
-    @property
-    def keeps_requests(self) -> bool:
-        """True if running requests continue by themselves after the update."""
-        return self.pause != PauseMode.abort
-
-    @property
-    def keeps_cache(self) -> bool:
-        """True if running requests continue with the keys and values that they have."""
-        return self.pause == PauseMode.in_place
-
-
-@dataclass(frozen=True, slots=True)
-class CancelUpdate:
-    """Order: give up this attempt; its outcome is not wanted any more."""
-
-    server: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckHealth:
-    """Order: see whether the quarantined server at `url` is well again; there are no weights to bring it."""
-
-    server: int
-    url: str
-
-
-Order = BeginUpdate | CancelUpdate | CheckHealth | Rest
-
-
-@dataclass(slots=True)
-class ServerLife:
-    """One server. `version` is what it serves, None while nobody knows; `due`, in s, when its state has to change.
-
-    `had` is what it served before the update under way, None where nobody knew; `damaged` the newest version whose
-    files it refused; `released` what memory it has given back, or may have.
-    """
-
-    index: int
-    url: str
-    version: int | None
-    state: ServerState
-    attempt: int = 0
-    failures: int = 0
-    health_failures: int = 0
-    due: float = 0.0
-    reason: str = ""
-    goal: Target | None = None
-    had: int | None = None
-    damaged: int | None = None
-    checking: bool = False
-    released: frozenset[MemoryTag] = frozenset()
 
 
 @dataclass(slots=True)
@@ -182,11 +94,6 @@ class _Leaving:
             return False
         self.places, self.serving, self.under_way = self.places - 1, self.serving - 1, self.under_way + 1
         return True
-
-
-def host_of(url: str) -> str:
-    """The address of the host in the URL of a server on it."""
-    return urlsplit(url).hostname or ""
 
 
 class FleetDecisions:
