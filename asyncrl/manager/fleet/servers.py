@@ -36,10 +36,18 @@ class Target:
 
 @dataclass(slots=True)
 class ServerLife:
-    """One server. `version` is what it serves, None while nobody knows; `due`, in s, when its state has to change.
+    """One server.
 
-    `had` is what it served before the update under way, None where nobody knew; `damaged` the newest version whose
-    files it refused; `released` what memory it has given back, or may have.
+    Attributes:
+        version: version that it serves; None if unknown.
+        failures: number of failed updates and checks since it last served.
+        due: time in seconds at which its state has to change.
+        reason: cause of its state, for people.
+        goal: weights of the running update.
+        had: version that it served before the running update; None if it was unknown.
+        damaged: newest version whose files it refused.
+        checking: a health check runs that may end the quarantine.
+        released: kinds of memory that it has released, or may have.
     """
 
     index: int
@@ -60,10 +68,14 @@ class ServerLife:
 
 @dataclass(frozen=True, slots=True)
 class BeginUpdate:
-    """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`.
+    """Order: pause the server at `url` and bring it to `target`.
 
-    `frozen`: an update in place failed before, so requests may be frozen. `had`: the version that it served until now;
-    None if unknown. `released`: kinds of memory that the server may have given back; `rested`: it has, and is paused.
+    Attributes:
+        pause: `abort` ends running requests, the other modes keep them.
+        frozen: an update in place failed before, so requests may be frozen.
+        had: version that the server served until now; None if unknown.
+        released: kinds of memory that the server may have released.
+        rested: it has released them, and is paused.
     """
 
     server: int
@@ -89,7 +101,7 @@ class BeginUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CancelUpdate:
-    """Order: give up this attempt; its outcome is not wanted any more."""
+    """Order: cancel this attempt; its outcome is not wanted any more."""
 
     server: int
     attempt: int
@@ -97,7 +109,7 @@ class CancelUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CheckHealth:
-    """Order: see whether the quarantined server at `url` is well again; there are no weights to bring it."""
+    """Order: check the health of the quarantined server at `url`, for which there are no weights."""
 
     server: int
     url: str
@@ -105,7 +117,7 @@ class CheckHealth:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Order: interrupt what runs on the server at `url`, and have it give its memory back."""
+    """Order: interrupt the requests on the server at `url`, and have it release its memory."""
 
     server: int
     url: str
@@ -116,5 +128,5 @@ Order = BeginUpdate | CancelUpdate | CheckHealth | Rest
 
 
 def host_of(url: str) -> str:
-    """The address of the host in the URL of a server on it."""
+    """Return the address of the host in a server's URL."""
     return urlsplit(url).hostname or ""
