@@ -34,17 +34,10 @@ from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.inference import client as inference_client
-from asyncrl.inference.client import (
-    GenerateItem,
-    GenerationServerClient,
-    MemoryTag,
-    PauseMode,
-    UpdateFailed,
-    parse_completion,
-    wire_rid,
-)
+from asyncrl.inference.client import GenerateItem, GenerationServerClient, MemoryTag, PauseMode, UpdateFailed, wire_rid
+from asyncrl.inference.replies import parse_completion
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import rest_server, update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation.client import FORK_SAVES, RolloutClient
