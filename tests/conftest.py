@@ -214,15 +214,13 @@ def own_umask() -> Iterator[None]:
     os.umask(before)
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder: a random Qwen2 of 20k parameters with the arithmetic alphabet."""
+def make_tiny_model(folder: Path) -> Path:
+    """Make a Hugging Face folder: a random Qwen2 of 20k parameters with the arithmetic alphabet."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 
-    folder = tmp_path_factory.mktemp("tiny_model")
     tokenizer = CharTokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -242,14 +240,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same of a random Mixtral: four experts, two of which each token goes through."""
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder: a random Qwen2 of 20k parameters with the arithmetic alphabet."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+
+
+def make_tiny_moe(folder: Path) -> Path:
+    """Make the same of a random Mixtral: four experts, two of which each token goes through."""
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
 
     from asyncrl.plugins.datasets.tokenizers import CharTokenizer
 
-    folder = tmp_path_factory.mktemp("tiny_moe")
     tokenizer = CharTokenizer()
     torch.manual_seed(0)
     config = MixtralConfig(
@@ -267,6 +269,12 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
     tokenizer.save(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a random Mixtral: four experts, two of which each token goes through."""
+    return make_tiny_moe(tmp_path_factory.mktemp("tiny_moe"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,219 @@
+"""Every pair of features that might exclude each other: a run with both trains, or is refused by name at its start.
+
+The table in `docs/pairs.md` is made of what this file finds, and tests hold the page against the code: each refusal,
+and a few of the runs.
+
+    python -m tests.e2e.test_pairs            starts a run of each pair and writes the table anew
+    python -m tests.e2e.test_pairs NAME ...   starts those with one of these features and prints what it finds
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.commands.audit import audit
+from asyncrl.commands.before_start.checks import validate
+from asyncrl.config.load import load_experiment
+from asyncrl.config.setting import ConfigError
+
+from ..conftest import SETTINGS, SGLANG_ENV, Run, make_tiny_model, make_tiny_moe
+from ..warm import Template
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "pairs.md"
+STEPS = 2
+WORKS, EITHER = "yes", "-"
+AGENT = """
+from asyncrl.api import GenerationRequest
+
+
+async def run(prompt, env, client, policies):
+    "Ask all policies the same, one after the other; who wrote an even number of tokens is paid."
+    written = []
+    for player in (client, *map(client.policy, policies)):
+        request = GenerationRequest(prompt.prompt_id, prompt.input_ids, 1, prompt.sampling, prompt.pictures)
+        written.append(len((await player.generate(request)).completions[0].token_ids))
+    return float(written[0] % 2 == 0)
+"""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Settings of a feature, one of which may be its policy; features of one `kind` are alternatives."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    kind: str = ""
+    policy: str = ""
+    experiment: str = "async_ppo"
+    experts: bool = False
+
+
+FEATURES = {
+    "adapters": Feature({"model.lora.rank": "4"}),
+    "data ranks": Feature({"trainer.parallel": "d2"}, "layout"),
+    "tensor slices": Feature({"trainer.parallel": "t2"}, "layout"),
+    "stages": Feature({"trainer.parallel": "p2"}, "layout"),
+    "SGLang from memory": Feature(
+        {
+            "generation.backend": "sglang",
+            "generation.sglang.python": os.environ.get("ASYNCRL_SGLANG_PYTHON", sys.executable),
+            "generation.device": "cpu",
+            "manager.weight_transport": "tensor",
+        }
+        | {f"+generation.sglang.env.{name}": value for name, value in SGLANG_ENV.items()}
+    ),
+    "updates in place": Feature({"manager.update_mode": "in_place"}),
+    "guests": Feature({"generation.guests": "all"}),
+    "pictures": Feature(experiment="vlm_shapes"),
+    "routing replay": Feature({"moe.replay_routing": "true"}, experts=True),
+    "critic": Feature({"algorithm.graph": "ppo", "algorithm.advantage.name": "gae"}),
+    "reference": Feature({"algorithm.kl_coef": "0.01"}),
+    "score ahead": Feature({"algorithm.kl_coef": "0.01", "trainer.score_ahead": "true"}),
+    "off-loading": Feature({"trainer.offload": "true", "optimizer.moments_on": "host"}),
+    "several passes": Feature({"trainer.ppo_epochs": "2"}),
+    "older selves": Feature(policy="{name: past, versions: {every: 1, keep: 2}}"),
+    "second trained policy": Feature(policy="{name: judge, trained: true}"),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two features at once."""
+
+    first: str
+    second: str
+
+    @cached_property
+    def features(self) -> tuple[Feature, Feature]:
+        """Return both."""
+        return FEATURES[self.first], FEATURES[self.second]
+
+    @property
+    def possible(self) -> bool:
+        """Return whether they are no alternatives."""
+        first, second = self.features
+        return not first.kind or first.kind != second.kind
+
+    @property
+    def experiment(self) -> str:
+        """Return the experiment that a run with both is based on."""
+        return max((feature.experiment for feature in self.features), key=lambda name: name == "vlm_shapes")
+
+    def settings(self, folder: Path) -> dict[str, Any]:
+        """Return what differs from the experiment; what it needs is made in `folder`."""
+        own: dict[str, Any] = {"total_train_steps": STEPS, "eval.interval": 0, "checkpoint.interval": 0}
+        for feature in self.features:
+            own |= feature.settings
+        if policies := [feature.policy for feature in self.features if feature.policy]:
+            names = [re.findall(r"name: (\w+)", policy)[0] for policy in policies]
+            (folder / "agent.py").write_text(AGENT)
+            own |= {"policies": f"[{', '.join(policies)}]", "agent.path": f"{folder / 'agent.py'}:run"}
+            own["agent.args"] = f"{{policies: [{', '.join(names)}]}}"
+        if self.experiment == "vlm_shapes":
+            return own | {"rollout.sampling.max_new_tokens": None, "dataset.max_prompt_tokens": None}
+        make = make_tiny_moe if any(feature.experts for feature in self.features) else make_tiny_model
+        model = folder / make.__name__
+        if not model.exists():
+            make(model)
+        return own | {"model.path": str(model)}
+
+    def refusal(self, folder: Path) -> str:
+        """Return why the settings are refused; empty if they are not."""
+        settings = SETTINGS | self.settings(folder)
+        given = [f"{name}={value}" for name, value in settings.items() if value is not None]
+        try:
+            validate(load_experiment(self.experiment, given))
+        except ConfigError as error:
+            return _first(str(error))
+        return ""
+
+    def found(self, folder: Path, template: Template | None) -> str:
+        """Return `WORKS` after a run with both, or why it was refused.
+
+        Raises:
+            AssertionError: it was neither refused nor right.
+        """
+        trial = {"trial_name": f"{self.first}_{self.second}".replace(" ", "-")}
+        run = Run(folder, self.settings(folder) | trial, self.experiment, template=template)
+        try:
+            code = run.wait()
+            if code == 2:
+                return _first(run.output.partition("error: ")[2])
+            assert code == 0, run.output + run.logs()
+            rows = run.rows()
+            assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), run.output
+            assert audit(run.run_dir).findings == ()
+            assert run.survivors() == []
+        finally:
+            run.kill_tree()
+        return WORKS
+
+
+PAIRS = [pair for pair in itertools.starmap(Pair, itertools.combinations(FEATURES, 2)) if pair.possible]
+
+
+def _first(text: str) -> str:
+    """Return the first line of a refusal."""
+    return text.strip().splitlines()[0].removeprefix("error: ").replace(f"{REPOSITORY}/", "")
+
+
+def refused(page: str) -> dict[Pair, str]:
+    """Return the pairs that the page calls refused, and its words."""
+    lines = re.findall(r"^\d+\. (.+?) with (.+?): (.+)$", page, re.MULTILINE)
+    return {Pair(first, second): why for first, second, why in lines}
+
+
+def table(cells: dict[Pair, str]) -> Iterator[str]:
+    """Yield the lines of the page's table, and of the list of its refusals."""
+    names = list(FEATURES)
+    numbers = {pair: number for number, pair in enumerate([p for p in PAIRS if cells[p] != WORKS], 1)}
+    yield "| | " + " | ".join(names[1:]) + " |"
+    yield "|---|" + "---|" * (len(names) - 1)
+    for row, first in enumerate(names[:-1]):
+        each = [Pair(first, second) for second in names[1:]]
+        shown = [EITHER if not pair.possible else str(numbers.get(pair, WORKS)) for pair in each]
+        yield f"| {first} | " + " | ".join([""] * row + shown[row:]) + " |"
+    yield ""
+    for pair, number in numbers.items():
+        yield f"{number}. {pair.first} with {pair.second}: {cells[pair]}"
+
+
+def main(names: list[str]) -> None:
+    """Try the pairs, and write the page if all were tried."""
+    asked = [pair for pair in PAIRS if not names or {pair.first, pair.second} & set(names)]
+    cells, wrong = dict[Pair, str](), 0
+    with tempfile.TemporaryDirectory() as root, closing(Template(str(os.getpid()))) as template:
+        for pair in asked:
+            try:
+                cells[pair] = pair.refusal(Path(root)) or pair.found(Path(root), template)
+            except (AssertionError, pytest.fail.Exception) as error:
+                cells[pair], wrong = f"WRONG: {error}", wrong + 1
+            print(f"{pair.first} with {pair.second}: {cells[pair]}", flush=True)
+    if not names and not wrong:
+        before, mark, _ = PAGE.read_text().partition("<!-- made by tests/e2e/test_pairs.py -->\n")
+        PAGE.write_text(before + mark + "\n" + "\n".join(table(cells)) + "\n")
+    sys.exit(wrong > 0)
+
+
+PAGE_REFUSES = refused(PAGE.read_text()) if PAGE.exists() else {}
+
+
+@pytest.mark.parametrize("pair", PAGE_REFUSES, ids=lambda pair: f"{pair.first} with {pair.second}")
+def test_what_the_page_calls_refused_is_refused_in_these_words(pair: Pair, tmp_path: Path) -> None:
+    assert pair.refusal(tmp_path) == PAGE_REFUSES[pair]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
