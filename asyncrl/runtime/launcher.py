@@ -430,12 +430,10 @@ class Launcher:
     async def _show_standing(self) -> None:
         """Show what the processes do, and during training also the bottleneck."""
         history: History | None = None
-        while True:
-            await asyncio.sleep(STANDING_S)
-            if self._run_of is not Purpose.train:
-                return
+        while self._run_of is Purpose.train:
             history = await asyncio.to_thread(_read_again, history, self.run_dir)
             self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))
+            await asyncio.sleep(STANDING_S)
 
     async def _rotate_logs(self) -> None:
         while True:
