@@ -1,8 +1,8 @@
-"""The experts that the model chose for what its slots hold: recorded with the keys and values, and moved with them.
+"""Experts that the model chose for the contents of its slots: recorded with keys and values, and moved with them.
 
-A choice belongs to a position of a slot as a key does: it is made by the forward that writes the key, samples that
-share a slot share it, and a copied slot has it too. So it is kept as one more layer of the cache, of `layers x
-per_token` numbers a position, and what a sample is told are the choices behind the very keys that it was decoded with.
+A choice belongs to a position of a slot like a key: the forward that writes the key makes it, samples that share a slot
+share it, and a copied slot has it too. So choices are one more layer of the cache, with `layers x per_token` numbers
+per position. The choices reported for a sample are those behind the keys that it was decoded with.
 """
 
 from __future__ import annotations
