@@ -28,14 +28,14 @@ from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fan_out import ORIGIN
 from asyncrl.manager.fleet.guests import Guests
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
+from asyncrl.manager.fleet.policy_fleets import PolicyFleets
 from asyncrl.manager.fleet.runner import FleetRunner
 from asyncrl.manager.fleet.servers import ServerState, Target
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.http_server import ManagerHttp, manager_registry
 from asyncrl.manager.messages import Empty, RequestSize, StatusReply, WaitRestingRequest
-from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.policy_fleets import PolicyFleets
+from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.observe import observer

@@ -1,15 +1,15 @@
 """The GserverManager's verbs over rollout state, admission, router and leases, without HTTP.
 
-The state that must not be lost is in `rollout_state`. A service begins with a roll call (`asyncrl.manager.rebuild`):
-its gate is shut until the master and the workers have reported. Its router begins empty: requests that run on the
-servers continue there, and count again from the rollout's next request on.
+The state that must not be lost is in `rollouts/`. A service begins with a roll call (`rollouts/rebuild.py`): its gate
+is shut until the master and the workers have reported. Its router begins empty: requests that run on the servers
+continue there, and count again from the rollout's next request on.
 
 A verb takes its request and returns its reply (`asyncrl.manager.messages`). Verbs that may have to wait check again
 whenever something that they depend on has changed:
 
     open_session       a worker reports what it holds, before any other call
     report_run         the master reports what it knows, before `report_consumed`
-    allocate_rollout   waits for room at the gate, and answers with prompts to play (`asyncrl.manager.admission`)
+    allocate_rollout   waits for room at the gate, and answers with prompts to play (`rollouts/admission.py`)
     schedule_request   waits for a server that takes requests at the wanted version
     wait_expiring      waits until a step can be taken without making a running rollout expire
     lost_servers       waits for a server to leave service unexpectedly
@@ -29,15 +29,15 @@ from msgspec import structs
 
 from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.manager import messages as m
-from asyncrl.manager.admission import Admission
 from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.notifier import Notifier
-from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.rebuild import Replaced, RollCall, rebuild
-from asyncrl.manager.rollout_state import RolloutState
+from asyncrl.manager.rollouts.admission import Admission
+from asyncrl.manager.rollouts.pacing import DeadlinePacing
+from asyncrl.manager.rollouts.rebuild import Replaced, RollCall, rebuild
+from asyncrl.manager.rollouts.rollout_state import RolloutState
+from asyncrl.manager.rollouts.staleness_gate import StalenessGate
 from asyncrl.manager.router import Router, ServerView
 from asyncrl.manager.routes import Routes
-from asyncrl.manager.staleness_gate import StalenessGate
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
 
