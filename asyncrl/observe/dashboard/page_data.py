@@ -63,7 +63,7 @@ def page_data(history: History, decode: Decode | None = None) -> dict[str, Any]:
 
 
 def _clean(value: Any) -> Any:
-    """`value` as JSON takes it: numbers that are none are null, others have six digits."""
+    """Convert `value` for JSON: infinite numbers and NaN become null, others have six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -149,7 +149,7 @@ def _doctor(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _timeline(history: History) -> dict[str, Any] | None:
-    """Spans of the newest steps as lists: track, lane, kind, name, begin, end, what is told of it."""
+    """Return spans of the newest steps as lists: track, lane, kind, name, begin, end, description."""
     steps = sorted(step for step in history.steps if step in history.rows)[-TIMELINE_STEPS:]
     line: Timeline | None = None
     while steps:
