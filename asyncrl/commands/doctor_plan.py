@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.commands.refusal import refuse
-from asyncrl.observe.doctor.server_rules import STARVED
 from asyncrl.observe.doctor.measured import Measured, measure
+from asyncrl.observe.doctor.server_rules import STARVED
 from asyncrl.observe.history import History
 from asyncrl.runtime.exit_codes import EXIT_OK
 from asyncrl.simulator.measured_run import MeasuredRun, NotMeasured, measured_run
