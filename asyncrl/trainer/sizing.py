@@ -37,6 +37,7 @@ from asyncrl.config.setting import Dtype
 from asyncrl.models.transformers_internals import EXPERTS_PARAMETER, language_model_for
 from asyncrl.trainer.engines import ENGINES
 from asyncrl.trainer.engines.adamw import PIECE
+from asyncrl.trainer.model.attention_shape import AttentionShape
 from asyncrl.trainer.model.scoring import MAX_LOGITS_BYTES
 from asyncrl.trainer.parallel.layout import Layout, slice_of, stage_layers
 from asyncrl.trainer.parallel.worker_grid import Coordinates
@@ -148,6 +149,8 @@ class Workload:
         tokens: T, tokens of a micro-batch.
         longest: the longest sequence, for the attention matrices of `eager`.
         moments_on_host: they pass through the device piece by piece.
+        shape: what attention gathers, where sequences are packed without a kernel of variable lengths.
+        varlen: `sdpa` has a kernel of variable lengths, as on GPUs in 16 bits; shared prefixes are gathered there too.
     """
 
     engine: str
@@ -156,6 +159,20 @@ class Workload:
     tokens: int
     longest: int
     moments_on_host: bool = False
+    shape: AttentionShape = AttentionShape()
+    varlen: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """True if attention gathers queries, keys and values into rows."""
+        if self.attention != AttentionImplementation.sdpa:
+            return False
+        return not self.varlen or self.shape != AttentionShape()
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the masks of shared prefixes in a micro-batch, which all layers share."""
+        return self.shape.masked_pairs * self.bytes if self.gathers else 0
 
     @property
     def bytes(self) -> int:
@@ -245,8 +262,8 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
         reducing,
         reduced_last,
         host=host,
-        activations=flight * (inputs + per_layer * layers) if trained else inputs + per_layer,
-        checkpointed=flight * inputs * (1 + layers) if trained else inputs,
+        activations=flight * (inputs + work.mask_bytes + per_layer * layers) if trained else inputs + per_layer,
+        checkpointed=flight * (inputs * (1 + layers) + work.mask_bytes) if trained else inputs,
         recomputed=per_layer,
         logits=_logits(model, layout.tensor, work) if last else 0,
     )
@@ -266,10 +283,14 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
     kept = 2 * sizes.hidden * (norm + value)  # two norms, each with the input of the projections after it
     if sizes.query_key_norm:
         kept += (queries + keys) * norm
-    if work.attention in (AttentionImplementation.flash_attention_2, AttentionImplementation.flex_attention):
-        kept += (2 * queries + 2 * keys) * value + 4 * heads
-    else:  # the output is copied back into the packed stream
+    if work.gathers:  # the output of the rows, and of it what is copied back into the stream
+        shape = work.shape
+        kept += round((2 * shape.queries + 1) * queries + 2 * shape.keys * keys) * value
+        kept += round(4 * heads * shape.queries)
+    elif work.attention == AttentionImplementation.eager:
         kept += (3 * queries + 2 * keys) * value + 4 * heads
+    else:
+        kept += (2 * queries + 2 * keys) * value + 4 * heads
     if work.attention == AttentionImplementation.eager:
         kept += heads * work.longest * (4 + value)  # the softmax, in fp32 and in the values' type
     kept += 4 * value * (sizes.feed_forward if not sizes.experts else sizes.shared_feed_forward) // tensor
