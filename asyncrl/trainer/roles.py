@@ -121,8 +121,11 @@ class TrainingRank:
 
     def state_bytes(self) -> int:
         """Return the bytes of this rank's part of the tensors that checkpoints hold."""
-        tensors = (tensor for engine in self._changing().values() for tensor in engine.state()[0].values())
-        return sum(local(tensor).nbytes for tensor in tensors)
+        total = 0
+        for engine in self._changing().values():
+            with engine.on_device():
+                total += sum(local(tensor).nbytes for tensor in engine.state()[0].values())
+        return total
 
     def load_checkpoint(self, root: Path) -> Any:
         """Restore the newest whole checkpoint in `root`. Called by all ranks, which restore the same one.

@@ -188,7 +188,7 @@ class MemoryNeed:
         gathered: weights that are temporarily whole.
         reducing: gradients that are whole while activations exist; `reduced_last`: at the end of the pass.
         checkpointed: activations with gradient checkpointing, without the layer that is being recomputed.
-        recomputed: activations of that layer, once the head is done.
+        recomputed: activations of that layer and what its backward pass has beside them, once the head is done.
         host: bytes in host memory, in addition to those on the device.
     """
 
@@ -264,7 +264,7 @@ def need(model: SizedModel, layout: Layout, place: Coordinates, work: Workload, 
         host=host,
         activations=flight * (inputs + work.mask_bytes + per_layer * layers) if trained else inputs + per_layer,
         checkpointed=flight * (inputs * (1 + layers) + work.mask_bytes) if trained else inputs,
-        recomputed=per_layer,
+        recomputed=per_layer + work.tokens * _gradient_bytes_per_token(model.sizes, layout.tensor, work),
         logits=_logits(model, layout.tensor, work) if last else 0,
     )
 
@@ -288,16 +288,21 @@ def layer_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int
         kept += round((2 * shape.queries + 1) * queries + 2 * shape.keys * keys) * value
         kept += round(4 * heads * shape.queries)
     elif work.attention == AttentionImplementation.eager:
-        kept += (3 * queries + 2 * keys) * value + 4 * heads
+        kept += 4 * queries * value  # keys and values are repeated to all heads
+        kept += heads * work.longest * (4 if value == 4 else 4 + value)  # the softmax in fp32, and in the values' type
     else:
         kept += (2 * queries + 2 * keys) * value + 4 * heads
-    if work.attention == AttentionImplementation.eager:
-        kept += heads * work.longest * (4 + value)  # the softmax, in fp32 and in the values' type
     kept += 4 * value * (sizes.feed_forward if not sizes.experts else sizes.shared_feed_forward) // tensor
     if sizes.experts:
         each = 2 * sizes.hidden + 4 * sizes.feed_forward
         kept += sizes.experts_per_token * each * value // tensor + 2 * 4 * sizes.experts
     return kept
+
+
+def _gradient_bytes_per_token(sizes: ModelSizes, tensor: int, work: Workload) -> int:
+    """Bytes per token of the gradients that exist at a time in a layer's backward pass: two of the feed-forward."""
+    width = sizes.feed_forward * (sizes.experts_per_token if sizes.experts else 1) + sizes.shared_feed_forward
+    return 2 * width * work.bytes // tensor
 
 
 def total(needs: Sequence[MemoryNeed], *, offload: bool = False) -> MemoryNeed:

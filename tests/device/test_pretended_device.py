@@ -191,7 +191,7 @@ def test_the_embedded_engine_on_a_device_writes_the_cpus_tokens_and_waits_twice_
     assert sum(watch.waits.values()) <= 2 * 4, watch.lines()
 
 
-def test_a_token_of_the_embedded_engine_takes_forty_operators_a_layer() -> None:
+def test_a_token_of_the_embedded_engine_takes_thirty_operators_a_layer() -> None:
     """On a GPU each is a launch: the figure is in docs/gpu.md."""
     found = []
     for layers in (2, 4):
@@ -201,6 +201,7 @@ def test_a_token_of_the_embedded_engine_takes_forty_operators_a_layer() -> None:
         for _ in range(8):  # as above
             engine.step()
         with pretended.watched() as watch:
-            engine.step()
+            for _ in range(4):
+                engine.step()
         found.append(sum(watch.operators.values()))
-    assert (found[1] - found[0]) / 2 <= 40
+    assert (found[1] - found[0]) / 2 / 4 <= 30

@@ -49,6 +49,7 @@ from asyncrl.inference.embedded.types import (
     ShownPrompt,
 )
 from asyncrl.inference.messages import MemoryTag, PauseMode
+from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.storages import own_storage
 from asyncrl.models.transformers_internals import context_limit
@@ -138,6 +139,8 @@ class GenerationEngine:
         self.model_path = self._base_path = model_path
         self.model = model
         self._weights = load_targets(model)
+        if model.device.type != "cpu":
+            fuse_norms(model, gradients=False)
         self._replaced: frozenset[str] | None = frozenset()  # names of weights that are not the base's; None: all
         runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing, pictures=pictures)
         check_parity(runner, longest)

@@ -22,6 +22,7 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.config.token_ids import token_ids
+from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.parity import Tokens, in_rms, plain_hidden, plain_logprobs
 from asyncrl.models.routing import Routers
 from asyncrl.models.transformers_internals import trunk_of
@@ -92,6 +93,8 @@ class FlatEngine(RoleEngine[FlatAdamW]):
         self._as_written = as_written if compiled else nullcontext
         if compiled:
             compile_layers(trunk)
+        elif trunk.device.type == "cuda":
+            fuse_norms(trunk, gradients=optimizer is not None)
         if optimizer is None:
             module.requires_grad_(False)
         elif gradient_checkpointing:

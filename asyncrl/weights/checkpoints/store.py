@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 FORMAT = 3
 """Format of `state.json` and of the tensors' names. In earlier formats, each rank wrote slices of vectors."""
 _MAPPED = "files"
-"""Folder of the files that checkpoints in memory link to, beside the folder of the checkpoints."""
+"""Folder of the files that checkpoints in memory link to, beside the checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +205,10 @@ class CheckpointWriter:
         for name, value in random_state.items():
             specs[name, (0,)] = TensorSpec(name, tuple(value.shape), value.dtype)
         if self._mapped is None:
-            self._mapped = MappedFiles(path.parent.with_name(_MAPPED), shard_name(self._ranks.rank, self._ranks.world))
-        file = self._mapped.take(
-            list(specs.values()), shard_metadata(specs, self._ranks), pinned=torch.cuda.is_initialized()
-        )
+            name, metadata = shard_name(self._ranks.rank, self._ranks.world), shard_metadata(specs, self._ranks)
+            on_gpu = torch.cuda.is_initialized()
+            self._mapped = MappedFiles(path.parent / _MAPPED, name, list(specs.values()), metadata, pinned=on_gpu)
+        file = self._mapped.take()
         return _Shard(file, {place: file.tensors[place[0]] for place in specs})
 
     def _made_plan(self) -> SavePlan:

@@ -13,6 +13,7 @@ that is killed leaves whole versions whole.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from asyncrl.weights.model_files.tensor_file import FileLayout
 from asyncrl.weights.versions.manifest import FileEntry
 from asyncrl.weights.versions.published import TensorSpec
 
+_log = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 20  # stays in the core's cache while it is summed
 
 
@@ -54,8 +56,8 @@ class MappedFile:
             raise
         self._memory[: len(layout.start)] = layout.start
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        if pinned:
-            pin(whole)
+        if pinned and not pin(whole):
+            _log.warning("%s cannot be pinned: copies into it are right, but slower", path)
         self.tensors: dict[str, Tensor] = {}
         for spec in specs:
             place = layout.places[spec.name]
@@ -80,30 +82,35 @@ class MappedFile:
 
 
 class MappedFiles:
-    """The files of one writer in `folder`; those of an earlier writer of this name lose their names there."""
+    """The files of one writer in `folder`, all of the same tensors.
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name, self._made = folder, name, 0
+    Args:
+        name: of the files; those of an earlier writer of this name lose their names in the folder.
+        specs, metadata: of each file.
+        pinned: see `MappedFile`.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, specs: Sequence[TensorSpec], metadata: Mapping[str, str], *, pinned: bool
+    ) -> None:
+        self._folder, self._name = folder, name
+        self._specs, self._layout, self._pinned = specs, FileLayout.of(specs, metadata), pinned
         self._files: list[MappedFile] = []
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for former in folder.glob(f"{name}-*"):
             former.unlink()
 
-    def take(self, specs: Sequence[TensorSpec], metadata: Mapping[str, str], *, pinned: bool) -> MappedFile:
-        """Return a file for `specs` that no version has a link to; a new one if there is none.
+    def take(self) -> MappedFile:
+        """Return a file that no version has a link to; a new one if there is none.
 
         Raises:
             OSError: there is no room for it.
         """
-        layout = FileLayout.of(specs, metadata)
-        for file in [file for file in self._files if file.layout != layout]:
-            self._files.remove(file)
-            file.close()
         for file in self._files:
             if file.is_free:
                 return file
-        file = MappedFile(self._folder / f"{self._name}-{self._made}", layout, specs, pinned=pinned)
-        self._made += 1
+        path = self._folder / f"{self._name}-{len(self._files)}"
+        file = MappedFile(path, self._layout, self._specs, pinned=self._pinned)
         self._files.append(file)
         return file
 

@@ -254,7 +254,7 @@ def test_what_shared_prefixes_keep_is_counted_as_they_are_laid_out(prompt: int, 
     work = replace(workload(dtype=dtype, tokens=budget), shape=shape)
     per_layer = layer_bytes_per_token(count(described(name)).sizes, 1, work) * budget
     assert per_layer == pytest.approx(kept[1] - kept[0], rel=0.03)
-    assert (shape.keys > 1.5, shape.masked_pairs > 0) == (True, prompt > answer)
+    assert (shape.queries > 1, shape.keys > 1, shape.masked_pairs > 0) == (prompt < answer, True, prompt > answer)
     without = replace(work, shape=AttentionShape())
     unshared = layer_bytes_per_token(count(described(name)).sizes, 1, without) * budget
     rest = kept[0] - (kept[1] - kept[0])  # beside layers: the masks, and what the embedding and the last norm keep
@@ -263,7 +263,7 @@ def test_what_shared_prefixes_keep_is_counted_as_they_are_laid_out(prompt: int, 
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded", "tree", "checkpointed"])
-def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str, tmp_path: Path) -> None:
+def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str) -> None:
     """All that a step allocates, by torch's own count of its allocator; parameters and moments exist before."""
     layers, prompt, answer, group = 6, 48, 24, 4
     padded = layout == "padded"
@@ -305,7 +305,7 @@ def test_the_peak_of_a_train_step_is_that_of_the_cpu_allocator(layout: str, tmp_
         count(described("qwen2-tied", num_hidden_layers=layers)), Layout(), Coordinates(0, 0, 0), work, trained=True
     )
     expected = (of.total_checkpointed if layout == "checkpointed" else of.total) - of.kept
-    assert peak == pytest.approx(expected, rel=0.15)
+    assert peak == pytest.approx(expected, rel=0.1), (peak, expected)
 
 
 def group_of_answers(prompt: int, answer: int, group: int) -> StepBatch:

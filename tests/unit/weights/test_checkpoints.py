@@ -287,9 +287,9 @@ def test_checkpoints_in_memory_take_turns_in_two_files_and_each_is_whole(
         assert restored.load_checkpoint(root) == {"version": version}
         for name, tensor in rank.policy("actor").state()[0].items():
             assert torch.equal(tensor, restored.policy("actor").state()[0][name])
-        assert len(list((tmp_path / "files").iterdir())) == min(version, 2)
+        assert len(list((root / "files").iterdir())) == min(version, 2)
     rank.memory_checkpoint.close()
-    assert list((tmp_path / "files").iterdir()) == []
+    assert list((root / "files").iterdir()) == []
     assert verify(root / "v4")
 
 

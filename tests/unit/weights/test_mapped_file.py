@@ -24,13 +24,17 @@ SPECS = [
 ]
 
 
+def files_in(folder: Path) -> MappedFiles:
+    return MappedFiles(folder, "shard", SPECS, {"format": "pt"}, pinned=False)
+
+
 def fill(file: MappedFile, value: int) -> None:
     for tensor in file.tensors.values():
         tensor.fill_(value)
 
 
 def test_safetensors_reads_what_was_filled_in_and_the_checksum_is_the_files(tmp_path: Path) -> None:
-    file = MappedFiles(tmp_path, "shard").take(SPECS, {"format": "pt"}, pinned=False)
+    file = files_in(tmp_path).take()
     fill(file, 3)
     read = load_file(file.path)
     assert {name: (tuple(t.shape), t.dtype) for name, t in read.items()} == {s.name: (s.shape, s.dtype) for s in SPECS}
@@ -41,33 +45,26 @@ def test_safetensors_reads_what_was_filled_in_and_the_checksum_is_the_files(tmp_
 
 
 def test_a_file_that_a_version_has_is_not_written_and_a_free_one_is_used_again(tmp_path: Path) -> None:
-    files, version = MappedFiles(tmp_path / "files", "shard"), tmp_path / "v1"
-    first = files.take(SPECS, {}, pinned=False)
+    files, version = files_in(tmp_path / "files"), tmp_path / "v1"
+    first = files.take()
     fill(first, 1)
     version.hardlink_to(first.path)
-    second = files.take(SPECS, {}, pinned=False)
+    second = files.take()
     assert second is not first
     fill(second, 2)
     assert load_file(version)["weights"].unique().tolist() == [1.0]
     version.unlink()
-    assert files.take(SPECS, {}, pinned=False) is first
+    assert files.take() is first
     assert len(list((tmp_path / "files").iterdir())) == 2
 
 
 def test_a_later_writer_leaves_alone_what_a_version_has_of_an_earlier_one(tmp_path: Path) -> None:
-    earlier = MappedFiles(tmp_path / "files", "shard").take(SPECS, {}, pinned=False)
+    earlier = files_in(tmp_path / "files").take()
     fill(earlier, 1)
     (tmp_path / "v1").hardlink_to(earlier.path)
-    later = MappedFiles(tmp_path / "files", "shard").take(SPECS, {}, pinned=False)
+    later = files_in(tmp_path / "files").take()
     fill(later, 2)
     assert load_file(tmp_path / "v1")["weights"].unique().tolist() == [1.0]
-
-
-def test_other_tensors_get_another_file(tmp_path: Path) -> None:
-    files = MappedFiles(tmp_path, "shard")
-    first = files.take(SPECS, {}, pinned=False)
-    assert files.take(SPECS[:2], {}, pinned=False).tensors.keys() == {"rng", "weights"}
-    assert not first.path.exists()
 
 
 def test_a_lack_of_room_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,5 +73,5 @@ def test_a_lack_of_room_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="no room"):
-        MappedFiles(tmp_path, "shard").take(SPECS, {}, pinned=False)
+        files_in(tmp_path).take()
     assert list(tmp_path.iterdir()) == []
