@@ -268,7 +268,7 @@ class Schedule(RuleBasedStateMachine):
             first=SIZE,
             policies=["past"],
         )
-        service.router_of("past").update(0, "http://past", 0, routable=True)
+        service.routes.router_of("past").update(0, "http://past", 0, routable=True)
         service.router.update(0, "http://server", self.served, routable=True)
         service.routes_changed(self.served)
         return service
@@ -452,7 +452,7 @@ class Schedule(RuleBasedStateMachine):
     def the_opponents_server_changes(self, version: int, there: bool) -> None:
         """It is updated, to any version, or quarantined: the gate sees nothing of it."""
         before = self.service.gate_state()
-        self.service.router_of("past").update(0, "http://past", version, routable=there)
+        self.service.routes.router_of("past").update(0, "http://past", version, routable=there)
         self.service.routes_changed(None)
         assert self.service.gate_state() == before
 
