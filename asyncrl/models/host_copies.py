@@ -57,7 +57,7 @@ class _CudaEvent:
 
 class _CudaStream:
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def queue(self, copy: Callable[[], None]) -> Event:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

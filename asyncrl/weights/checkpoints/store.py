@@ -206,7 +206,7 @@ class CheckpointWriter:
             specs[name, (0,)] = TensorSpec(name, tuple(value.shape), value.dtype)
         if self._mapped is None:
             name, metadata = shard_name(self._ranks.rank, self._ranks.world), shard_metadata(specs, self._ranks)
-            on_gpu = torch.cuda.is_initialized()
+            on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             self._mapped = MappedFiles(path.parent / _MAPPED, name, list(specs.values()), metadata, pinned=on_gpu)
         file = self._mapped.take()
         return _Shard(file, {place: file.tensors[place[0]] for place in specs})

@@ -164,10 +164,10 @@ class ProcessGroupConnection(ServerConnection):
             dist.broadcast(torch.cat(parts), src=0, group=self._group)
             return
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             flat = torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=self._device)
-            for place, part in zip(flat.split([len(part) for part in parts]), parts, strict=True):
+            for place, part in zip(torch.split(flat, [len(part) for part in parts]), parts, strict=True):
                 place.copy_(part, non_blocking=True)
             dist.broadcast(flat, src=0, group=self._group)
             self._stream.synchronize()
