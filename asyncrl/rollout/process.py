@@ -14,7 +14,7 @@ from asyncrl.comm import names
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.http.calls import HttpError, JsonHttp
 from asyncrl.comm.push_pull import TrajectoryPusher
-from asyncrl.comm.push_pull.grouping import group
+from asyncrl.comm.push_pull.pusher import group
 from asyncrl.comm.request_reply import RequestServer
 from asyncrl.config.run_dir import ANSWERS_DIR, DATA_RECORD_FILE
 from asyncrl.config.same_code import how_found, loaded_sources
@@ -265,7 +265,7 @@ class RolloutWorker(AsyncWorker):
     async def _follow_pullers(self, pusher: TrajectoryPusher) -> None:
         """Keep sending to the training ranks that this worker is grouped with, while ranks and workers come and go.
 
-        Each worker computes the groups itself, from the registered workers (`grouping`).
+        Each worker computes the groups itself, from the registered workers (`group`).
         """
         await asyncio.to_thread(self._register_pusher)
         known: set[tuple[str, str]] = set()

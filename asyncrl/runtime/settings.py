@@ -182,7 +182,7 @@ class SystemConfig:
         minimum=1.0,
     )
     restarts_per_process: int = setting(
-        6,  # a prompt that kills its worker is found with three deaths (`manager/suspects.py`): room for two of them
+        6,  # a prompt that kills its worker is found with three deaths (`suspects.py`): room for two such prompts
         "restarts of each crashed process within restart_window_s: alone, or with the whole trainer (MasterWorker and "
         "ModelWorkers). One more crash restarts the whole run from its newest checkpoint, once; the next ends it. 0: "
         "the first crash ends the run",
