@@ -492,11 +492,10 @@ class ModelWorker(Worker):
         return self._loaded(self._rank.load_checkpoint(Path(request.root)))
 
     def _load_memory_checkpoint(self, request: LoadMemoryCheckpoint) -> LoadedCheckpoint:
-        return self._loaded(
-            self._rank.load_memory_checkpoint(
-                self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
-            )
+        state = self._rank.load_memory_checkpoint(
+            self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
         )
+        return LoadedCheckpoint(None) if state is None else self._loaded(state)  # none: the run may go on from a disk
 
     def _loaded(self, state: Any) -> LoadedCheckpoint:
         for kept in self._kept.values():
