@@ -49,6 +49,7 @@ from asyncrl.weights.transports.from_memory import ServerConnection
 from asyncrl.weights.transports.tensor import SharedMemoryConnection
 
 from .. import held_engine
+from ..conftest import SGLANG_ENV
 
 VOCAB, EOS, CONTEXT, RUNNING = 40, 2, 4096, 4
 START_S, LIMIT_S = 240.0, 240.0
@@ -133,6 +134,7 @@ def backend(
     config.generation.max_total_tokens = 4 * RUNNING * CONTEXT
     config.generation.start_timeout_s = START_S
     config.generation.sglang.python = SGLANG_PYTHON
+    config.generation.sglang.env = dict(SGLANG_ENV)
     write_run_config(config, folder)
     secret = RunSecret.create(folder / SECRET_FILE)
     hold = folder / "hold"
