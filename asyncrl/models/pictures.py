@@ -40,7 +40,8 @@ from asyncrl.models.picture_processor import PictureProcessor
 from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.transformers_internals import text_part
 
-_ROPE_CACHE: Final = 4096
+_ROPE_CACHE: Final = 512
+"""Prompts whose positions are remembered: those of 2,000 tokens take 48 kB."""
 
 _IMAGE_TYPE: Final = 1
 """Transformers' number for a place of a picture in `mm_token_type_ids` and `token_type_ids`."""

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,11 +18,17 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.models.picture_processor import PictureModelError, PictureProcessor
-from asyncrl.models.picture_rules import PictureRulesError, picture_rules
+from asyncrl.models.picture_rules import KNOWN_SIZES, PictureRules, PictureRulesError, picture_rules
 from asyncrl.models.pictures import Pictures
 from tests.tiny_vlm import KINDS, picture, render, shown_inputs
 
 Folder = Callable[[str], Path]
+
+
+class Sizes(NamedTuple):
+    """All that is asked of a picture."""
+
+    size: tuple[int, int]
 
 
 def _model(folder: Path) -> tuple[PreTrainedModel, Pictures]:
@@ -152,6 +159,22 @@ def test_rules_without_torch_say_what_the_processor_says(kind: str, vlm_folder: 
         assert rules.rows(Picture.from_array(np.zeros((90, 60, 3), np.uint8))) > 0
     finally:
         rules.close()
+
+
+def test_texts_are_remembered_for_the_sizes_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules, asked = PictureRules(tmp_path), []
+
+    def ask(size: tuple[int, int]) -> dict[str, Any]:
+        asked.append(size)
+        return {"text": str(size)}
+
+    monkeypatch.setattr(rules, "_asked", ask)
+    sizes = [Sizes((width, 7)) for width in range(1, 3 * KNOWN_SIZES)]
+    for size in sizes:
+        assert rules.text(sizes[0]) == "(1, 7)"
+        assert rules.text(size) == str(size.size)
+    assert len(asked) == len(sizes), "the one that is always used stays"
+    assert len(rules._texts) == KNOWN_SIZES
 
 
 def test_what_takes_no_pictures_or_needs_torchvision_is_refused_by_name(
