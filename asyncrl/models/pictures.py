@@ -245,7 +245,7 @@ class Pictures:
         return np.concatenate((known[:, :size], plain[:, size:] + delta), axis=1)
 
     def delta(self, ids: Sequence[int]) -> int:
-        """What is added to the place of a token after `ids` to give its position.
+        """Return the difference between the position of a token after `ids` and its place.
 
         Raises:
             ValueError: a picture follows another at once, and the model would take them for one.
@@ -307,7 +307,7 @@ class Pictures:
     # -- transformers' own way
 
     def plain_inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What transformers' own forward takes of one sequence: placeholders and pictures, no positions."""
+        """Return the inputs of transformers' own forward for one sequence: placeholders and pictures, no positions."""
         parameters = inspect.signature(self._model.forward).parameters
         within = [seen for _, seen in self.ids.within(ids)]
         device = self._model.device
