@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.api.picture import Picture
 from asyncrl.config.run_dir import LOGS_DIR, SAMPLES_DIR
 from asyncrl.observe.doctor import Diagnosis, examine
+from asyncrl.observe.doctor.servers import policy_of_server
 from asyncrl.observe.glossary import find
 from asyncrl.observe.history import History
 from asyncrl.observe.samples import Row, pictures_of, read_samples, sample_files
@@ -247,7 +248,7 @@ def _books(history: History) -> dict[str, Any]:
 
 def _processes(history: History) -> list[dict[str, Any]]:
     """Each process with what it does, and its memory and share of a processor over its newest lines."""
-    found = []
+    found, policies = [], policy_of_server(history)
     for name, process in sorted(history.processes.items()):
         lines = [line for line in process.lines if "rss" in line]
         if not lines:
@@ -259,6 +260,7 @@ def _processes(history: History) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": name,
+                "policy": policies.get(name, ""),
                 "stage": last.get("stage", ""),
                 "since_s": history.now - last.get("since", history.now),
                 "silent_s": history.now - last["at"],
