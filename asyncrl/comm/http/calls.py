@@ -66,7 +66,7 @@ class JsonHttp:
     """A pool of connections that all calls of one client share. Make it and close it in the loop that uses it.
 
     Args:
-        security: the run's token and certificate; None where it has no secret, and for servers that are not the run's.
+        security: the run's token and certificate; None if it has no secret, and for servers that are not the run's.
         key: a bearer token for servers that are not the run's; these are verified by their own certificates.
     """
 
