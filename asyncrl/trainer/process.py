@@ -388,7 +388,7 @@ class ModelWorker(Worker):
             [0] * len(trajectories),
             version=request.version,
             num_minibatches=1,
-            own=self.config.rollout.columns,
+            own=self.config.columns,
             device=self._device,
         )
         with self._utilisation.computing():
@@ -425,7 +425,7 @@ class ModelWorker(Worker):
                     version=step.version,
                     num_minibatches=step.num_minibatches,
                     min_version=step.min_version,
-                    own=self.config.rollout.columns,
+                    own=self.config.columns,
                     device=self._device,
                 )
                 batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
