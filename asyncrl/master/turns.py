@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class TurnBoard(Protocol):
-    """Where turns are announced."""
+    """The place where turns are announced."""
 
     def trainer_turn(self) -> TrainerTurn | None:
         """The turn announced last."""

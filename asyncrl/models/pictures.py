@@ -242,7 +242,7 @@ class Pictures:
         return np.concatenate((known[:, :size], plain[:, size:] + delta), axis=1)
 
     def delta(self, ids: Sequence[int]) -> int:
-        """What is added to the place of a token after `ids` to give its position."""
+        """Return the difference between the position of a token after `ids` and its place."""
         return self._rope_of(self.ids.within(ids))[1] if self.three_positions else 0
 
     def _rope_of(self, within: Sequence[tuple[int, SeenPicture]]) -> tuple[NDArray[np.int64], int]:
@@ -275,7 +275,7 @@ class Pictures:
     # -- transformers' own way
 
     def plain_inputs(self, ids: Sequence[int]) -> dict[str, Tensor]:
-        """What transformers' own forward takes of one sequence: placeholders and pictures, no positions."""
+        """Return the inputs of transformers' own forward for one sequence: placeholders and pictures, no positions."""
         parameters = inspect.signature(self._model.forward).parameters
         within = [seen for _, seen in self.ids.within(ids)]
         device = self._model.device

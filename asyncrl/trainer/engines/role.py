@@ -84,6 +84,9 @@ class RoleEngine(TrainingEngine, Generic[Optimizer]):
             self._flops = FlopCount(self.root, trunk)
         except (NotCounted, AttributeError, KeyError, TypeError) as error:  # a figure for people must not end a run
             _log.info("rank/mfu is not told: %s: %s", type(error).__name__, error)
+            return
+        if self._flops.left_out:
+            _log.info("rank/mfu does not count %s: it is a little too small", " and ".join(self._flops.left_out))
 
     def _count(self, micro_batch: MicroBatch) -> None:
         """Count a forward pass over `micro_batch`, and where gradients are recorded its backward pass."""

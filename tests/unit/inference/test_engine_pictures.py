@@ -20,6 +20,7 @@ from asyncrl.inference.messages import PauseMode
 from asyncrl.models.parity import UnsupportedModelError, plain_logprobs
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.transformers_internals import attention
+from tests.engine_steps import drain
 from tests.tiny_vlm import make_folder, picture, render
 
 CAUSAL = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "smolvlm", "idefics3", "llava", "llava_onevision", "internvl")
@@ -45,14 +46,9 @@ def _ask(rid: str, folder: Path, *parts: str | Picture, greedy: bool = False, to
     return GenerationInput(rid, tuple(prompt.ids), spec, pictures=prompt.placed)
 
 
-def _drain(engine: GenerationEngine) -> None:
-    while engine.step():
-        pass
-
-
 def _run(engine: GenerationEngine, *inputs: GenerationInput) -> list[GenerationOutput]:
     future = engine.submit(Job(inputs))
-    _drain(engine)
+    drain(engine)
     return future.result(timeout=0)
 
 
@@ -107,7 +103,7 @@ def test_groups_over_pictures_are_what_transformers_computes_through_an_update(
     engine.step()
     assert loading.result(timeout=0) == 0
     engine.resume()
-    _drain(engine)
+    drain(engine)
     after, other = _load(newer)
     mixed = 0
     for request, output in zip(held, future.result(timeout=0), strict=True):
