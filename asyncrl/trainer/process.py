@@ -29,11 +29,12 @@ from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.run_dir import PROFILE_DIR, SAMPLES_DIR, SPILLED_DIR
 from asyncrl.config.token_ids import token_ids
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.host_copies import copy_rate
 from asyncrl.models.picture_rules import placeholder_id
 from asyncrl.models.routers import routing_shape_of
 from asyncrl.observe import observer
 from asyncrl.plugins.datasets.tokenizers import load_tokenizer
-from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, uses_memory_checkpoint
+from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint, price_line, uses_memory_checkpoint
 from asyncrl.runtime.process.starting import LONGEST_STARTS
 from asyncrl.runtime.process.stopping import heard_at_once
 from asyncrl.runtime.process.torch_device import attention_kernel, choose_device, device_line
@@ -126,6 +127,8 @@ class ModelWorker(Worker):
         self._rank: TrainingRank = build_rank(config, graph, self._world, device)
         dtype = getattr(torch, config.model.dtype.on(device.type))
         self.log.info("%s", device_line(device, dtype, self._attention()))
+        if uses_memory_checkpoint(config):
+            self.log.info("%s", price_line(self._rank.state_bytes(), copy_rate(device)))
         self._open.callback(self._rank.checkpoints.close)
         self._open.callback(self._rank.memory_checkpoint.close)
         self._functions = {call.function: find_function(call.function) for call in graph.calls}

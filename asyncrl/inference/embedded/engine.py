@@ -46,6 +46,7 @@ from asyncrl.inference.embedded.types import (
     MemoryStateError,
 )
 from asyncrl.inference.messages import MemoryTag, PauseMode
+from asyncrl.models.fused_norms import fuse_norms
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.storages import own_storage
 from asyncrl.models.transformers_internals import context_limit
@@ -124,6 +125,8 @@ class GenerationEngine:
         self.max_running_requests = max_running_requests
         self.model = model
         self._weights = ServedWeights(model, model_path)
+        if model.device.type != "cpu":
+            fuse_norms(model, gradients=False)
         runner = ModelRunner(model, self.max_total_tokens, record_routing=record_routing, pictures=pictures)
         check_parity(runner, self.max_model_len)
         if pictures is not None:

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.models.host_copies import host_buffer
 from asyncrl.models.picture_ids import SeenPicture
 from asyncrl.models.pictures import Pictures
 from asyncrl.models.transformers_internals import packing_arguments
@@ -259,7 +260,7 @@ def upload(arrays: Mapping[str, Ints], device: torch.device) -> dict[str, Tensor
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     sizes = [array.size for array in arrays.values()]
-    host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = host_buffer([sum(sizes)], torch.int64, device)
     np.concatenate([array.reshape(-1) for array in arrays.values()], out=host.numpy())
     parts = torch.split(host.to(device, non_blocking=True), sizes)
     return {name: part.view(array.shape) for (name, array), part in zip(arrays.items(), parts, strict=True)}
