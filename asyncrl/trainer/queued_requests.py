@@ -289,11 +289,10 @@ class QueuedRequests:
 
     def load_memory_checkpoint(self, request: LoadMemoryCheckpoint) -> LoadedCheckpoint:
         """Load the last step from the host's memory."""
-        return self._loaded(
-            self._rank.load_memory_checkpoint(
-                self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
-            )
+        state = self._rank.load_memory_checkpoint(
+            self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
         )
+        return LoadedCheckpoint(None) if state is None else self._loaded(state)  # the run may resume from the disk
 
     def _loaded(self, state: Any) -> LoadedCheckpoint:
         for kept in self._kept.values():
