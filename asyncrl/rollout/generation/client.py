@@ -63,13 +63,13 @@ from asyncrl.comm.security import HttpSecurity
 from asyncrl.inference.client import (
     GenerateItem,
     GenerationServerClient,
+    MalformedReply,
     PictureSender,
     RoutingWanted,
     check_tokens,
     derive_seed,
     wire_rid,
 )
-from asyncrl.inference.replies import MalformedReply
 from asyncrl.manager.client import ManagerClient, ManagerGone
 from asyncrl.manager.messages import Route, RouteRequest
 from asyncrl.models.routers import RoutingShape
