@@ -16,7 +16,7 @@ import json
 import random
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from asyncrl.config.setting import ConfigError
 from asyncrl.plugins.datasets.prompts import InvalidPrompt
 from asyncrl.plugins.datasets.queue.order import PromptRef
 from asyncrl.rollout.episode import RetryLimits, judge, shape
+from asyncrl.rollout.generated_tokens import GeneratedTokens
 from asyncrl.rollout.user_code.components import UserComponents
 from asyncrl.rollout.user_code_pool.errors import UserCodeError, named_failure
 from asyncrl.rollout.user_code_pool.timing import metered
@@ -82,16 +83,17 @@ class RehearsalOutcome:
 class MadeUpPolicy:
     """Answers with up to eight tokens of the request itself, in random order, then the end token."""
 
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, seed: int, trained: Collection[str] = ()) -> None:
+        self.generated = GeneratedTokens(trained)
         self._end, self._random = tokenizer.eos_token_id, random.Random(seed)
         self._left_out = frozenset(getattr(tokenizer, "control_tokens", {}).values())
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Answer `request`, as version 0, after yielding to other tasks."""
         await asyncio.sleep(0)
-        return GenerationResult(
-            request.request_id, tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
-        )
+        answers = tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
+        self.generated.answered(request.policy, answers)
+        return GenerationResult(request.request_id, answers)
 
     def _answer(self, request: GenerationRequest) -> Completion:
         most = min(_MOST_TOKENS, request.sampling.max_new_tokens)
@@ -119,7 +121,7 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
         )
         async with components.runner, components.tools:
             prompt = next(_prompts(components), None)
-            policy = MadeUpPolicy(components.tokenizer, config.seed)
+            policy = MadeUpPolicy(components.tokenizer, config.seed, config.trained_policies)
             tries = RetryLimits(1, algorithm.least_episodes, rollout.rollout_timeout_s)
             samples: Sequence[Sample] = ()
             counted: Mapping[str, float] = {}
@@ -127,6 +129,7 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
                 if prompt is not None:
                     with metered():
                         samples, counted = await components.play_to_train(prompt, policy, tries)
+                    policy.generated.check(samples)
                     if samples:
                         judge(samples, filters)
                         shape(samples, shapings)

@@ -100,6 +100,7 @@ def test_both_policies_take_the_steps_of_the_reference_loop_over_deaths_of_their
         total_train_steps=STEPS,
         eval__interval=0,
         checkpoint__interval=0,
+        samples__every=1,
     )
     for step, worker in ((2, "policy_server/0"), (4, "model_worker/1")):
         run.wait_for_step(step)
