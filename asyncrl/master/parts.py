@@ -34,6 +34,7 @@ from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.master.turns import DeviceTurns
+from asyncrl.master.win_rates import WinRates
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
@@ -85,6 +86,7 @@ class Parts:
     reports: Reports
     publishing: Publishing
     turns: DeviceTurns
+    win_rates: WinRates
     version: int = 0
 
     def state(self) -> dict[str, Any]:
@@ -96,6 +98,7 @@ class Parts:
             "dropped": dict(self.reported.told.books.dropped),
             "curriculum": self.reported.curriculum.state(),
             "buffer_order": self.batches.order.state(),
+            "win_rates": self.win_rates.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -104,6 +107,7 @@ class Parts:
         self.buffer.restore(state["buffer"])
         self.buffer.expire(self.version)
         self.batches.order.restore(state.get("buffer_order"))
+        self.win_rates.restore(state.get("win_rates"))
         measured = state.get("curriculum", ())  # a checkpoint of an earlier version of asyncrl has none
         curriculum = make_curriculum(self.config.dataset.curriculum, measured)
         self.reported.restore(self.version * self.config.train_batch_size, state.get("dropped", {}), curriculum)
@@ -178,7 +182,11 @@ def assemble(
             await asyncio.sleep(LOOK_S)
         return await evaluate(peers.rollouts, name, version, config.eval.timeout_s)
 
-    announce = peers.board.announce_version
+    win_rates = WinRates.of_run(config)
+
+    def announce(version: int, path: str) -> None:
+        peers.board.announce_version(version, path, win_rates.at(version))
+
     announcer = VersionAnnouncer(announce, evaluate_version, metrics_log.evaluations_due, metrics_log.evaluated, clock)
     starting = peers.board.producers_start
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
@@ -211,4 +219,5 @@ def assemble(
         reports=reports,
         turns=turns,
         publishing=Publishing(ranks, actors, announcer, config.version_pools),
+        win_rates=win_rates,
     )

@@ -31,7 +31,7 @@ from asyncrl.api import (
     Sample,
     Tokenizer,
 )
-from asyncrl.api.trajectory import policy_of
+from asyncrl.api.trajectory import WON, policy_of
 from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.config.catalog import resolve
 from asyncrl.config.evaluation_sets import with_code_of
@@ -62,12 +62,14 @@ class RehearsalOutcome:
         where: lines of the user's code in which it failed, the innermost last.
         lost: numbers of failed episodes in a group that did not fail, by the code that failed and how.
         untrained: trained policies without a sample in the group.
+        unrated: prioritised pools for which no sample says how the policy did against them.
     """
 
     error: str | None = None
     where: list[str] = field(default_factory=list)
     lost: dict[str, int] = field(default_factory=dict)
     untrained: list[str] = field(default_factory=list)
+    unrated: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Write the result to `folder`, for `read`."""
@@ -144,7 +146,11 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
         return RehearsalOutcome(_told(error, config), _users_lines(error))
     lost = {name.removeprefix(LOST_EPISODES): int(n) for name, n in counted.items() if name.startswith(LOST_EPISODES)}
     made = {policy_of(sample.group, config.trained_policies) for sample in samples}
-    return RehearsalOutcome(lost=lost, untrained=sorted({*config.trained_policies} - made) if samples else [])
+    if not samples:
+        return RehearsalOutcome(lost=lost)
+    rated = {name.removeprefix(WON) for sample in samples for name in sample.metrics}
+    unrated = [policy.name for policy in config.policies if policy.is_prioritised and policy.name not in rated]
+    return RehearsalOutcome(lost=lost, untrained=sorted({*config.trained_policies} - made), unrated=unrated)
 
 
 def _prompts(components: UserComponents) -> Iterator[Prompt]:
