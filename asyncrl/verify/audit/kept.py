@@ -18,7 +18,7 @@ from asyncrl.verify.audit.history import Report
 from asyncrl.verify.audit.outcome import Outcome
 from asyncrl.verify.audit.policies import OWN, head_and_policy, strangers
 
-_COLUMNS = ("step", "rollout", "prompt", "order", "sample", "episode", "group", "total_reward", "staleness", "segments")
+_COLUMNS = ("step", "rollout", "prompt", "order", "sample", "episode", "total_reward", "staleness", "segments")
 _ALIGNED = ("tokens", "loss_mask", "versions", "behave_logprobs")
 _SCORES = ("prox_logprobs", "ref_logprobs", "advantages", "token_rewards")
 _TOLERANCE = 1e-6
@@ -66,8 +66,8 @@ def _read(file: Path, place: str, report: Report) -> _Rows | None:
         if missing := sorted({*_COLUMNS, *_ALIGNED, *_SCORES} - {*table.column_names}):
             report(place, f"has no column {missing[0]}")
             return None
-        pictures = {"pictures"} & {*table.column_names}  # files of earlier versions have none
-        rows: _Rows = table.select([*_COLUMNS, *_ALIGNED, *_SCORES, *pictures]).to_pylist()
+        newer = {"pictures", "group"} & {*table.column_names}  # files of earlier versions have none
+        rows: _Rows = table.select([*_COLUMNS, *_ALIGNED, *_SCORES, *newer]).to_pylist()
         return rows
     except (OSError, ValueError, pa.ArrowException) as error:
         report(place, f"is no file of samples: {one_line(error)}")
@@ -118,7 +118,7 @@ class _KeptStep:
 
     def _check_policy(self, place: str, policy: str, rows: _Rows, trained: Trained) -> None:
         """Check that the rows are samples of the policy that the file is of, as many as the ledger has."""
-        if strange := strangers({row["group"] or "" for row in rows}, policy, trained.policies):
+        if strange := strangers({row.get("group") or "" for row in rows}, policy, trained.policies):
             self._report(
                 place,
                 f"rollout {trained.rollout} has samples of the comparison group {strange[0]!r}, and policy {policy!r} "
