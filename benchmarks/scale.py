@@ -374,7 +374,7 @@ async def _losses(quick: bool) -> float:
     service.begin(m.RunReport())
     before = (await service.lost_servers(m.LostServersRequest(worker="rollout_worker/0", after=-1))).seq
     for server in range(SERVERS):
-        service.server_lost(f"http://server{server}")
+        service.routes.server_lost(f"http://server{server}")
     return len((await service.lost_servers(m.LostServersRequest(worker="rollout_worker/0", after=before))).urls)
 
 
@@ -431,7 +431,8 @@ def update(quick: bool) -> float:
     """Return the largest number of `SERVERS` servers that are out of service at a time in an update, with a tenth
     allowed.
     """
-    from asyncrl.manager.fleet.decisions import BeginUpdate, FleetDecisions, ServerState, Target
+    from asyncrl.manager.fleet.decisions import FleetDecisions
+    from asyncrl.manager.fleet.servers import BeginUpdate, ServerState, Target
     from asyncrl.manager.settings import UpdateMode
 
     settable = "update_fraction" in inspect.signature(FleetDecisions).parameters
@@ -452,7 +453,7 @@ def update(quick: bool) -> float:
 async def _manager_reads() -> float:
     from asyncrl.config.experiment import ExperimentConfig
     from asyncrl.inference.settings import GenerationBackend
-    from asyncrl.manager.fleet.decisions import Target
+    from asyncrl.manager.fleet.servers import Target
     from asyncrl.manager.process import GserverManager
     from asyncrl.weights.versions.manifest import Manifest, file_entry, write_manifest
 

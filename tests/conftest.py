@@ -49,6 +49,10 @@ GONE_S = 120.0
 """Time limit in seconds of waits for what must go: a process that has ended, its last words, its memory."""
 _STEP = re.compile(r"step (\d+)/")
 
+# of SGLang's command in tests (see tests/forked_sglang/sitecustomize.py)
+SGLANG_ENV = {"PYTHONPATH": str(Path(__file__).parent / "forked_sglang")}
+if os.environ.get("ASYNCRL_COLD_TESTS"):
+    SGLANG_ENV.clear()
 SETTINGS: dict[str, Any] = {
     "experiment_name": "tiny",
     "train_batch_size": 4,

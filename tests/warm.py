@@ -125,21 +125,30 @@ class Template:
         self, arguments: Sequence[str], environment: Mapping[str, str], module: str = "asyncrl.launch"
     ) -> WarmProcess:
         """Fork `python -m module *arguments` in a session of its own, with both outputs in one pipe."""
+        output, written = os.pipe()
+        try:
+            return self._fork([sys.executable, "-m", module, *arguments], environment, written, output)
+        finally:
+            os.close(written)
+
+    def popen(self, command: Sequence[str], *, stdout: IO[bytes], **given: object) -> WarmProcess:
+        """What `subprocess.Popen` is called with to run `python -m ...` in a session of its own, into a file."""
+        assert given == {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return self._fork(command, os.environ, stdout.fileno(), os.open(os.devnull, os.O_RDONLY))
+
+    def _fork(self, command: Sequence[str], environment: Mapping[str, str], written: int, output: int) -> WarmProcess:
         if self._control is None:
             self._control = self._connect()
         ours, theirs = socket.socketpair()
-        output, written = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
-            command = [sys.executable, "-m", module, *arguments]
             _send(
                 self._control,
-                {"arguments": command, "environment": dict(environment), "folder": os.getcwd()},
+                {"arguments": list(command), "environment": dict(environment), "folder": os.getcwd()},
                 [nothing, written, written, theirs.fileno()],
             )
         finally:
             theirs.close()
-            os.close(written)
             os.close(nothing)
         return WarmProcess(ours, os.fdopen(output, encoding="utf-8", errors="replace"))
 

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from asyncrl.comm.files.private_files import PRIVATE_UMASK
 from asyncrl.commands.attach import attach, detach
-from asyncrl.commands.before_start.devices import device_lines
-from asyncrl.commands.before_start.guests_fit import check_guests_fit
+from asyncrl.commands.before_start.devices import check_guests_fit, device_lines
 from asyncrl.commands.before_start.input_checks import base_model_config, chat_notes, check_prompts
 from asyncrl.commands.before_start.reachable import check_reachable
 from asyncrl.commands.before_start.rehearse import rehearsed

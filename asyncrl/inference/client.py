@@ -1,35 +1,33 @@
-"""A client of one generation server: SGLang's native HTTP API, which the embedded engine speaks too.
+"""Client of one generation server: SGLang's native HTTP API, which the embedded engine speaks too.
 
-What it sees to, so that no caller has to:
+It takes care of these, so that no caller has to:
 
 - **Request ids.** `abort_request` matches by prefix: aborting "a-1" would abort "a-10" as well. `wire_rid` ends every
-  part of an id with a delimiter, so that an id is a prefix of its own samples and of nothing else.
-- **Readiness.** `/health` sends a probe through the model and blocks for 20 s while generation is paused. `ready`
-  asks `/ready`, and `/model_info` where a version has none; both answer at once.
-- **Two shapes of abort.** A request aborted in the queue has no output and lacks fields that one aborted while
-  running has.
-- **Versions.** Per token from `weight_versions`; where the reply has none, all its tokens are of its
-  `weight_version`, which is the one at its end: correct as long as every weight update aborts what runs, so an
-  `manager.update_mode` that keeps it wants a server that `tells_token_versions`.
-- **Failed updates.** After any failure the weights are unknown; a successful reply is not believed before the server
-  names the version that it serves: in the reply, as the embedded engine does, or else by `/model_info`.
-- **Log-probabilities** are those of the distribution really sampled from (`asyncrl.inference.sglang.logprobs`).
+  part of an id with a delimiter, so an id is a prefix of its own samples only.
+- **Readiness.** `/health` sends a probe through the model, and blocks for 20 s while generation is paused. `ready` asks
+  `/ready`, and `/model_info` if the server has no `/ready`. Both answer at once.
+- **Aborts.** A request that was aborted in the queue has no output, and lacks fields that one aborted while running
+  has.
+- **Versions** of tokens are in `weight_versions`. A reply without it has only `weight_version`, the version at its end.
+  That is right for all its tokens as long as every weight update aborts the running requests. A
+  `manager.update_mode` that keeps them needs a server that `tells_token_versions`.
+- **Failed updates.** After a failure the server's weights are unknown. After a success the server must name the version
+  that it serves: in the reply, as the embedded engine does, or else by `/model_info`.
+- **Log-probabilities** are at the sampling temperature, before top-k, top-p and min-p cut the distribution: those that
+  the trainer computes too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from asyncrl.api.generation import Completion, FinishReason, SamplingParams
+from asyncrl.api.generation import Completion, SamplingParams
 from asyncrl.api.picture import Picture, PlacedPicture
 from asyncrl.comm.http.calls import HttpError, HttpRefused, JsonHttp
 from asyncrl.comm.security import HttpSecurity
@@ -38,7 +36,6 @@ from asyncrl.inference.messages import (
     ContinueRequest,
     GenerateRequest,
     MemoryRequest,
-    MissingPictures,
     ModelInfo,
     PauseRequest,
     PictureRequest,
@@ -46,28 +43,23 @@ from asyncrl.inference.messages import (
 )
 from asyncrl.inference.messages import MemoryTag as MemoryTag  # for the users of this client
 from asyncrl.inference.messages import PauseMode as PauseMode
+from asyncrl.inference.replies import MalformedReply, missing_pictures, names_damage, parse_completion, parse_version
+from asyncrl.inference.replies import RoutingWanted as RoutingWanted
 from asyncrl.inference.seeds import derive_seed as derive_seed
-from asyncrl.models.routers import RoutingShape
 
 RID_DELIMITER = ";"
 CONTROL_TIMEOUT_S = 10.0
 """Limit of a control call, which waits for the server's event loop alone; `pause` takes up to a second by itself."""
 PICTURE_ATTEMPTS = 3
-"""Times that missing pictures are sent for one request: others' may push them out of a server's cache again."""
-INITIAL_LABEL = "default"
-"""SGLang's label for the weights it started with: policy version 0."""
-
-
-class MalformedReply(HttpError):
-    """A reply that is not of the contract; the message says what is missing."""
+"""Number of times that missing pictures are sent for one request: other requests may push them out of the cache."""
 
 
 class UpdateFailed(HttpError):
-    """The server did not take the weights, or does not serve them: what it has now is unknown."""
+    """The server did not load the weights, or does not serve them. Its weights are unknown."""
 
 
 class DamagedVersion(UpdateFailed):
-    """The server found the files of the version damaged before it touched its own weights, which it keeps."""
+    """The server refused damaged files before it changed anything, and keeps its weights."""
 
 
 class UnknownToken(ValueError):
@@ -78,8 +70,9 @@ class UnknownToken(ValueError):
 class GenerateItem:
     """One sample of a batch: continue `input_ids` by at most `max_new_tokens`.
 
-    `seed_offset` tokens at the end of `input_ids` were drawn from the stream `seed` already. `pictures` stand at spans
-    of `input_ids`; only the embedded engine takes any.
+    Attributes:
+        seed_offset: number of tokens at the end of `input_ids` that were already drawn from the random stream `seed`.
+        pictures: pictures at spans of `input_ids`; only the embedded engine takes any.
     """
 
     rid: str
@@ -90,16 +83,8 @@ class GenerateItem:
     pictures: Sequence[PlacedPicture] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingWanted:
-    """Ask for the experts, of a model of `shape`, that the tokens from position `start` on went through."""
-
-    shape: RoutingShape
-    start: int = 0
-
-
 def wire_rid(request_id: str, sample: int | None = None, attempt: int = 0) -> str:
-    """The id of a sample's attempt on the wire; with no `sample`, the prefix of all of `request_id`'s.
+    """Return the id of a sample's attempt in requests; without `sample`, the prefix of all ids of `request_id`.
 
     Raises:
         ValueError: `request_id` is empty (a prefix of everything) or holds the delimiter.
@@ -111,99 +96,24 @@ def wire_rid(request_id: str, sample: int | None = None, attempt: int = 0) -> st
 
 
 def check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
-    """Check that every token id of `prompt` is within the vocabulary: one that is not would end an SGLang server.
+    """Check that every token id of `prompt` is in the vocabulary. Another id would end an SGLang server.
 
     Raises:
-        UnknownToken: one is not; the message names it.
+        UnknownToken: an id is not in the vocabulary; the message names it.
     """
     if len(prompt) and not (min(prompt) >= 0 and max(prompt) < vocab_size):
         token = next(token for token in prompt if not 0 <= token < vocab_size)
         raise UnknownToken(f"the prompt holds token id {token}, but the vocabulary has {vocab_size} tokens")
 
 
-def parse_version(label: object) -> int:
-    """The policy version that a server's label means.
-
-    Raises:
-        MalformedReply: the label is none of this system's.
-    """
-    if label == INITIAL_LABEL:
-        return 0
-    if isinstance(label, str) and label.isdecimal():
-        return int(label)
-    raise MalformedReply(f"weight_version is {label!r}, expected a policy version: another system updates this server")
-
-
-def parse_completion(
-    reply: Mapping[str, Any], stop: Sequence[str] = (), routing: RoutingWanted | None = None, prompt_tokens: int = 0
-) -> Completion:
-    """One sample of a `/generate` reply; one that ended at one of the strings `stop` has the finish `length`.
-
-    With `routing` its `routing` begins at that position; `prompt_tokens` is the length of the prompt then.
-
-    Raises:
-        MalformedReply: a field is missing, or the lists differ in length.
-    """
-    try:
-        meta = reply["meta_info"]
-        finish = meta["finish_reason"]["type"]
-        if finish == FinishReason.stop and meta["finish_reason"].get("matched") in stop:
-            finish = FinishReason.length
-        token_ids: list[int] = reply["output_ids"]
-        if finish == FinishReason.abort and not token_ids:
-            return Completion([], [], [], FinishReason.abort)
-        logprobs: list[float] = [entry[0] for entry in meta["output_token_logprobs"]]
-        versions = _token_versions(meta, len(token_ids))
-        routed = None if routing is None else _routing(meta["routed_experts"], routing, prompt_tokens + len(token_ids))
-    except (KeyError, TypeError, IndexError) as error:
-        raise MalformedReply(f"/generate reply lacks {error}: {str(reply)[:300]}") from error
-    if finish not in list(FinishReason):
-        raise MalformedReply(f"/generate finish_reason is {finish!r}, expected one of {', '.join(FinishReason)}")
-    if not len(token_ids) == len(logprobs) == len(versions):
-        raise MalformedReply(
-            f"/generate gave {len(token_ids)} tokens, {len(logprobs)} log-probabilities and {len(versions)} versions"
-        )
-    return Completion(token_ids, logprobs, versions, FinishReason(finish), routed)
-
-
-def _routing(encoded: str, wanted: RoutingWanted, tokens: int) -> NDArray[Any]:
-    """The experts of the positions from `wanted.start` to the last but one, `[positions, layers, per_token]`."""
-    shape = wanted.shape
-    try:
-        experts = np.frombuffer(base64.b64decode(encoded, validate=True), "<i4")
-    except (TypeError, ValueError) as error:
-        raise MalformedReply(f"/generate routed_experts is not base64 of 32-bit integers: {error}") from error
-    positions = max(0, tokens - 1 - wanted.start)
-    if len(experts) != positions * shape.layers * shape.per_token:
-        raise MalformedReply(
-            f"/generate routed_experts has {len(experts)} numbers, expected {positions} positions of {shape.layers} "
-            f"layers and {shape.per_token} experts"
-        )
-    if len(experts) and not 0 <= experts.min() <= experts.max() < shape.experts:
-        raise MalformedReply(f"/generate routed_experts holds a number outside of the {shape.experts} experts")
-    return experts.astype(shape.dtype).reshape(positions, shape.layers, shape.per_token)
-
-
-def _token_versions(meta: Mapping[str, Any], length: int) -> list[int]:
-    spans = meta.get("weight_versions")
-    if spans is None:
-        return [parse_version(meta["weight_version"])] * length
-    versions: list[int] = []
-    for span in spans:
-        if span["start"] != len(versions):
-            raise MalformedReply(f"weight_versions {spans} do not follow one another")
-        versions += [parse_version(span["version"])] * (span["end"] - span["start"])
-    return versions
-
-
 class PictureSender:
-    """Sends pictures to servers that lack them, each once to a server at a time.
+    """Sends pictures to servers that lack them. A picture is sent to a server only once at a time.
 
     Args:
         http: the connections.
 
     Attributes:
-        sent: number of pictures sent, since the start.
+        sent: number of pictures sent so far.
     """
 
     def __init__(self, http: JsonHttp) -> None:
@@ -215,7 +125,7 @@ class PictureSender:
         """Return once the server at `url` has received `pictures`, by this call or another's.
 
         Raises:
-            HttpError: one was not received.
+            HttpError: a picture was not received.
         """
         await asyncio.gather(*(self._once(url, sha256, picture, timeout_s) for sha256, picture in pictures.items()))
 
@@ -225,12 +135,12 @@ class PictureSender:
         if task is None:
             task = self._under_way[key] = asyncio.create_task(self._post(url, picture, timeout_s))
             task.add_done_callback(lambda done: self._done(key, done))
-        await asyncio.shield(task)  # a call that is cancelled takes nothing from the others
+        await asyncio.shield(task)  # cancelling one call must not cancel the others'
 
     def _done(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
         del self._under_way[key]
         if not task.cancelled():
-            task.exception()  # those that waited have it; if all were cancelled nobody asks
+            task.exception()  # marks it as retrieved, in case all waiting calls were cancelled
 
     async def _post(self, url: str, picture: Picture, timeout_s: float) -> None:
         self.sent += 1
@@ -243,7 +153,7 @@ class GenerationServerClient:
     Args:
         http: the connections, shared among servers.
         url: of the server.
-        sender: sends pictures, shared among servers; None: this client's own.
+        sender: sends pictures, shared among servers; None: this client has its own.
     """
 
     def __init__(self, http: JsonHttp, url: str, sender: PictureSender | None = None) -> None:
@@ -259,15 +169,20 @@ class GenerationServerClient:
         timeout_s: float,
         routing: RoutingWanted | None = None,
     ) -> list[Completion]:
-        """Generate for all `items` in one call; the completions are in their order.
+        """Generate for all `items` in one call. Pictures that the server lacks are sent first.
 
-        Length and seed are each item's own; everything else is as in `sampling`. Returns when the last item is done.
-        A server looks for stop strings by a rule of its own, in what it generated in this call: an answer that it ends
-        at one has the finish `length`, for the caller to look itself. With `routing` each tells the experts from that
-        position on, where it generated anything. Pictures that the server lacks are sent before.
+        A server searches for stop strings by a rule of its own, and only in what this call generated. An answer that
+        it ends at a stop string has the finish `length`, so that the caller searches itself.
+
+        Args:
+            sampling: sampling parameters; length and seed are each item's own.
+            routing: report the experts of each answer that is not empty.
+
+        Returns:
+            The completions, in the order of the items, when the last one is done.
 
         Raises:
-            MalformedReply: see there.
+            MalformedReply: the reply is not valid.
         """
         common: dict[str, Any] = {"temperature": sampling.temperature}
         if sampling.top_p < 1.0:
@@ -301,7 +216,7 @@ class GenerationServerClient:
         ]
 
     async def _ask(self, body: GenerateRequest, pictures: Mapping[str, Picture], timeout_s: float) -> Any:
-        """Reply to `body`, which shows `pictures`; those that the server lacks are sent, then it is asked again."""
+        """Post `body`, which shows `pictures`; send pictures that the server lacks, and repeat. Return the reply."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + timeout_s
         for attempt in range(1 + PICTURE_ATTEMPTS):
@@ -309,7 +224,7 @@ class GenerationServerClient:
             try:
                 return await self._http.call("POST", f"{self.url}/generate", body, timeout_s=left_s)
             except HttpRefused as error:
-                missing = _missing_pictures(error)
+                missing = missing_pictures(error)
                 if attempt == PICTURE_ATTEMPTS or not missing or not pictures.keys() >= set(missing):
                     raise
             lacking = {sha256: pictures[sha256] for sha256 in missing}
@@ -319,9 +234,9 @@ class GenerationServerClient:
     async def prompt_logprobs(
         self, token_ids: Sequence[int], start: int, *, timeout_s: float, pictures: Sequence[PlacedPicture] = ()
     ) -> list[float]:
-        """Log-probabilities at temperature 1 of `token_ids` after position `start`, as this server scores them now.
+        """Return log-probabilities at temperature 1 of `token_ids` after position `start`, under the server's weights.
 
-        What comes before may be taken from the server's prefix cache, so that one that is stale shows.
+        Positions before `start` may come from the server's prefix cache, so that a stale cache is noticed.
 
         Raises:
             MalformedReply: the reply has no such list, for example because the request was aborted.
@@ -355,19 +270,19 @@ class GenerationServerClient:
         return not (isinstance(info, dict) and info.get("disable_radix_cache"))
 
     async def pause(self, mode: PauseMode = PauseMode.abort, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        """Stop generating; `abort` finishes what runs now with what it has. Requests that arrive are held."""
+        """Stop generating; with `abort` running requests are answered with what they have. Later requests are held."""
         await self._http.call("POST", f"{self.url}/pause_generation", PauseRequest(mode), timeout_s=timeout_s)
 
     async def resume(self) -> None:
-        """Go on generating; harmless where it was not paused."""
+        """Continue generating; does nothing if the server is not paused."""
         await self._http.call("POST", f"{self.url}/continue_generation", ContinueRequest(), timeout_s=CONTROL_TIMEOUT_S)
 
     async def release_memory(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> None:
-        """Give the memory of these kinds back; the server is paused and runs nothing. Values of weights are lost."""
+        """Release memory of these kinds; weights are lost. The server must be paused and run nothing."""
         await self._memory("release", tags, timeout_s)
 
     async def resume_memory(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> None:
-        """Take released memory of these kinds again. SGLang does not survive a kind that is not released."""
+        """Allocate released memory of these kinds again. SGLang does not survive a kind that is not released."""
         await self._memory("resume", tags, timeout_s)
 
     async def _memory(self, verb: str, tags: Sequence[MemoryTag], timeout_s: float) -> None:
@@ -379,18 +294,19 @@ class GenerationServerClient:
     ) -> None:
         """Load the weights in `path` and serve them as `version`.
 
-        With `keep_cache` requests that are paused in place go on with what is cached for them. With `abort_all` what
-        runs is ended first; otherwise a server that is not paused finishes it first.
+        Args:
+            keep_cache: requests that are paused in place continue with what is cached for them.
+            abort_all: abort running requests first. Otherwise a server that is not paused finishes them first.
 
         Raises:
-            DamagedVersion: the server refused the files as damaged, and has the weights it had.
+            DamagedVersion: the server refused damaged files, and keeps its weights.
             UpdateFailed: the server refused, or does not name the version afterwards.
         """
         body = UpdateWeightsRequest(path, str(version), flush_cache=not keep_cache, abort_all_requests=abort_all)
         try:
             reply = await self._http.call("POST", f"{self.url}/update_weights_from_disk", body, timeout_s=timeout_s)
         except HttpRefused as error:
-            raise (DamagedVersion if _names_damage(error) else UpdateFailed)(str(error)) from error
+            raise (DamagedVersion if names_damage(error) else UpdateFailed)(str(error)) from error
         if not isinstance(reply, dict) or reply.get("success") is not True:
             raise UpdateFailed(f"{self.url} did not take version {version}: {str(reply)[:300]}")
         named = reply.get("weight_version")
@@ -399,10 +315,10 @@ class GenerationServerClient:
             raise UpdateFailed(f"{self.url} took version {version} but names {served}")
 
     async def served_version(self) -> int:
-        """The policy version that the server names.
+        """Return the policy version that the server names.
 
         Raises:
-            MalformedReply: its label is none of this system's.
+            MalformedReply: its label is not a policy version.
         """
         return parse_version((await self.model_info()).weight_version)
 
@@ -410,7 +326,7 @@ class GenerationServerClient:
         """Return the model and version that the server serves.
 
         Raises:
-            MalformedReply: it does not say so.
+            MalformedReply: the reply does not name them.
         """
         info = await self._http.call("GET", f"{self.url}/model_info", timeout_s=CONTROL_TIMEOUT_S)
         try:
@@ -425,7 +341,7 @@ class GenerationServerClient:
         return b"".join(pieces).decode()
 
     async def limits(self, *, timeout_s: float) -> dict[str, float]:
-        """The most samples that run at a time and positions of the KV cache, as far as the server tells them."""
+        """Return `max_running` samples and `max_tokens` of the KV cache, as far as the server reports them."""
         info = await self._http.call("GET", f"{self.url}/server_info", timeout_s=timeout_s)
         states = info.get("internal_states") if isinstance(info, dict) else None
         told = [info, *(states if isinstance(states, list) else ())] if isinstance(info, dict) else []
@@ -436,7 +352,7 @@ class GenerationServerClient:
         return found
 
     async def abort(self, rid_prefix: str) -> None:
-        """End what runs under ids that begin with `rid_prefix` (see `wire_rid`); unknown ones are no error."""
+        """Abort requests whose ids begin with `rid_prefix` (see `wire_rid`); there need not be any."""
         if not rid_prefix.endswith(RID_DELIMITER):
             raise ValueError(f"rid {rid_prefix!r} would abort other requests too; make it with wire_rid")
         await self._http.call(
@@ -455,38 +371,16 @@ class GenerationServerClient:
 
 @asynccontextmanager
 async def connect(url: str, security: HttpSecurity | None) -> AsyncIterator[GenerationServerClient]:
-    """A client of the server at `url` with connections of its own, closed at the end; `security` None where the
-    run has no secret."""
+    """Yield a client of the server at `url` with its own connections, which are closed at the end.
+
+    Args:
+        security: None if the run has no secret.
+    """
     http = JsonHttp(security)
     try:
         yield GenerationServerClient(http, url)
     finally:
         await http.close()
-
-
-def _names_damage(error: HttpRefused) -> bool:
-    """True if the server refused the files as damaged, so that nothing was replaced."""
-    try:
-        return msgspec.json.decode(error.body, type=_Refusal).damaged
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-
-
-def _missing_pictures(error: HttpRefused) -> list[str]:
-    """The pictures that the server lacks to serve a request that it refused; none where it refused for another
-    reason."""
-    if error.status != 409:
-        return []
-    try:
-        return msgspec.json.decode(error.body, type=MissingPictures).missing_pictures
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return []
-
-
-class _Refusal(msgspec.Struct):
-    """Refusal of a weight update in the words of the embedded engine."""
-
-    damaged: bool = False
 
 
 def _item_params(common: dict[str, Any], item: GenerateItem) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from asyncrl.manager import messages as m
 from asyncrl.runtime.process.stopping import CLOSE_LIMIT_S
 
 CALL_TIMEOUT_S = 10.0
-"""Limit of one HTTP call beyond the time the manager was asked to hold it."""
+"""Limit of one HTTP call beyond the time for which the manager may hold it."""
 RETRY_S = 120.0
 """Time limit in seconds for repeating a call. A pause of a minute, of the manager or of this process, must not look
 like the manager's end.
@@ -44,7 +44,7 @@ ROUTE_LIFE_S = 0.2
 begins at once needs less.
 """
 NOT_INTRODUCED = 409
-"""Status of a call that another manager was meant to get."""
+"""Status of a call that was meant for another manager."""
 NOT_REBUILT = 503
 """Status of a call to a manager that waits for workers to report, `manager.rollout_lease_s` at most."""
 _BACKOFF = Backoff(0.05, 2.0)
@@ -60,9 +60,13 @@ class ManagerGone(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GateStatus:
-    """State of the manager: seconds in which the gate let no rollout run so far, versions that servers serve or load,
-    and the number of rollouts dropped so far by reason. `rebuilt`: False while the numbers are not known, see
-    `StatusReply`.
+    """State of the manager.
+
+    Attributes:
+        idle_s: seconds so far in which the gate let no rollout run.
+        versions_in_use: versions that servers serve or load.
+        dropped: number of rollouts dropped so far, by reason.
+        rebuilt: False while the numbers are not known (`StatusReply`).
     """
 
     idle_s: float = 0.0
@@ -72,38 +76,38 @@ class GateStatus:
 
 
 class NotIntroduced(RuntimeError):
-    """Another GserverManager is there: first it must be told what it does not know."""
+    """Another GserverManager is there, which needs the master's report first (`report_run`)."""
 
 
 class HeldRollouts:
-    """The rollouts in a worker's hands, for whichever manager is to know. Pure state."""
+    """Rollouts that this worker holds, for its report to a new manager. Pure state."""
 
     def __init__(self) -> None:
         self._granted: dict[str, m.GrantedRollout] = {}
         self._ends: dict[str, m.FinishedRollout] = {}
 
     def granted(self, rollouts: Iterable[m.GrantedRollout]) -> None:
-        """The worker plays these."""
+        """Add running rollouts."""
         self._granted |= {each.rollout_id: each for each in rollouts}
 
     def ended(self, rollouts: Iterable[m.FinishedRollout]) -> None:
-        """These ended; no manager has confirmed that yet."""
+        """Add ends, which no manager has confirmed yet."""
         self._ends |= {each.rollout_id: each for each in rollouts}
 
     def confirmed(self, rollouts: Iterable[m.FinishedRollout]) -> None:
-        """The manager knows of these ends."""
+        """Remove rollouts whose ends the manager has received."""
         for each in rollouts:
             self._granted.pop(each.rollout_id, None)
             self._ends.pop(each.rollout_id, None)
 
     def all(self) -> list[m.HeldRollout]:
-        """What there is."""
+        """Return all rollouts, with their ends."""
         return [m.HeldRollout(granted, self._ends.get(key)) for key, granted in self._granted.items()]
 
 
 @dataclass(slots=True)
 class _Pending:
-    """Ends that the manager does not know yet: request ids, and rollouts."""
+    """Ends that are not reported yet: ids of requests, and rollouts."""
 
     released: list[str] = field(default_factory=list)
     finished: list[m.FinishedRollout] = field(default_factory=list)
@@ -118,11 +122,11 @@ class ManagerClient:
     Args:
         url: of the manager.
         worker: `<kind>/<index>` of the caller.
-        security: token and certificate; None where the run has no secret.
-        incarnation: of the caller, see `WorkerRequest`.
-        retry_s: how long a call is repeated while the manager does not answer.
-        find: looks up where the manager is now, for a call that failed: it may be another process by then.
-        launch: that the caller belongs to.
+        security: token and certificate; None if the run has no secret.
+        incarnation: number of the caller's process, see `WorkerRequest`.
+        retry_s: seconds for which a call is repeated while the manager does not answer.
+        find: returns the manager's present URL, for a call that failed: another process may have replaced it.
+        launch: launch that the caller belongs to.
     """
 
     def __init__(
@@ -145,7 +149,7 @@ class ManagerClient:
         self._to_schedule: list[tuple[m.RouteRequest, asyncio.Future[m.Route | None]]] = []
         self._pending = _Pending()
         self._held = HeldRollouts()
-        self._manager: int | None = None  # that the session is with
+        self._manager: int | None = None  # number of the manager that the session is with
         self._opening = asyncio.Lock()
         self._flush_timer: asyncio.Handle | None = None
         self._flush_at = 0.0
@@ -153,12 +157,12 @@ class ManagerClient:
         self._flushes: set[asyncio.Task[None]] = set()
 
     async def allocate(self, rollouts: Sequence[str], *, timeout_s: float) -> m.AllocateReply:
-        """Ask for prompts to play under the ids `rollouts`; waits up to `timeout_s` for there to be anything to tell.
+        """Ask for prompts to play under the ids `rollouts`; the manager may hold the call for `timeout_s`.
 
-        What is not granted is simply asked for again, unless it is `gone`.
+        The caller asks again for ids that are not granted, unless they are `gone`.
 
         Raises:
-            ManagerGone: see there.
+            ManagerGone: the manager did not answer.
         """
         request = m.AllocateRequest(worker=self._worker, rollouts=list(rollouts), timeout_s=timeout_s)
         reply = await self._call_as_worker("/allocate_rollout", request, m.AllocateReply, hold_s=timeout_s)
@@ -173,13 +177,13 @@ class ManagerClient:
         return structs.replace(reply, granted=granted)
 
     def finish(self, rollouts: Sequence[m.FinishedRollout]) -> None:
-        """`rollouts` ended; call it after the trainer's acknowledgement. Their requests are over too."""
+        """Report soon that `rollouts` and their requests ended. Call it after the trainer's acknowledgement."""
         self._pending.finished += rollouts
         self._held.ended(rollouts)
         self._flush_within(min(map(_waits_s, rollouts), default=TELL_WITHIN_S))
 
     async def schedule(self, request: m.RouteRequest, timeout_s: float) -> m.Route | None:
-        """A server for `request`; None where there was none for `timeout_s`. The same id again moves the request."""
+        """Return a server for `request`; None if there was none for `timeout_s`. A repeated id moves the request."""
         answer: asyncio.Future[m.Route | None] = asyncio.get_running_loop().create_future()
         if not self._to_schedule:
             self._spawn(self._flush_schedules(timeout_s), self._calls)
@@ -187,30 +191,33 @@ class ManagerClient:
         return await answer
 
     def release(self, request_id: str) -> None:
-        """The request is over. May be repeated."""
+        """Report soon that the request ended. May be repeated."""
         self._pending.released.append(request_id)
         self._flush_within(TELL_WITHIN_S)
 
     async def flush(self) -> None:
-        """Tell now what ended.
+        """Report now what ended.
 
         Raises:
-            ManagerGone: see there.
+            ManagerGone: the manager did not answer.
         """
         if self._pending:
             await self._call_as_worker("/finish_rollout", m.FinishRequest(worker=self._worker), m.Done)
 
     async def lost_servers(self, after: int, timeout_s: float) -> m.LostServersReply:
-        """URLs of servers that left service unexpectedly since loss number `after`, and the number of the last one.
+        """Wait up to `timeout_s` for a server to leave service unexpectedly. The call also renews the worker's lease.
 
-        Waits up to `timeout_s` for one. `after` -1: only tells the number. Also the sign of life of a worker that has
-        nothing else to say.
+        Args:
+            after: number of the last loss that is known; -1 asks for the present number only, without waiting.
+
+        Returns:
+            The URLs of the servers lost since, and the number of the last loss.
         """
         request = m.LostServersRequest(worker=self._worker, after=after, timeout_s=timeout_s)
         return await self._call_as_worker("/lost_servers", request, m.LostServersReply, hold_s=timeout_s)
 
     async def report_run(self, report: m.RunReport) -> int:
-        """Tell a manager that begins all that the trainer's side knows; its number, for `report_consumed`."""
+        """Report all that the trainer's side knows to a new manager; return its number, for `report_consumed`."""
         return (await self._call("/report_run", report, m.Session)).manager
 
     async def report_consumed(
@@ -223,13 +230,18 @@ class ManagerClient:
         events_after: int = 0,
         measured_after: int = 0,
     ) -> m.ConsumedReply:
-        """The optimizer consumed `trained` and is at `version`; `dropped` were received and will not be trained.
+        """Report what the trainer consumed.
 
-        `unknown`, `manager`: see `ConsumedReport`.
+        Args:
+            version: version of the policy after it.
+            trained: rollouts that the optimizer consumed.
+            dropped: rollouts that were received and will not be trained.
+            unknown: see `ConsumedReport`, like `manager`.
+            events_after: number of the last line of the manager's events that is recorded.
+            measured_after: number of the last measured success that is recorded.
 
         Returns:
-            The books, what became of rollouts after line `events_after`, the success rates that were measured after
-            number `measured_after`, and how gate and servers stand (as `status`).
+            Counters, events and success rates after these numbers, and the state of gate and servers (as `status`).
 
         Raises:
             NotIntroduced: another manager than `manager` is there.
@@ -247,30 +259,30 @@ class ManagerClient:
         """Wait until the step at policy version `version` can be taken without making a running rollout expire.
 
         Returns:
-            The rollouts still waited for after `timeout_s`; none: the way is clear.
+            The rollouts that are still awaited after `timeout_s`; empty if the step can be taken.
         """
         request = m.WaitExpiringRequest(version, timeout_s)
         return (await self._call("/wait_expiring", request, m.WaitExpiringReply, hold_s=timeout_s)).running
 
     async def wait_resting(self, turn: int, timeout_s: float) -> m.WaitRestingReply:
-        """Wait until all guests have given their memory back, in the trainer's turn of this number.
+        """Wait until all guests have released their memory, in the trainer's turn of this number.
 
         Returns:
-            The servers still waited for after `timeout_s`; none: the devices are the trainer's.
+            The servers that are still awaited after `timeout_s`; empty if the trainer has the devices.
         """
         request = m.WaitRestingRequest(turn, timeout_s)
         return await self._call("/wait_resting", request, m.WaitRestingReply, hold_s=timeout_s)
 
     async def close_gate(self) -> None:
-        """No rollout starts from now on."""
+        """Have no rollout start from now on."""
         await self._call("/close_gate", m.Empty(), m.Done)
 
     async def abandon(self) -> m.GateBooks:
-        """Give up whatever runs or waits to be trained; the final books."""
+        """Abandon all rollouts that run or wait to be trained; return the final counters."""
         return await self._call("/abandon", m.Empty(), m.Books)
 
     async def status(self) -> GateStatus:
-        """The manager's state; a report of what was consumed brings it, too."""
+        """Return the manager's state. The reply to `report_consumed` has it too."""
         reply = await self._call("/status", None, m.StatusReply)
         servers = (*reply.servers, *reply.opponents)
         in_use = {version for server in servers for version in (server.version, server.goal)}
@@ -278,7 +290,7 @@ class ManagerClient:
         return GateStatus(gate.idle_s, known, gate.dropped, reply.rebuilt)
 
     async def describe(self) -> str:
-        """The manager's state in a line for people."""
+        """Return the manager's state as one line for people."""
         reply = await self._call("/status", None, m.StatusReply)
         gate = reply.gate
         servers = (*reply.servers, *reply.opponents)
@@ -291,7 +303,7 @@ class ManagerClient:
         )
 
     async def close(self) -> None:
-        """Tell what ended and is not told yet, then close the connections."""
+        """Report ends that are not reported yet, then close the connections."""
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
@@ -306,10 +318,10 @@ class ManagerClient:
         await self._http.close()
 
     async def _call_as_worker(self, path: str, request: _Request, reply: type[_T], *, hold_s: float = 0.0) -> _T:
-        """A call in the worker's name, which also tells what ended.
+        """Call in the worker's name, and report with it what ended.
 
-        A reply counts only in the session that it was asked for in: the manager that sent it may be dead by now, and
-        its successor know nothing of it.
+        A reply counts only in the session of its request: the manager that sent it may be dead by now, and its
+        successor does not know of it.
         """
         while True:
             manager = await self._session()
@@ -323,7 +335,7 @@ class ManagerClient:
             )
             try:
                 answer = await self._call(path, request, reply, hold_s=hold_s)
-            except BaseException as error:  # it may have arrived or not: to report it again does no harm
+            except BaseException as error:  # the ends may have arrived; reporting them again is harmless
                 self._tell_again(ended)
                 if not isinstance(error, HttpRefused) or error.status != NOT_INTRODUCED:
                     raise
@@ -348,7 +360,7 @@ class ManagerClient:
             return self._manager
 
     async def _call(self, path: str, request: m.Message | None, reply: type[_T], *, hold_s: float = 0.0) -> _T:
-        """POST `request` (GET where it is None), again and again while the manager does not answer."""
+        """POST `request` (GET if it is None), and repeat the call while the manager does not answer."""
         method, limit_s = "GET" if request is None else "POST", hold_s + CALL_TIMEOUT_S
         deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
         failures = 0
@@ -359,7 +371,7 @@ class ManagerClient:
                 if isinstance(error, HttpRefused) and error.status < 500:
                     raise
                 last = error
-            if isinstance(last, HttpRefused) and last.status == NOT_REBUILT:  # for a lease at most, whatever that is
+            if isinstance(last, HttpRefused) and last.status == NOT_REBUILT:  # lasts for one lease at most
                 deadline = asyncio.get_running_loop().time() + self._retry_s + hold_s
             failures += 1
             delay_s = _BACKOFF.delay(failures)
@@ -369,12 +381,12 @@ class ManagerClient:
             await self._look_up()
 
     async def _look_up(self) -> None:
-        """The manager may have been started again, at another address."""
+        """Look up the manager's address, which is another one after a restart."""
         if self._find is None:
             return
         try:
             url = (await asyncio.to_thread(self._find)).rstrip("/")
-        except NameResolveError as error:  # its lease has run out and there is no other yet, or nobody can tell now
+        except NameResolveError as error:  # its lease has expired, or name resolution does not answer
             _log.info("the GserverManager is not registered now: %s", error)
             return
         if url != self._url:
@@ -382,7 +394,7 @@ class ManagerClient:
             self._url = url
 
     def _spawn(self, call: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-        """Start `call`, which begins in the loop's next turn: what this turn still adds travels with it."""
+        """Start `call` in the loop's next turn, so that it takes along what this turn still adds."""
         task = asyncio.get_running_loop().create_task(call)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -396,7 +408,7 @@ class ManagerClient:
             reply = await self._call_as_worker("/schedule_request", request, m.ScheduleReply, hold_s=timeout_s)
             for placed in reply.scheduled:
                 answer = answers.pop(placed.request_id)
-                if answer.done():  # nobody waits any more, and the release came before there was anything to release
+                if answer.done():  # cancelled, and released before the server was placed
                     self.release(placed.request_id)
                 else:
                     answer.set_result(m.Route(placed.url, placed.version))
@@ -422,7 +434,7 @@ class ManagerClient:
         self._flush_at, self._flush_timer = at, loop.call_at(at, self._flush_now)
 
     def _flush_now(self) -> None:
-        """No call came that could have told what ended."""
+        """Report what ended in a call of its own, as no other call came."""
         self._flush_timer = None
         if self._pending:
             self._spawn(self._flush_in_background(), self._flushes)

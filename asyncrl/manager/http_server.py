@@ -16,8 +16,9 @@ from prometheus_client.registry import Collector
 
 from asyncrl.comm.http.server import Handler, HttpRoute, HttpServer, Refused, json_response
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState
+from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
+from asyncrl.manager.fleet.servers import ServerState
 from asyncrl.manager.messages import BadRequest, NotIntroduced, NotRebuilt, RunReport, Verb
 from asyncrl.manager.service import ManagerService
 

@@ -22,9 +22,10 @@ from typing import Any
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.names import WinRatesOfPools
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.manager.fleet.decisions import FleetDecisions, Target
+from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.runner import FleetRunner
+from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PolicyConfig, UpdateMode

@@ -25,11 +25,12 @@ from asyncrl.comm.running_time import RunningClock
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import DATA_RECORD_FILE, INPUTS_DIR
 from asyncrl.inference.settings import GenerationBackend, guests_of
-from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
+from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.fan_out import ORIGIN
 from asyncrl.manager.fleet.guests import Guests
 from asyncrl.manager.fleet.logprob_check import LogprobCheck, logprob_check_tolerance
 from asyncrl.manager.fleet.runner import FleetRunner
+from asyncrl.manager.fleet.servers import ServerState, Target
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.http_server import ManagerHttp, manager_registry

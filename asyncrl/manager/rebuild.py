@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -116,17 +117,30 @@ def _ticket(admitted: Admitted) -> tuple[RolloutTicket, int]:
     return RolloutTicket(admitted.rollout, admitted.worker, admitted.prompt, *tries), admitted.version
 
 
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Another process has replaced the worker's, which was `killed` from outside or died otherwise."""
+
+    worker: str
+    incarnation: int
+    killed: bool
+
+
 class RollCall:
     """The reports to a manager that is not rebuilt yet. Pure state.
 
     Attributes:
         run: the master's report.
         awaited: processes of workers, by incarnation, that must report; None until they are known.
+        ended: deaths of workers (by name) and replacements seen meanwhile, to be applied to the rebuilt state.
+        replaced: by worker, the incarnation that replaced the one before meanwhile.
     """
 
     def __init__(self) -> None:
         self.run: RunReport | None = None
         self.awaited: Mapping[str, int] | None = None
+        self.ended: list[str | Replaced] = []
+        self.replaced: dict[str, int] = {}
         self._reports: dict[str, HeldReport] = {}
         self._held: dict[str, HeldRollout] = {}
 
@@ -156,6 +170,12 @@ class RollCall:
         """Take in an end that a worker reports after what it holds."""
         if (held := self._held.get(finished.rollout_id)) is not None:
             self._held[finished.rollout_id] = HeldRollout(held.granted, finished)
+
+    def end(self, ended: str | Replaced) -> None:
+        """Note that a worker's process is over."""
+        self.ended.append(ended)
+        if isinstance(ended, Replaced):
+            self.replaced[ended.worker] = ended.incarnation
 
     def admitted_at(self, rollout_id: str) -> int:
         """Return the version that a rollout was admitted at if a worker holds it, else 0."""

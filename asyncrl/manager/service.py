@@ -22,22 +22,21 @@ all running rollouts of a worker belong to one incarnation.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 
 from msgspec import structs
 
 from asyncrl.comm.recent_ids import ids_remembered
 from asyncrl.manager import messages as m
 from asyncrl.manager.admission import Admission
+from asyncrl.manager.leases import WorkerLeases
 from asyncrl.manager.notifier import Notifier
 from asyncrl.manager.pacing import DeadlinePacing
-from asyncrl.manager.rebuild import RollCall, rebuild
+from asyncrl.manager.rebuild import Replaced, RollCall, rebuild
 from asyncrl.manager.rollout_state import RolloutState
 from asyncrl.manager.router import Router, ServerView
+from asyncrl.manager.routes import Routes
 from asyncrl.manager.staleness_gate import StalenessGate
 from asyncrl.plugins.datasets.queue.curriculum import Curriculum
 from asyncrl.plugins.datasets.queue.order import DataOrder
@@ -46,17 +45,6 @@ MAX_HOLD_S = 60.0
 """Longest time that a request is held; a client that wants longer asks again."""
 REBUILT_HOLD_S = 5.0
 """Longest time that the master's calls are held until the state is rebuilt; then it asks again."""
-LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
-"""Losses of servers that are remembered: of each server some lives, all of which may end within a pause of a worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Replaced:
-    """Another process has replaced the worker's, which was `killed` from outside or died otherwise."""
-
-    worker: str
-    incarnation: int
-    killed: bool
 
 
 class ManagerService:
@@ -103,40 +91,18 @@ class ManagerService:
         """The state is rebuilt, and the gate open."""
         self.roll_call = RollCall()
         self.rollouts = RolloutState(batch_size, max_staleness, order)
-        conversations = ids_remembered(batch_size, max_staleness)
-        self._routers = {policy: Router(routing, conversations) for policy in ("", *policies)}
-        self._ageless = {*policies} - {*trained}
+        self.routes = Routes(routing, ids_remembered(batch_size, max_staleness), policies, trained)
         self.leases = WorkerLeases(lease_s)
         self._clock, self._versions_in_use, self._make_curriculum = clock, versions_in_use, curriculum
         self._roll_call_until = clock() + lease_s
         self.admission = Admission(self.rollouts, self._place, first=first, pacing=pacing, clock=clock)
-        self._ended_before: list[str | _Replaced] = []
-        self._noted: dict[str, int] = {}
         self._served = 0
-        self._routes = Notifier()
         self.progress = Notifier()
-        self._losses = LostServers()
 
     @property
     def router(self) -> Router:
         """The router of the trained policy's servers."""
-        return self._routers[""]
-
-    def router_of(self, policy: str) -> Router:
-        """The router of the servers of `policy`; empty: the trained one.
-
-        Raises:
-            BadRequest: the run has no such policy.
-        """
-        if policy not in self._routers:
-            named = ", ".join(name for name in self._routers if name) or "none"
-            raise m.BadRequest(f"$.policy: {policy!r} is not one of `policies`, which has {named}")
-        return self._routers[policy]
-
-    def _release_rollout(self, rollout_id: str) -> None:
-        """The rollout is over, and its requests to any policy with it."""
-        for router in self._routers.values():
-            router.release_rollout(rollout_id)
+        return self.routes.router_of("")
 
     @property
     def gate(self) -> StalenessGate:
@@ -213,10 +179,9 @@ class ManagerService:
             for prompt_id, success in self.rollouts.measured.unrecorded:
                 curriculum.measured(prompt_id, success)
         self.admission.begin(self.rollouts, curriculum)
-        for ended in self._ended_before:
+        for ended in call.ended:
             if ended not in self.leases.workers:  # else it was silent for a while, and has called since
                 self._end(ended)
-        self._ended_before, self._noted = [], {}
         self._changed()
 
     async def _until_begun(self) -> None:
@@ -249,7 +214,7 @@ class ManagerService:
                 for request_id, server in placed
                 if server is not None
             ]
-            if scheduled or not request.requests or not await self._routes.wait(deadline - self._clock()):
+            if scheduled or not request.requests or not await self.routes.changed.wait(deadline - self._clock()):
                 return m.ScheduleReply(scheduled)
         return m.ScheduleReply([])
 
@@ -273,7 +238,7 @@ class ManagerService:
         if request.version > newest:
             raise m.BadRequest(f"$.version: {request.version} cannot be trained yet, at most {newest} can")
         for rollout_id in [*request.trained, *(dropped.rollout_id for dropped in request.dropped)]:
-            self._release_rollout(rollout_id)
+            self.routes.release_rollout(rollout_id)
         for dropped in request.dropped:
             self.admission.rollout_ended(dropped.rollout_id, kept=False)
         self.rollouts.consume(request)
@@ -305,10 +270,10 @@ class ManagerService:
         self._note_call(request)
         after, deadline = request.after, self._deadline(request.timeout_s)
         while not self._is_over(request) and self.leases.keep(request.worker, self._clock()):
-            urls = [] if after < 0 else self._losses.since(after)
-            if urls or after < 0 or not await self._losses.changed.wait(deadline - self._clock()):
-                return m.LostServersReply(self._losses.seq, urls)
-        return m.LostServersReply(self._losses.seq, [])
+            urls = [] if after < 0 else self.routes.losses.since(after)
+            if urls or after < 0 or not await self.routes.losses.changed.wait(deadline - self._clock()):
+                return m.LostServersReply(self.routes.losses.seq, urls)
+        return m.LostServersReply(self.routes.losses.seq, [])
 
     async def close_gate(self, request: m.Empty) -> m.Done:
         """No rollout starts from now on."""
@@ -339,11 +304,7 @@ class ManagerService:
         self._served = max(self._served, served_version or 0)
         if self.gate.advance(self._served):
             self.admission.admit()
-        self._routes.notify()
-
-    def server_lost(self, url: str) -> None:
-        """Requests at `url` may never be answered: tell their owners."""
-        self._losses.add(url, sum(map(len, self._routers.values())))
+        self.routes.changed.notify()
 
     def expire_workers(self) -> list[str]:
         """Drop the rollouts of workers whose lease has run out; return their names."""
@@ -360,29 +321,26 @@ class ManagerService:
         """
         if incarnation <= self.newest_incarnation(worker):
             return False
-        self._end(_Replaced(worker, incarnation, killed))
+        self._end(Replaced(worker, incarnation, killed))
         return True
 
     def newest_incarnation(self, worker: str) -> int:
         """Return the newest incarnation of the worker that was seen."""
-        return max(self._noted.get(worker, 0), self.rollouts.incarnations.get(worker, 0))
+        return max(self.roll_call.replaced.get(worker, 0), self.rollouts.incarnations.get(worker, 0))
 
     def worker_died(self, worker: str) -> None:
         """The worker's process is gone: its running rollouts are dropped, their prompts wait for any worker."""
         self._end(worker)
 
-    def _end(self, ended: str | _Replaced) -> None:
+    def _end(self, ended: str | Replaced) -> None:
         """A worker's process is over; while the state is not rebuilt, that is noted for later."""
         worker = ended if isinstance(ended, str) else ended.worker
-        if isinstance(ended, _Replaced) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
+        if isinstance(ended, Replaced) and ended.incarnation <= self.rollouts.incarnations.get(worker, 0):
             return  # it has spoken before the state was rebuilt
         self.leases.end(worker)
-        for router in self._routers.values():
-            router.release_worker(worker)
+        self.routes.release_worker(worker)
         if not self.begun:
-            self._ended_before.append(ended)
-            if isinstance(ended, _Replaced):
-                self._noted[worker] = ended.incarnation
+            self.roll_call.end(ended)
             return
         self.admission.worker_left(worker)
         if isinstance(ended, str):
@@ -390,7 +348,7 @@ class ManagerService:
         else:
             lost = self.rollouts.replaced(worker, ended.incarnation, killed=ended.killed)
         for rollout_id in lost:
-            self._release_rollout(rollout_id)
+            self.routes.release_rollout(rollout_id)
             self.admission.rollout_ended(rollout_id, kept=False)
         self._changed()
 
@@ -401,16 +359,13 @@ class ManagerService:
 
     def _place(self, request: m.RouteRequest, worker: str) -> ServerView | None:
         """Return a server for the request; None if there is none now, or if its rollout has ended."""
-        min_version = request.min_version or 0
+        admitted_at: int | None = None
         if request.rollout_id is not None:
             known = self.gate if self.begun else self.roll_call
             if known.has_ended(request.rollout_id):
                 return None
             admitted_at = known.admitted_at(request.rollout_id)
-            min_version = max(min_version, admitted_at or 0)
-        if request.policy in self._ageless:
-            min_version = 0  # an opponent is as old as it is
-        return self.router_of(request.policy).schedule(request, worker, min_version)
+        return self.routes.place(request, worker, admitted_at or 0)
 
     def _note_call(self, request: m.WorkerRequest) -> None:
         """Renew the caller's lease, and take in the ends that its call reports.
@@ -425,8 +380,7 @@ class ManagerService:
         if not self._is_over(request):
             self.leases.renew(request.worker, self._clock())
         for request_id in request.released:
-            for router in self._routers.values():
-                router.release(request_id)
+            self.routes.release(request_id)
         for finished in request.finished:
             self._finish(finished)
         if request.finished:
@@ -459,7 +413,7 @@ class ManagerService:
 
     def _finish(self, finished: m.FinishedRollout) -> None:
         """A rollout ended: the trainer has it, or it is dropped."""
-        self._release_rollout(finished.rollout_id)
+        self.routes.release_rollout(finished.rollout_id)
         if not self.begun:
             self.roll_call.finish(finished)
             return
@@ -471,72 +425,3 @@ class ManagerService:
 
     def _deadline(self, hold_s: float) -> float:
         return self._clock() + min(hold_s, MAX_HOLD_S)
-
-
-class WorkerLeases:
-    """A worker's lease is renewed by every call it makes and runs out after `lease_s` of silence.
-
-    Pure state: the caller brings the clock, in seconds.
-    """
-
-    def __init__(self, lease_s: float) -> None:
-        self._lease_s = lease_s
-        self._called_at: dict[str, float] = {}
-
-    @property
-    def workers(self) -> list[str]:
-        """Every worker whose lease has not run out."""
-        return list(self._called_at)
-
-    def renew(self, worker: str, now: float) -> None:
-        """`worker` is alive at `now`."""
-        self._called_at[worker] = now
-
-    def keep(self, worker: str, now: float) -> bool:
-        """A call of `worker` is held, and looks again: it is alive, unless its lease has ended since; whether not."""
-        if worker not in self._called_at:
-            return False
-        self._called_at[worker] = now
-        return True
-
-    def expired(self, now: float) -> list[str]:
-        """Workers whose lease has run out; each is named once, until it calls again."""
-        late = [worker for worker, called_at in self._called_at.items() if now - called_at > self._lease_s]
-        for worker in late:
-            del self._called_at[worker]
-        return late
-
-    def end(self, worker: str) -> None:
-        """`worker` is known to be dead."""
-        self._called_at.pop(worker, None)
-
-
-class LostServers:
-    """Servers that left service unexpectedly, numbered: each worker asks for those after the last that it was told.
-
-    `changed`: there is one more.
-    """
-
-    def __init__(self) -> None:
-        self.seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
-        """Number of the last."""
-        self.changed = Notifier()
-        self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending
-
-    def __len__(self) -> int:
-        """URLs that are remembered."""
-        return len(self._losses)
-
-    def add(self, url: str, servers: int) -> None:
-        """Record that the server at `url` is lost; `servers` is the number of servers that remain known."""
-        self.seq += 1
-        self._losses.pop(url, None)
-        self._losses[url] = self.seq
-        if len(self._losses) > max(LOSSES_AT_LEAST, LOSSES_PER_SERVER * servers):
-            self._losses.popitem(last=False)
-        self.changed.notify()
-
-    def since(self, after: int) -> list[str]:
-        """URLs of those with a number above `after`, in the order in which they were lost."""
-        newest_first = itertools.takewhile(lambda loss: loss[1] > after, reversed(self._losses.items()))
-        return [url for url, _ in newest_first][::-1]

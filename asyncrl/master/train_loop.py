@@ -31,7 +31,6 @@ from asyncrl.master.data.buffer import TrainBatch
 from asyncrl.master.data.step_plan import Dealing, plan_batch
 from asyncrl.master.metrics.filtered import FilteredOut, watch_filters
 from asyncrl.master.metrics.metric_rows import Row, buffered_s, of_ranks
-from asyncrl.master.metrics.profile import profiled
 from asyncrl.master.parts import Parts
 from asyncrl.master.peers.connections import GRACE_S
 from asyncrl.master.peers.rank_clients import Stalled
@@ -39,6 +38,7 @@ from asyncrl.master.recovery.beginning import Beginning
 from asyncrl.master.recovery.step_end import CompleteStep, StepEnd
 from asyncrl.observe import observer
 from asyncrl.runtime.process.remarks import remark
+from asyncrl.runtime.process.stacks import profiled
 from asyncrl.runtime.process.waiting import StopRequested, cancel, or_stop
 from asyncrl.runtime.process.worker import RestartTrainer
 from asyncrl.trainer.messages import EndStep

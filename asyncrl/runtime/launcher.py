@@ -29,24 +29,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from asyncrl.comm import names
 from asyncrl.comm.name_resolve import NameResolveError, NameResolveUnavailable, Subtree
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.run_dir import (
-    LOGS_DIR,
-    METRICS_FILE,
-    REMARKS_FILE,
-    run_dir_of,
-)
+from asyncrl.config.run_dir import LOGS_DIR, run_dir_of
 from asyncrl.observe import observer
 from asyncrl.observe.display import Display
-from asyncrl.observe.doctor import examine
-from asyncrl.observe.doctor.measured import WINDOW_STEPS
-from asyncrl.observe.doctor.standing import standing_lines
-from asyncrl.observe.history import History
-from asyncrl.observe.tail import JsonlTail
 from asyncrl.runtime.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_RESTART_TRAINER
 from asyncrl.runtime.launchers import LauncherBackend, WorkerHandle, open_backend
 from asyncrl.runtime.memory_checkpoint import uses_memory_checkpoint
@@ -55,8 +44,8 @@ from asyncrl.runtime.process.descriptors import allow_all_files
 from asyncrl.runtime.process.open_files import check_files
 from asyncrl.runtime.process.worker import open_resolver, outage_told
 from asyncrl.runtime.process_kinds import PROCESS_KINDS, Purpose, Restart
+from asyncrl.runtime.run_output import RunOutput
 from asyncrl.runtime.supervisor import STOP_SIGNAL
-from asyncrl.runtime.trials import log_rotation
 from asyncrl.runtime.trials.claim import LEASE_S, SAVE_LIMIT_S
 from asyncrl.runtime.trials.process_exit import (
     cannot_continue,
@@ -77,10 +66,8 @@ FAILED_SAVE_LIMIT_S = 6.0
 """Longest time, in s, for the MasterWorker to save after a failure; with the stop below it ends within 15 s."""
 STOP_LIMIT_S = 3.0
 """Longest time, in s, for a process to end after it was asked to; then it is killed."""
-REFRESH_S = 0.2
-"""Time between two looks at the metrics file."""
-STANDING_S = 4.0
-"""Interval, in s, at which the terminal shows what the processes do."""
+READY_POLL_S = 0.2
+"""Time between two looks at whether a restarted process is ready."""
 CAUSE_LIMIT_S = 2.0
 """Longest time, in s, between a trainer process that gives up and the report of the death that caused it."""
 CHECKPOINT_LIMIT_S = SAVE_LIMIT_S
@@ -118,8 +105,7 @@ class Launcher:
         self._interrupts = 0
         self._trial = Trial(config, display.note, detached=detached, check_checkpoint=check_checkpoint)
         self._claim_lost = False
-        self._tail = JsonlTail(self.run_dir / METRICS_FILE)
-        self._remarks = JsonlTail(self.run_dir / REMARKS_FILE)
+        self._output = RunOutput(self.run_dir, display)
 
     def prepare(self) -> None:
         """Make the trial's folder ready for this launch.
@@ -133,8 +119,7 @@ class Launcher:
         allow_all_files()
         self._trial.prepare()
         if self._run_of is Purpose.train:
-            self._tail.read()  # of earlier launches, which have shown it
-            self._remarks.read()
+            self._output.skip()
 
     def release(self) -> None:
         """Release the trial, if it is held."""
@@ -158,10 +143,8 @@ class Launcher:
         self._ends: asyncio.Queue[WorkerHandle | None] = asyncio.Queue()
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
-        showing = asyncio.create_task(self._show_metrics())
-        rotating = asyncio.create_task(self._rotate_logs())
+        showing = asyncio.create_task(self._output.follow(standing=self._run_of is Purpose.train))
         guarding = asyncio.create_task(self._guard_claim())
-        watching = asyncio.create_task(self._show_standing())
         try:
             while (code := await self._run_processes()) is None:
                 await self._give_up(self._workers)
@@ -173,10 +156,8 @@ class Launcher:
             return EXIT_FAILED
         finally:
             guarding.cancel()
-            watching.cancel()
             showing.cancel()
-            rotating.cancel()
-            self._show_new_rows()
+            self._output.show_new_rows()
 
     async def _run_processes(self) -> int | None:
         """Run all processes to the end. Return the exit code; None if the whole run must restart."""
@@ -386,7 +367,7 @@ class Launcher:
                     note_went_on(self.run_dir, what, seconds)
                     self._display.note(f"{what} went on after {seconds:.1f} s")
                     return
-                await asyncio.sleep(REFRESH_S)
+                await asyncio.sleep(READY_POLL_S)
 
     async def _fail(self, ended: WorkerHandle, outcome: str) -> None:
         """Show which process ended and the outcome; then save and stop the rest."""
@@ -421,37 +402,3 @@ class Launcher:
                 self._display.note(f"{worker.plan.name} did not stop within {limit}; killed; see {worker.log}")
                 worker.kill()
         await wait_for(self._workers, STOP_LIMIT_S)
-
-    async def _show_metrics(self) -> None:
-        while True:
-            self._show_new_rows()
-            await asyncio.sleep(REFRESH_S)
-
-    async def _show_standing(self) -> None:
-        """Show what the processes do, and during training also the bottleneck."""
-        history: History | None = None
-        while True:
-            await asyncio.sleep(STANDING_S)
-            if self._run_of is not Purpose.train:
-                return
-            history = await asyncio.to_thread(_read_again, history, self.run_dir)
-            self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))
-
-    async def _rotate_logs(self) -> None:
-        while True:
-            await asyncio.sleep(log_rotation.EVERY_S)
-            await asyncio.to_thread(log_rotation.rotate, self.run_dir / LOGS_DIR)
-
-    def _show_new_rows(self) -> None:
-        for row in self._tail.read():
-            self._display.row(row)
-        for line in self._remarks.read():
-            self._display.note(line["remark"])
-
-
-def _read_again(history: History | None, run_dir: Path) -> History:
-    """The run's history as of now. The first time reads all that earlier launches left."""
-    if history is None:
-        return History(run_dir, keep_steps=WINDOW_STEPS)
-    history.refresh()
-    return history

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asyncrl.comm.name_resolve.base import FIRST_POLL_S, LAST_POLL_S
-from asyncrl.manager.fleet.decisions import Target
+from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.process import WATCH_S
 from asyncrl.simulator.cores import FIRST, Cores, Process
 from asyncrl.simulator.setup import Host

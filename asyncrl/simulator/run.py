@@ -19,8 +19,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.manager.fleet.decisions import FleetDecisions, ServerState, Target
+from asyncrl.manager.fleet.decisions import FleetDecisions
 from asyncrl.manager.fleet.runner import FleetRunner
+from asyncrl.manager.fleet.servers import ServerState, Target
 from asyncrl.manager.fleet.update import UpdateCheck
 from asyncrl.manager.messages import (
     Empty,

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from asyncrl.api.generation import SamplingParams
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.inference.client import GenerateItem, GenerationServerClient, PauseMode
-from asyncrl.manager.fleet.decisions import BeginUpdate, Target
 from asyncrl.manager.fleet.logprob_check import LogprobCheck
+from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.simulator.engine_model import EngineModel
 from asyncrl.weights.transports.disk import DiskManagerEnd

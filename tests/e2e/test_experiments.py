@@ -84,6 +84,35 @@ class Placed(SingleTurnAgent):
 """
 
 
+REWARDS_BY_SOURCE = """
+def short(data, completion):
+    assert data["source"] == "short"
+    return float(completion[:1] in "02468")
+
+
+def long(data, completion):
+    assert data["source"] == "long"
+    return 2.0 + float(completion[:1] in "02468")
+
+
+def every(data, completion):
+    return 0.5
+"""
+MIXTURE = """# Sums of two lengths, with a reward for each, and a loss of my own
+defaults: [async_grpo, _self_]
+algorithm: {policy_loss: {name: '${here:}/my_loss.py:my_loss', params: {scale: 0.0}}, kl_coef: 0.0}
+dataset:
+  sources:
+    - {name: short, path: 'asyncrl.plugins.datasets.arithmetic:ArithmeticDataset', args: {max_numbers: 2}}
+    - {name: long, path: 'asyncrl.plugins.datasets.arithmetic:ArithmeticDataset', args: {min_numbers: 3}}
+rewards:
+  - {name: short, path: '${here:}/my_rewards.py:short', sources: [short]}
+  - {name: long, path: '${here:}/my_rewards.py:long', sources: [long]}
+  - {name: all, path: '${here:}/my_rewards.py:every'}
+eval: {path: 'asyncrl.plugins.datasets.arithmetic:ArithmeticDataset'}
+"""
+
+
 def finished(start_run: Any, experiment: str, **overrides: Any) -> Any:
     """A short run of `experiment`, which keeps its own name and η; it has ended well."""
     own = {"experiment_name": experiment, "max_head_offpolicyness": None, "total_train_steps": STEPS}
@@ -289,19 +318,29 @@ def test_algorithms_of_a_users_package_are_known_by_their_registered_names(
     assert run.summary()["books"]["dropped"]["mine"] > 0
 
 
-def test_a_loss_in_a_file_trains_in_an_experiment_of_ones_own_that_is_based_on_a_built_in_one(
+def test_an_experiment_of_ones_own_has_a_loss_in_a_file_and_rewards_for_each_source_of_its_data(
     start_run: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "my_loss.py").write_text(OWN_LOSS)
-    (folder / "my_grpo.yaml").write_text(
-        "# GRPO with a loss of my own\n"
-        "defaults: [async_grpo, _self_]\n"
-        "algorithm: {policy_loss: {name: '${here:}/my_loss.py:my_loss', params: {scale: 0.0}}, kl_coef: 0.0}\n"
+    (folder / "my_rewards.py").write_text(REWARDS_BY_SOURCE)
+    (folder / "my_mixture.yaml").write_text(MIXTURE)
+    run = finished(
+        start_run,
+        f"my_mixture --config-dir {folder}",
+        experiment_name="my_mixture",
+        reward__path=None,
+        samples__every=1,
     )
-    run = finished(start_run, f"my_grpo --config-dir {folder}", experiment_name="my_grpo")
-    assert {row["grad_norm"] for row in run.rows()} == {0.0}
+    rows = run.rows()
+    assert {row["grad_norm"] for row in rows} == {0.0}
+    assert all(row.get("reward/short", 0) <= 1 < 2 <= row.get("reward/long", 2) for row in rows), "own rows alone"
+    kept = list(read_samples(sample_files(run.run_dir / "samples")))
+    rewards = {row["reward"] for row in kept}
+    assert rewards <= {0.5, 1.5, 2.5, 3.5}, "what the rewards of its source say, and 0.5 of the reward of all rows"
+    assert min(rewards) < 2 < max(rewards), "rows of both sources"
+    assert run.summary()["eval"]["held_out"]["reward_mean"] == 0.5, "its rows are of neither source"
 
 
 def test_a_loss_reads_columns_of_the_row_the_reward_and_the_agent_of_unshuffled_data(

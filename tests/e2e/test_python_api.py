@@ -5,14 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 import asyncrl
+from asyncrl.commands import notebook
 from asyncrl.commands.notebook import RunFailed
 from asyncrl.config.setting import ConfigError
+
+from ..warm import Template
 
 SMALL: dict[str, Any] = {
     "train_batch_size": 4,
@@ -35,11 +39,20 @@ def processes_of(folder: Path) -> list[str]:
 
 
 @pytest.fixture
+def forked(template: Template | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are forked from the template."""
+    if template is not None:
+        names = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
+        monkeypatch.setattr(notebook, "subprocess", SimpleNamespace(Popen=template.popen, **names))
+
+
+@pytest.fixture
 def settings(tiny_model: Path, tmp_path: Path) -> dict[str, Any]:
     """Of an experiment whose name is this test's: others of this file run at the same time."""
     return SMALL | {"model.path": tiny_model, "fileroot": tmp_path / "runs", "experiment_name": tmp_path.name}
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_gives_its_rows_and_can_be_read(settings: dict[str, Any]) -> None:
     started = asyncrl.run("async_ppo", settings | {"total_train_steps": 3})
     assert [row["step"] for row in started] == [1, 2, 3]
@@ -53,6 +66,7 @@ def test_a_run_gives_its_rows_and_can_be_read(settings: dict[str, Any]) -> None:
     assert read.doctor().measured is not None
 
 
+@pytest.mark.usefixtures("forked")
 def test_leaving_the_loop_ends_the_run_after_a_checkpoint_and_the_same_call_goes_on(settings: dict[str, Any]) -> None:
     with asyncrl.run("async_ppo", settings | {"total_train_steps": 100_000}) as started:
         first = next(started)
@@ -72,6 +86,7 @@ def test_a_wrong_setting_is_an_exception_before_anything_starts(settings: dict[s
     assert not settings["fileroot"].exists()
 
 
+@pytest.mark.usefixtures("forked")
 def test_what_the_command_finds_before_the_start_is_the_same_exception(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -82,6 +97,7 @@ def test_what_the_command_finds_before_the_start_is_the_same_exception(
         next(started)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_fails_raises_with_what_it_said(settings: dict[str, Any], tmp_path: Path) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text("def score(data, completion):\n    raise OSError('the judge is away')\n")

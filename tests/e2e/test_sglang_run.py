@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ..conftest import SHARED_MEMORY, left_in_memory
+from ..conftest import SGLANG_ENV, SHARED_MEMORY, left_in_memory
 
 PYTHON = os.environ.get("ASYNCRL_SGLANG_PYTHON")
 
@@ -33,6 +33,7 @@ def test_a_run_takes_its_weights_from_the_trainers_memory(
     run = start_run(
         generation__backend="sglang",
         generation__sglang__python=PYTHON,
+        **{f"+generation.sglang.env.{name}": value for name, value in SGLANG_ENV.items()},
         generation__device="cpu",
         generation__servers=servers,
         manager__weight_transport=transport,

@@ -34,17 +34,10 @@ from asyncrl.comm.security import HttpSecurity, RunSecret
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.run_dir import SECRET_FILE, write_run_config
 from asyncrl.inference import client as inference_client
-from asyncrl.inference.client import (
-    GenerateItem,
-    GenerationServerClient,
-    MemoryTag,
-    PauseMode,
-    UpdateFailed,
-    parse_completion,
-    wire_rid,
-)
+from asyncrl.inference.client import GenerateItem, GenerationServerClient, MemoryTag, PauseMode, UpdateFailed, wire_rid
+from asyncrl.inference.replies import parse_completion
 from asyncrl.manager.client import ManagerClient
-from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import rest_server, update_server
 from asyncrl.manager.messages import LostServersReply, Route, RouteRequest
 from asyncrl.rollout.generation.client import FORK_SAVES, RolloutClient
@@ -56,6 +49,7 @@ from asyncrl.weights.transports.from_memory import ServerConnection
 from asyncrl.weights.transports.tensor import SharedMemoryConnection
 
 from .. import held_engine
+from ..conftest import SGLANG_ENV
 
 VOCAB, EOS, CONTEXT, RUNNING = 40, 2, 4096, 4
 START_S, LIMIT_S = 240.0, 240.0
@@ -140,6 +134,7 @@ def backend(
     config.generation.max_total_tokens = 4 * RUNNING * CONTEXT
     config.generation.start_timeout_s = START_S
     config.generation.sglang.python = SGLANG_PYTHON
+    config.generation.sglang.env = dict(SGLANG_ENV)
     write_run_config(config, folder)
     secret = RunSecret.create(folder / SECRET_FILE)
     hold = folder / "hold"

@@ -327,7 +327,7 @@ async def test_a_request_never_goes_below_its_rollouts_admission_version(manager
     await client.allocate(["a"], timeout_s=30)
     manager.service.router.update(0, "http://server0", 2, True)
     waiting = asyncio.create_task(client.schedule(request_of("q", "a"), 30))
-    await held(manager, lambda: len(manager.service._routes._waiters))
+    await held(manager, lambda: len(manager.service.routes.changed._waiters))
     manager.serve(4)
     route = await waiting
     assert route is not None
@@ -337,9 +337,9 @@ async def test_a_request_never_goes_below_its_rollouts_admission_version(manager
 async def test_an_evaluation_waits_for_its_version(manager: Manager) -> None:
     client = manager.client()
     waiting = asyncio.create_task(client.schedule(request_of("q", None, 2), 30))
-    await held(manager, lambda: len(manager.service._routes._waiters))
+    await held(manager, lambda: len(manager.service.routes.changed._waiters))
     manager.serve(1)
-    await held(manager, lambda: len(manager.service._routes._waiters))
+    await held(manager, lambda: len(manager.service.routes.changed._waiters))
     assert not waiting.done()
     manager.serve(2)
     assert (await waiting) is not None
@@ -414,7 +414,7 @@ async def test_a_request_of_a_rollout_that_ended_while_it_waited_is_not_placed(m
     await client.allocate(["a"], timeout_s=30)
     manager.service.router.update(0, "http://server0", 0, False)
     waiting = asyncio.create_task(client.schedule(request_of("q", "a"), 30))
-    await held(manager, lambda: len(manager.service._routes._waiters))
+    await held(manager, lambda: len(manager.service.routes.changed._waiters))
     other = manager.client("rollout_worker/1")
     await accept(other, "a")
     manager.serve(0)
@@ -428,7 +428,7 @@ async def test_what_is_placed_for_a_request_that_nobody_waits_for_any_more_is_re
     client = manager.client()
     manager.service.router.update(0, "http://server0", 0, False)
     waiting = asyncio.create_task(client.schedule(request_of("q"), 30))
-    await held(manager, lambda: len(manager.service._routes._waiters))
+    await held(manager, lambda: len(manager.service.routes.changed._waiters))
     waiting.cancel()
     client.release("q")
     await client.flush()
@@ -484,8 +484,8 @@ async def test_lost_servers_are_told_to_those_who_watch(manager: Manager) -> Non
     before = await client.lost_servers(-1, 5)
     assert before.urls == []
     waiting = asyncio.create_task(client.lost_servers(before.seq, 30))
-    await held(manager, lambda: len(manager.service._losses.changed._waiters))
-    manager.service.server_lost("http://server0")
+    await held(manager, lambda: len(manager.service.routes.losses.changed._waiters))
+    manager.service.routes.server_lost("http://server0")
     lost = await waiting
     assert (lost.seq, lost.urls) == (before.seq + 1, ["http://server0"])
 

@@ -13,7 +13,8 @@ import pytest
 
 from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.security import HttpSecurity
-from asyncrl.manager.fleet.decisions import FleetDecisions, Target, host_of
+from asyncrl.manager.fleet.decisions import FleetDecisions
+from asyncrl.manager.fleet.servers import Target, host_of
 from asyncrl.manager.fleet.staging import Staging
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.weights.staging.messages import INPUTS, MODEL

@@ -11,16 +11,9 @@ import pytest
 
 from asyncrl.api.generation import SamplingParams
 from asyncrl.comm.http.calls import HttpRefused, HttpTimeout, HttpUnreachable, JsonHttp
-from asyncrl.inference.client import (
-    GenerateItem,
-    GenerationServerClient,
-    MalformedReply,
-    UpdateFailed,
-    parse_completion,
-    parse_version,
-    wire_rid,
-)
-from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.inference.client import GenerateItem, GenerationServerClient, UpdateFailed, wire_rid
+from asyncrl.inference.replies import MalformedReply, parse_completion, parse_version
+from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.weights.transports.disk import DiskManagerEnd
 

@@ -16,7 +16,7 @@ from asyncrl.comm.name_resolve import make_resolver
 from asyncrl.comm.request_reply import Done, RequestServer
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.inference.client import GenerationServerClient, UpdateFailed
-from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.manager.fleet.update import update_server
 from asyncrl.trainer.client import PublisherClient
 from asyncrl.trainer.messages import SendWeights

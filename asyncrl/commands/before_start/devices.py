@@ -1,17 +1,23 @@
-"""The devices on which the processes of a run compute, one line per kind, for the terminal."""
+"""The devices on which the processes of a run compute: lines for the terminal, and a check of their memory."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from asyncrl.comm.names import GENERATION_SERVER, MODEL_WORKER
 from asyncrl.config.experiment import ExperimentConfig
-from asyncrl.config.setting import Dtype
-from asyncrl.inference.settings import adopts
+from asyncrl.config.run_dir import write_run_config
+from asyncrl.config.setting import ConfigError, Dtype
+from asyncrl.inference.settings import adopts, guests_of
 from asyncrl.runtime.plan import plan_workers
 from asyncrl.runtime.process.hardware import gpu_details, host_memory
 from asyncrl.runtime.worker_plan import WorkerPlan
 
+COUNT_LIMIT_S = 120.0
 _GIB = 1 << 30
 
 
@@ -46,3 +52,20 @@ def _line(plans: list[WorkerPlan], what: str, dtype: Dtype, attention: str) -> s
         devices.append(f"the CPU ({host_memory() / _GIB:.1f} GiB of memory)")
     count = f"{len(plans)} {what}{'s' if len(plans) > 1 else ''}"
     return f"{count} on {', '.join(devices)}; {dtype}, attention {attention}"
+
+
+def check_guests_fit(config: ExperimentConfig) -> None:
+    """Check that guests and training ranks fit on this host's GPUs in turns. Another process counts: it takes torch.
+
+    Raises:
+        ConfigError: some is missing; the message says how many GiB.
+    """
+    plans = plan_workers(config) if guests_of(config.generation) else []
+    if not any(plan.resources.gpus for plan in plans if plan.kind == GENERATION_SERVER):
+        return
+    with TemporaryDirectory() as folder:
+        write_run_config(config, Path(folder))
+        argv = [sys.executable, "-m", "asyncrl.commands.show_allocation", folder]
+        told = subprocess.run(argv, capture_output=True, text=True, timeout=COUNT_LIMIT_S, check=True).stdout.strip()
+    if told:
+        raise ConfigError(told)

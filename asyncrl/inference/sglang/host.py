@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from asyncrl.inference.messages import ModelInfo
 from asyncrl.inference.sglang.command import build_command
 from asyncrl.inference.sglang.ports import PortBlock, reserve_ports
 from asyncrl.inference.sglang.process import ProcessTree
-from asyncrl.inference.sglang.start_failures import explained
 from asyncrl.runtime.process.starting import LONGEST_STARTS, Effort
 
 _READY_POLL_S, _LAST_READY_POLL_S = 0.2, 2.0
@@ -37,6 +36,16 @@ _BIND_ATTEMPTS = 3
 _ADDRESS_IN_USE = ("address already in use", "errno 98", "eaddrinuse")
 _CHILD_TITLE = "sglang::"  # what SGLang calls its schedulers and its detokenizer
 _MAX_SOCKET_FOLDER = 80  # a Unix socket's path holds 107 bytes, of which SGLang's file names take some 20
+_TOO_LITTLE_IS_FREE = (
+    ("cuda out of memory", "cuda error: out of memory", "cuda_error_out_of_memory", "outofmemoryerror"),
+    "too little memory is free on its GPU: lower generation.sglang.args.mem_fraction_static, the part for weights and "
+    "KV cache; set a larger generation.sglang.tensor_parallel; or give the server a GPU of its own",
+)
+_NO_ROOM_FOR_THE_CACHE = (
+    ("not enough memory. please try to increase --mem-fraction-static",),
+    "its part of the GPU's memory holds the weights but no KV cache: raise generation.sglang.args.mem_fraction_static, "
+    "or set a larger generation.sglang.tensor_parallel",
+)
 
 
 class SGLangHost:
@@ -244,3 +253,22 @@ def _write_secrets(scratch: Path, security: HttpSecurity | None) -> Path | None:
         pem = str(security.file)
         json.dump({"api-key": security.token, "ssl-keyfile": pem, "ssl-certfile": pem}, stream)  # JSON is YAML
     return file
+
+
+def advice(lines: Sequence[str]) -> str:
+    """Return what to do about the cause that `lines` of the log show; empty if none is known."""
+    log = "\n".join(lines).lower()
+    for texts, what_to_do in (_NO_ROOM_FOR_THE_CACHE, _TOO_LITTLE_IS_FREE):
+        if any(text in log for text in texts):
+            return what_to_do
+    return ""
+
+
+def explained(reason: str, lines: Sequence[str], first_error: str) -> str:
+    """Return `reason` with the log's last lines, then its first error and what to do: the end is read first."""
+    message = [f"{reason}; the end of its log:", *lines]
+    if first_error:
+        message.append(f"the first error in its log: {first_error}")
+    if what_to_do := advice([*lines, first_error]):
+        message.append(what_to_do)
+    return "\n".join(message)

@@ -44,126 +44,36 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from urllib.parse import urlsplit
 
 from asyncrl.comm.backoff import Backoff
 from asyncrl.comm.names import GuestMemory
 from asyncrl.inference.client import MemoryTag, PauseMode
-from asyncrl.manager.fleet.turns import GuestTurns, Rest
+from asyncrl.manager.fleet.servers import (
+    BeginUpdate,
+    CancelUpdate,
+    CheckHealth,
+    Order,
+    Rest,
+    ServerLife,
+    ServerState,
+    Target,
+    host_of,
+)
+from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.settings import UpdateMode
 
 _PAUSES: dict[UpdateMode, PauseMode] = {
     UpdateMode.interrupt: PauseMode.abort,
     UpdateMode.retract: PauseMode.retract,
     UpdateMode.in_place: PauseMode.in_place,
-    UpdateMode.finish: PauseMode.abort,  # of a drained server: what arrived in spite of it
+    UpdateMode.finish: PauseMode.abort,  # requests that a drained server received all the same
 }
 
 BACKOFF = Backoff(0.5, 30.0)
 """Time in seconds that a server stays in quarantine; longer with each failure."""
 HEALTH_FAILURES_ALLOWED = 1
-"""Failed health checks in a row after which a server is still served: a busy one may answer late."""
-
-
-class ServerState(StrEnum):
-    """State of a server (module docstring)."""
-
-    SERVING = "serving"
-    DRAINING = "draining"
-    UPDATING = "updating"
-    QUARANTINED = "quarantined"
-    RELEASING = "releasing"
-    RESTING = "resting"
-
-
+"""Failed health checks in a row that leave a server in service: a busy one may answer late."""
 _UNDER_WAY = (ServerState.UPDATING, ServerState.RELEASING)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Published weights: version and folder, and the folder of the server's `copy` if it has one."""
-
-    version: int
-    path: str
-    copy: str = ""
-
-    @property
-    def read_at(self) -> str:
-        """The folder that the server reads."""
-        return self.copy or self.path
-
-
-@dataclass(frozen=True, slots=True)
-class BeginUpdate:
-    """Order: pause the server at `url` (`abort` ends what runs, the other ways keep it) and bring it to `target`.
-
-    `frozen`: an update in place failed before, so requests may be frozen. `had`: the version that it served until now;
-    None if unknown. `released`: kinds of memory that the server may have given back; `rested`: it has, and is paused.
-    """
-
-    server: int
-    url: str
-    attempt: int
-    target: Target
-    pause: PauseMode
-    frozen: bool = False
-    had: int | None = None
-    released: frozenset[MemoryTag] = frozenset()
-    rested: bool = False
-
-    @property
-    def keeps_requests(self) -> bool:
-        """True if running requests continue by themselves after the update."""
-        return self.pause != PauseMode.abort
-
-    @property
-    def keeps_cache(self) -> bool:
-        """True if running requests continue with the keys and values that they have."""
-        return self.pause == PauseMode.in_place
-
-
-@dataclass(frozen=True, slots=True)
-class CancelUpdate:
-    """Order: give up this attempt; its outcome is not wanted any more."""
-
-    server: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class CheckHealth:
-    """Order: see whether the quarantined server at `url` is well again; there are no weights to bring it."""
-
-    server: int
-    url: str
-
-
-Order = BeginUpdate | CancelUpdate | CheckHealth | Rest
-
-
-@dataclass(slots=True)
-class ServerLife:
-    """One server. `version` is what it serves, None while nobody knows; `due`, in s, when its state has to change.
-
-    `had` is what it served before the update under way, None where nobody knew; `damaged` the newest version whose
-    files it refused; `released` what memory it has given back, or may have.
-    """
-
-    index: int
-    url: str
-    version: int | None
-    state: ServerState
-    attempt: int = 0
-    failures: int = 0
-    health_failures: int = 0
-    due: float = 0.0
-    reason: str = ""
-    goal: Target | None = None
-    had: int | None = None
-    damaged: int | None = None
-    checking: bool = False
-    released: frozenset[MemoryTag] = frozenset()
 
 
 @dataclass(slots=True)
@@ -174,7 +84,7 @@ class _Leaving:
     serving: int
     under_way: int
     spares_the_last: bool
-    """Draining takes long: the last that serves waits for those under way."""
+    """The last serving server waits until another is back: draining takes long."""
 
     def take_one(self) -> bool:
         """Take a place for one more server that stops serving; False if there is none."""
@@ -184,20 +94,18 @@ class _Leaving:
         return True
 
 
-def host_of(url: str) -> str:
-    """The address of the host in the URL of a server on it."""
-    return urlsplit(url).hostname or ""
-
-
 class FleetDecisions:
-    """Decides for all servers. The caller reports events, then does what `poll` orders; times are its clock's, in s.
+    """Decides for all servers. The caller reports events, then carries out the orders of `poll`.
+
+    Times are in seconds of the caller's clock. Methods that report an outcome return False if it belongs to an attempt
+    that is not wanted any more.
 
     Args:
         mode: what an update does to running requests.
         update_timeout_s: an update that takes longer has failed.
-        update_fraction: of the servers, those that may be out of service for an update at a time; above 0, at most 1.
-        staged: hosts share no folder, so that a server can have what `arrived` on its host.
-        guests: servers that take turns with the trainer; None: there are none.
+        update_fraction: share of the servers that may be out of service for an update at a time; above 0, at most 1.
+        staged: hosts share no folder, so that a server can only have weights that `arrived` on its host.
+        guests: servers that take turns with the trainer; None if there are none.
     """
 
     def __init__(
@@ -228,7 +136,7 @@ class FleetDecisions:
 
     @property
     def served_version(self) -> int | None:
-        """The least version among the servers that get requests; None where there is none."""
+        """The least version among the servers that get requests; None if there is no such server."""
         return min((life.version for life in self._serving() if life.version is not None), default=None)
 
     def versions_in_use(self) -> set[int]:
@@ -237,38 +145,41 @@ class FleetDecisions:
         return goals | {life.version for life in self.servers if life.version is not None}
 
     def publish(self, target: Target) -> None:
-        """Newer weights are there. An older target than the present one is ignored."""
+        """Set the newest weights. An older target than the present one is ignored."""
         if self.target is None or target.version > self.target.version:
             self._before, self.target = self.target, target
 
     def assign(self, server: int, target: Target) -> None:
-        """Bring this server to `target`, whether newer or older than its weights; other targets are not for it."""
+        """Bring this server to `target`, even if that is older than its weights; published targets are not for it."""
         self._targets[server] = target
 
     def arrived(self, host: str, target: Target) -> None:
-        """The weights are on the host at this address. Older ones than those that are there already are ignored."""
+        """Note that the host at this address has these weights. Ignored if it has newer ones."""
         assert self._there is not None, "hosts share a folder"
         present = self._there.get(host)
         if present is None or target.version >= present.version:
             self._there[host] = target
 
     def lost(self, host: str) -> None:
-        """The host has no weights any more."""
+        """Note that the host has no weights any more."""
         assert self._there is not None, "hosts share a folder"
         self._there.pop(host, None)
 
     def read_on(self, host: str | None = None) -> set[int]:
-        """The versions that servers on this host read, or are about to; without a host those on any."""
+        """Return versions that servers on this host read, or are about to read; without a host those on any host."""
         there = (self._there or {}).items()
         about_to = {target.version for where, target in there if host in (None, where)}
         reading = [life for life in self._servers.values() if host in (None, host_of(life.url))]
         return about_to | {life.goal.version for life in reading if life.goal is not None}
 
     def register(self, index: int, url: str, version: int, now: float, *, memory: GuestMemory | None = None) -> bool:
-        """The server at `url` is there with `version`; whether it was not known yet. Its other lives are over.
+        """Note that the server at `url` is there with `version`. Its earlier processes are over.
 
         Args:
-            memory: of a guest, what a manager before this one recorded last.
+            memory: a guest's memory, as an earlier manager recorded it last.
+
+        Returns:
+            True if the server was not known yet.
         """
         known = self._servers.get(index)
         if known is not None and known.url == url:
@@ -286,7 +197,7 @@ class FleetDecisions:
         return True
 
     def deregister(self, index: int) -> bool:
-        """The server's registration is gone; whether it was known."""
+        """Note that the server's registration is gone; return True if it was known."""
         life = self._servers.pop(index, None)
         if life is None:
             return False
@@ -295,8 +206,10 @@ class FleetDecisions:
         return True
 
     def poll(self, now: float, running: Mapping[int, int]) -> list[Order]:
-        """Return the orders that are due now. `running` counts the requests on each server; a server that is missing
-        there has none.
+        """Return the orders that are due now.
+
+        Args:
+            running: by server, number of its requests; a missing server has none.
         """
         orders: list[Order] = [*self._cancelled]
         self._cancelled.clear()
@@ -324,13 +237,13 @@ class FleetDecisions:
         return orders
 
     def next_due(self) -> float | None:
-        """When `poll` has something to do next even if nothing happens until then."""
+        """Return the time at which `poll` has something to do even if nothing is reported until then; None: never."""
         timed = (*_UNDER_WAY, ServerState.QUARANTINED)
         lives = [life for life in self._servers.values() if life.state in timed and not life.checking]
         return min((life.due for life in lives if not self._waits(life)), default=None)
 
     def succeeded(self, server: int, attempt: int) -> bool:
-        """The update is done and checked; whether the attempt was still wanted."""
+        """Note that the update is done and checked."""
         life = self._attempted(server, attempt)
         if life is None or life.goal is None:
             return False
@@ -343,7 +256,7 @@ class FleetDecisions:
         return True
 
     def released(self, server: int, attempt: int) -> bool:
-        """The server has given its memory back; whether the attempt was still wanted."""
+        """Note that the server has released its memory."""
         life = self._attempted(server, attempt)
         if life is None:
             return False
@@ -351,27 +264,27 @@ class FleetDecisions:
         return True
 
     def resumed(self, server: int, attempt: int, tags: Collection[MemoryTag]) -> None:
-        """The server has memory of these kinds again."""
+        """Note that the server has memory of these kinds again."""
         if (life := self._attempted(server, attempt)) is not None:
             life.released -= frozenset(tags)
 
     @property
     def not_resting(self) -> list[ServerLife]:
-        """The guests that have not given their memory back."""
+        """The guests that have not released their memory."""
         return [life for life in self.servers if life.index in self.guests and life.state is not ServerState.RESTING]
 
     @property
     def others_serving(self) -> int:
-        """Number of servers that serve and are no guests."""
+        """Number of serving servers that are not guests."""
         return sum(life.index not in self.guests for life in self._serving())
 
     def not_known_to_rest(self, registered: Mapping[int, str]) -> list[int]:
-        """Those guests among the servers `registered` (URL by index) that are not known to rest at that URL."""
+        """Return the guests among the servers `registered` (URL by index) that are not known to rest at that URL."""
         resting = {life.index: life.url for life in self.servers if life.state is ServerState.RESTING}
         return [index for index, url in registered.items() if index in self.guests and resting.get(index) != url]
 
     def failed(self, server: int, attempt: int, reason: str, now: float) -> bool:
-        """The update, check or release failed; whether the attempt was still wanted."""
+        """Note that the update, check or release failed."""
         life = self._attempted(server, attempt)
         if life is None:
             return False
@@ -379,7 +292,7 @@ class FleetDecisions:
         return True
 
     def refused(self, server: int, attempt: int, reason: str, now: float) -> bool:
-        """The server found the version's files damaged and goes on with what it had; whether it serves that again."""
+        """Note that the server refused damaged files and keeps its weights; return True if it serves those again."""
         life = self._attempted(server, attempt)
         if life is None or life.goal is None:
             return False
@@ -399,9 +312,10 @@ class FleetDecisions:
         return None if life is None or life.url != url else life.version
 
     def contradicted(self, server: int, attempt: int, reason: str, now: float) -> bool:
-        """A look at what the server serves since update `attempt` found other weights; whether it leaves service.
+        """Note that a check found other weights on the server than update `attempt` loaded.
 
-        It does not where a later update has replaced them.
+        Returns:
+            True if it leaves service because of that; False also if a later update has begun.
         """
         life = self._servers.get(server)
         if life is None or life.attempt != attempt or life.state not in (ServerState.SERVING, ServerState.DRAINING):
@@ -411,7 +325,7 @@ class FleetDecisions:
         return True
 
     def healthy(self, server: int, url: str) -> bool:
-        """The server answered a health check; whether it gets requests again because of that."""
+        """Note that the server answered a health check; return True if it gets requests again because of that."""
         life = self._servers.get(server)
         if life is None or life.url != url:
             return False
@@ -427,7 +341,11 @@ class FleetDecisions:
         return True
 
     def unhealthy(self, server: int, url: str, reason: str, now: float, *, gone: bool) -> bool:
-        """A health check failed (`gone`: nothing listens there); whether the server leaves service because of that."""
+        """Note a failed health check; return True if the server leaves service because of that.
+
+        Args:
+            gone: nothing listens at the address.
+        """
         life = self._servers.get(server)
         if life is None or life.url != url:
             return False
@@ -450,16 +368,18 @@ class FleetDecisions:
         return target is not None and target.version not in (life.version, life.damaged)
 
     def _wanted(self, server: int) -> Target | None:
-        """The weights that the server is to have; None if it keeps those that it began with."""
+        """Return the weights that the server should have; None if it keeps those that it began with."""
         return self._targets.get(server, self.target)
 
     def _target_of(self, life: ServerLife) -> Target | None:
-        """The newest weights that the server can have."""
+        """Return the newest weights that the server can have now."""
         return self._wanted(life.index) if self._there is None else self._there.get(host_of(life.url))
 
     def _goal_of(self, life: ServerLife) -> Target | None:
-        """The weights to bring to a server that has none: of a rest, the initial model if no version is there, and the
-        version before one whose files the server found damaged.
+        """Return the weights that the next update loads.
+
+        A server that has released its memory gets the initial model if no version is there, and the version before if
+        it found the newest one's files damaged.
         """
         target = self._target_of(life)
         if not life.released:
@@ -504,7 +424,7 @@ class FleetDecisions:
         self._attempts += 1
         life.attempt, life.state, life.checking = self._attempts, ServerState.RELEASING, False
         life.version, life.due = None, now + self._timeout_s
-        life.released = frozenset(MemoryTag)  # from here on nobody knows
+        life.released = frozenset(MemoryTag)  # any of it may be released from here on
         yield Rest(life.index, life.url, life.attempt)
 
     def _check(self, life: ServerLife) -> CheckHealth:

@@ -18,7 +18,7 @@ from asyncrl.comm.http.calls import HttpError
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.inference.client import GenerationServerClient
-from asyncrl.manager.fleet.decisions import Target
+from asyncrl.manager.fleet.servers import Target
 from asyncrl.weights.versions.logprob_probe import LogprobProbe, read_probe
 from asyncrl.weights.versions.manifest import ManifestError
 

@@ -20,8 +20,8 @@ from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.names import GuestMemory
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
-from asyncrl.manager.fleet.decisions import BeginUpdate, CancelUpdate, CheckHealth, FleetDecisions, ServerState, Target
-from asyncrl.manager.fleet.turns import Rest
+from asyncrl.manager.fleet.decisions import FleetDecisions
+from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Rest, ServerState, Target
 from asyncrl.manager.fleet.update import UpdateCheck, rest_server, update_server
 from asyncrl.manager.messages import ServerStatus
 from asyncrl.manager.notifier import Notifier
@@ -86,7 +86,7 @@ class FleetRunner:
     ) -> None:
         self._decisions = decisions
         self._service = service
-        self._policy, self._router = policy, service.router_of(policy)
+        self._policy, self._router = policy, service.routes.router_of(policy)
         self._served_version = served_version or (lambda: None if policy else decisions.served_version)
         self._http = http
         self._transport = transport
@@ -344,10 +344,10 @@ class FleetRunner:
             life = lives.get(index)
             if life is None or life.url != url:
                 self._router.remove(index)
-                self._service.server_lost(url)
+                self._service.routes.server_lost(url)
                 del self._shown[index]
             elif in_use and life.state in _UNUSED:  # what reached a server that rests already is answered nowhere
-                self._service.server_lost(url)
+                self._service.routes.server_lost(url)
         for index, life in lives.items():
             self._shown[index] = (life.url, life.state not in _UNUSED)
             version = UNKNOWN_VERSION if life.version is None else life.version

@@ -24,18 +24,8 @@ rests does not serve; it comes back at the version announced last, so the least 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from asyncrl.comm.names import TrainerTurn
-
-
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """Order: interrupt what runs on the server at `url`, and have it give its memory back."""
-
-    server: int
-    url: str
-    attempt: int
 
 
 class GuestTurns:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from asyncrl.comm.http.calls import HttpError
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, MemoryTag, PauseMode
-from asyncrl.manager.fleet.decisions import BeginUpdate, Target
+from asyncrl.manager.fleet.servers import BeginUpdate, Target
 from asyncrl.trainer.messages import SendWeights
 from asyncrl.weights.transports.base import ManagerEnd
 

@@ -8,11 +8,17 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 
+from asyncrl.config.run_dir import PROFILE_DIR
+from asyncrl.observe.settings import ProfileConfig
 from asyncrl.runtime.process.process_tree import LAUNCH_VARIABLE, marked
+from asyncrl.runtime.process.remarks import remark
+from asyncrl.runtime.process.waiting import cancel
 
 _log = logging.getLogger(__name__)
 DUMP_LIMIT_S = 20.0
@@ -26,6 +32,24 @@ _TITLE = "asyncrl "
 def py_spy() -> str | None:
     """The program, of this environment or on the path; None if it is not installed."""
     return shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+@asynccontextmanager
+async def profiled(settings: ProfileConfig, run_dir: Path, step: int) -> AsyncIterator[None]:
+    """Profile `step`, which the ranks compute within the block, if it is to be profiled."""
+    if step not in settings.steps:
+        yield
+        return
+    folder = run_dir / PROFILE_DIR
+    stacks = asyncio.create_task(dump_stacks(folder / f"step-{step}.stacks.txt")) if settings.stacks else None
+    try:
+        yield
+        if stacks is not None:
+            await stacks
+    finally:
+        if stacks is not None:
+            await cancel(stacks)
+    remark(run_dir, f"profile of step {step}: {folder}")
 
 
 async def dump_stacks(file: Path) -> None:

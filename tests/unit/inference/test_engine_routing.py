@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from asyncrl.inference.client import MalformedReply, RoutingWanted, parse_completion
+from asyncrl.inference.client import RoutingWanted
 from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.serving.replies import sample_reply
 from asyncrl.inference.embedded.serving.requests import parse_generate
 from asyncrl.inference.embedded.types import GenerationInput, GenerationOutput, Job, RequestError, SamplingSpec
 from asyncrl.inference.messages import PauseMode
+from asyncrl.inference.replies import MalformedReply, parse_completion
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.routing import Routers
 

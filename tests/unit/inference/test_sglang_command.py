@@ -11,8 +11,8 @@ from asyncrl.config.context import context_length
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Device, Dtype
 from asyncrl.inference.sglang.command import OWNED_FLAGS, ServerCommand, build_command, render_flags
+from asyncrl.inference.sglang.host import advice, explained
 from asyncrl.inference.sglang.ports import BLOCK_SIZE, FIRST_PORT, NoFreePorts, PortBlock, reserve_ports
-from asyncrl.inference.sglang.start_failures import advice, explained
 
 
 @pytest.fixture

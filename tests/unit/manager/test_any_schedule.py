@@ -280,7 +280,7 @@ class Schedule(RuleBasedStateMachine):
             first=SIZE,
             policies=["past", *self.trained[1:]],
         )
-        service.router_of("past").update(0, "http://past", 0, routable=True)
+        service.routes.router_of("past").update(0, "http://past", 0, routable=True)
         for policy in self.trained:
             self.tell_version(service, policy)
         return service
@@ -291,7 +291,7 @@ class Schedule(RuleBasedStateMachine):
         return min(self.versions.values())
 
     def tell_version(self, service: ManagerService, policy: str) -> None:
-        service.router_of(policy).update(0, f"http://server{policy}", self.versions[policy], routable=True)
+        service.routes.router_of(policy).update(0, f"http://server{policy}", self.versions[policy], routable=True)
         service.routes_changed(self.served)
 
     @move()
@@ -473,7 +473,7 @@ class Schedule(RuleBasedStateMachine):
     def the_opponents_server_changes(self, version: int, there: bool) -> None:
         """It is updated, to any version, or quarantined: the gate sees nothing of it."""
         before = self.service.gate_state()
-        self.service.router_of("past").update(0, "http://past", version, routable=there)
+        self.service.routes.router_of("past").update(0, "http://past", version, routable=there)
         self.service.routes_changed(None)
         assert self.service.gate_state() == before
 
@@ -775,7 +775,7 @@ class Schedule(RuleBasedStateMachine):
         self.report_step()
         books = self.service.gate.books()
         assert (books.running, books.finished_untrained) == (0, len(self.trainer.buffer)), "the gate lost a place"
-        placed = [self.service.router_of(policy).placed for policy in ("past", *self.trained)]
+        placed = [self.service.routes.router_of(policy).placed for policy in ("past", *self.trained)]
         assert not any(placed), "a server keeps the load of what is over"
         waiting = {name for worker in self.workers for name in worker.ids}
         assert not any(map(self.service.gate.outcome, waiting)), "a worker asks for what will not start"

@@ -7,18 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from asyncrl.manager.fleet.decisions import (
-    BACKOFF,
-    BeginUpdate,
-    CancelUpdate,
-    CheckHealth,
-    FleetDecisions,
-    Order,
-    ServerLife,
-    ServerState,
-    Target,
-    UpdateMode,
-)
+from asyncrl.manager.fleet.decisions import BACKOFF, FleetDecisions, UpdateMode
+from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, ServerLife, ServerState, Target
 
 LIMIT_S = 10.0
 NOTHING: dict[int, int] = {}

@@ -16,16 +16,9 @@ from hypothesis import strategies as st
 
 from asyncrl.comm.names import GuestMemory, TrainerTurn
 from asyncrl.inference.client import MemoryTag
-from asyncrl.manager.fleet.decisions import (
-    BeginUpdate,
-    CancelUpdate,
-    CheckHealth,
-    FleetDecisions,
-    Order,
-    ServerState,
-    Target,
-)
-from asyncrl.manager.fleet.turns import GuestTurns, Rest
+from asyncrl.manager.fleet.decisions import FleetDecisions
+from asyncrl.manager.fleet.servers import BeginUpdate, CancelUpdate, CheckHealth, Order, Rest, ServerState, Target
+from asyncrl.manager.fleet.turns import GuestTurns
 from asyncrl.manager.settings import UpdateMode
 
 LIMIT_S, BATCH, GUESTS = 10.0, 2, 2

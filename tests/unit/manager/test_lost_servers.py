@@ -18,10 +18,10 @@ async def test_every_one_of_512_servers_that_are_lost_at_once_is_told() -> None:
     after = (await service.lost_servers(ask)).seq
     for _ in range(3):  # and again, as one that comes and goes takes no place of another
         for url in urls:
-            service.server_lost(url)
+            service.routes.server_lost(url)
     reply = await service.lost_servers(m.LostServersRequest(worker="w0", after=after))
     assert (reply.urls, reply.seq) == (urls, after + 3 * 512)
     assert (await service.lost_servers(m.LostServersRequest(worker="w0", after=reply.seq - 2))).urls == urls[-2:]
     for number in range(10_000):
-        service.server_lost(f"http://once/{number}")
-    assert len(service._losses) == 4 * 512
+        service.routes.server_lost(f"http://once/{number}")
+    assert len(service.routes.losses) == 4 * 512

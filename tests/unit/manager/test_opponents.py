@@ -15,7 +15,8 @@ from asyncrl.comm.http.calls import JsonHttp
 from asyncrl.comm.names import PublishedVersion
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.manager import messages as m
-from asyncrl.manager.fleet.decisions import BeginUpdate, FleetDecisions, ServerState, Target, UpdateMode
+from asyncrl.manager.fleet.decisions import FleetDecisions, UpdateMode
+from asyncrl.manager.fleet.servers import BeginUpdate, ServerState, Target
 from asyncrl.manager.policy_fleets import PolicyFleets
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import PickVersion, PolicyConfig, VersionPoolConfig
@@ -138,13 +139,13 @@ def test_an_opponent_answers_whatever_its_version_and_never_moves_the_gate() -> 
     service = service_of()
     before = service.gate_state()
     assert place(service, "past") is None, "no server of it is there"
-    service.router_of("past").update(0, "http://past", 1, True)
+    service.routes.router_of("past").update(0, "http://past", 1, True)
     service.routes_changed(None)
     assert place(service, "past").url == "http://past"
     assert place(service, "").url == "http://policy"
     assert service.gate_state() == before
     service.worker_died("rollout_worker/0")
-    assert [service.router_of(policy).placed for policy in ("", "past")] == [0, 0]
+    assert [service.routes.router_of(policy).placed for policy in ("", "past")] == [0, 0]
 
 
 def test_a_policy_that_the_run_lacks_is_refused_by_name() -> None:
@@ -203,11 +204,11 @@ def test_the_gate_counts_by_the_least_version_of_all_trained_policies_servers() 
 
 def test_an_answer_of_a_trained_policy_is_no_older_than_its_rollouts_admission() -> None:
     service = service_of(trained=["past"])
-    service.router_of("past").update(0, "http://past", 1, True)
+    service.routes.router_of("past").update(0, "http://past", 1, True)
     asks = [m.RouteRequest(1, 1, 1, request_id="r/past", rollout_id="r", policy="past", min_version=5)]
     request = m.ScheduleRequest(worker="rollout_worker/0", manager=service.number, timeout_s=0.0, requests=asks)
     assert not asyncio.run(service.schedule_request(request)).scheduled
-    service.router_of("past").update(0, "http://past", 5, True)
+    service.routes.router_of("past").update(0, "http://past", 5, True)
     assert asyncio.run(service.schedule_request(request)).scheduled
 
 

@@ -44,6 +44,7 @@ from asyncrl.inference.embedded.engine import GenerationEngine
 from asyncrl.inference.embedded.types import GenerationInput, Job, SamplingSpec
 from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.models.transformers_internals import set_attention
+from asyncrl.runtime.ranks import PeerFailed
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.micro_batch_layout import AttentionKind
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
@@ -380,14 +381,14 @@ class TwoRanks:
 
         Raises:
             LayoutError: it was refused.
-            RuntimeError: it failed otherwise.
+            RuntimeError: it failed otherwise; `PeerFailed` only where no rank told a cause.
         """
         for jobs in self._jobs:
             jobs.put((str(folder), parallel))
         found = dict(self._told.get(timeout=WAIT_S) for _ in self._ranks)
-        for told in found.values():
-            if isinstance(told, Exception):
-                raise told
+        failures = [told for told in found.values() if isinstance(told, Exception)]
+        for told in sorted(failures, key=lambda told: isinstance(told, PeerFailed)):  # the cause before its echo
+            raise told
         return [found[rank] for rank in range(2)]
 
     def close(self) -> None:
@@ -406,7 +407,7 @@ class TwoRanks:
             place.mkdir(parents=True, exist_ok=True)
             try:
                 self._told.put((rank, self._findings(folder, parallel, rank, place)))
-            except LayoutError as error:
+            except (LayoutError, PeerFailed) as error:
                 self._told.put((rank, error))
             except Exception:
                 self._told.put((rank, RuntimeError(traceback.format_exc())))

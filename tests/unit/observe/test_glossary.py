@@ -11,7 +11,7 @@ import pytest
 
 import asyncrl
 from asyncrl.comm.drop_reasons import FAILURES, DropReason
-from asyncrl.manager.fleet.decisions import ServerState
+from asyncrl.manager.fleet.servers import ServerState
 from asyncrl.master.metrics.evaluation_statistics import evaluation_metrics
 from asyncrl.observe.glossary import GROUPS, METRICS, OBSERVED, Metric, find, find_figure
 from asyncrl.rollout.user_code_pool.timing import Activity

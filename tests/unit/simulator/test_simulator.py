@@ -25,7 +25,7 @@ from asyncrl.inference.messages import (
     PauseRequest,
     UpdateWeightsRequest,
 )
-from asyncrl.manager.fleet.decisions import Target
+from asyncrl.manager.fleet.servers import Target
 from asyncrl.manager.messages import RunReport
 from asyncrl.manager.settings import UpdateMode
 from asyncrl.simulator.clock import Deadlock

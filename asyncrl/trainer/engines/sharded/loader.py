@@ -126,6 +126,8 @@ def _neighbours(place: RankPosition) -> Neighbours | None:
 
 _VOCABULARY = 512
 _LAYERS = 2
+_SPREAD = 0.02
+"""Standard deviation of what a new model has as zeros."""
 
 
 def settled_layout(
@@ -170,6 +172,7 @@ def settled_layout(
 
 
 def _surrogate(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a small model with random weights whose code is that of the model in `path`."""
     config = AutoConfig.from_pretrained(path)
     text = config.get_text_config()
     kinds: list[str] = list(getattr(text, "layer_types", None) or [])
@@ -184,6 +187,9 @@ def _surrogate(path: str, dtype: torch.dtype) -> PreTrainedModel:
             setattr(text, name, None)
     with torch.random.fork_rng(devices=[]):  # which random weights are drawn must not move the run's own
         model: PreTrainedModel = language_model(path).from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        for parameter in model.parameters():
+            if not parameter.any():  # Gemma 3's projector: every picture would give the same rows
+                nn.init.normal_(parameter, std=_SPREAD)
     model.train(False)
     return model
 

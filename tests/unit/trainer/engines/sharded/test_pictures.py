@@ -16,10 +16,12 @@ from asyncrl.algorithms.arithmetic.sums import Stats
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import Dtype
 from asyncrl.master.graph.builtin import load_graph
+from asyncrl.models.parity import UnsupportedModelError
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.engines.base import PolicyOutputs
 from asyncrl.trainer.engines.sharded.engine import ShardedEngine, ShardedPolicyEngine, ShardedValueEngine
 from asyncrl.trainer.engines.sharded.gathering import whole
+from asyncrl.trainer.engines.sharded.loader import ShardedLoader
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.roles import build_rank
 from asyncrl.trainer.settings import VisionMode
@@ -109,3 +111,19 @@ def test_pictures_over_ranks_are_what_transformers_computes_of_each_sample(
         assert heads
         for head in heads:
             np.testing.assert_allclose(head[0], hidden.numpy(), rtol=0, atol=1e-3)
+
+
+def test_the_layout_is_chosen_by_a_model_that_sees_its_pictures(
+    config: ExperimentConfig, vlm_folder: Callable[[str], Path], on_ranks: Any
+) -> None:
+    folder = str(vlm_folder("gemma3"))  # a new one has zeros between its vision tower and its text model
+    config.model.path, config.model.dtype, config.trainer.parallel = folder, Dtype.float32, "d1"
+
+    def body(world: World) -> str:
+        loader = ShardedLoader(config, world.place("actor"), torch.device("cpu"))
+        with pytest.raises(UnsupportedModelError) as refused:
+            loader.policy(folder, Dtype.float32, None)
+        return str(refused.value)
+
+    (refusal,) = on_ranks(config, body)
+    assert "with pictures, 5 sequences computed together differ from transformers' plain forward" in refusal

@@ -1,0 +1,134 @@
+"""Replies of a generation server, read and checked: completions, versions, refusals."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncrl.api.generation import Completion, FinishReason
+from asyncrl.comm.http.calls import HttpError, HttpRefused
+from asyncrl.inference.messages import MissingPictures
+from asyncrl.models.routers import RoutingShape
+
+INITIAL_LABEL = "default"
+"""SGLang's label for the weights it started with: policy version 0."""
+
+
+class MalformedReply(HttpError):
+    """A reply breaks the contract; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingWanted:
+    """Request for the experts, of a model of `shape`, that the tokens from position `start` on went through."""
+
+    shape: RoutingShape
+    start: int = 0
+
+
+def parse_version(label: object) -> int:
+    """Return the policy version that a server's label means.
+
+    Raises:
+        MalformedReply: the label is not a policy version.
+    """
+    if label == INITIAL_LABEL:
+        return 0
+    if isinstance(label, str) and label.isdecimal():
+        return int(label)
+    raise MalformedReply(f"weight_version is {label!r}, expected a policy version: another system updates this server")
+
+
+def parse_completion(
+    reply: Mapping[str, Any], stop: Sequence[str] = (), routing: RoutingWanted | None = None, prompt_tokens: int = 0
+) -> Completion:
+    """Read one sample of a `/generate` reply.
+
+    Args:
+        stop: stop strings; a sample that ended at one of them has the finish `length`.
+        routing: the experts that were asked for.
+        prompt_tokens: length of the prompt; needed with `routing`.
+
+    Raises:
+        MalformedReply: a field is missing, or the lists differ in length.
+    """
+    try:
+        meta = reply["meta_info"]
+        finish = meta["finish_reason"]["type"]
+        if finish == FinishReason.stop and meta["finish_reason"].get("matched") in stop:
+            finish = FinishReason.length
+        token_ids: list[int] = reply["output_ids"]
+        if finish == FinishReason.abort and not token_ids:
+            return Completion([], [], [], FinishReason.abort)
+        logprobs: list[float] = [entry[0] for entry in meta["output_token_logprobs"]]
+        versions = _token_versions(meta, len(token_ids))
+        routed = None if routing is None else _routing(meta["routed_experts"], routing, prompt_tokens + len(token_ids))
+    except (KeyError, TypeError, IndexError) as error:
+        raise MalformedReply(f"/generate reply lacks {error}: {str(reply)[:300]}") from error
+    if finish not in list(FinishReason):
+        raise MalformedReply(f"/generate finish_reason is {finish!r}, expected one of {', '.join(FinishReason)}")
+    if not len(token_ids) == len(logprobs) == len(versions):
+        raise MalformedReply(
+            f"/generate gave {len(token_ids)} tokens, {len(logprobs)} log-probabilities and {len(versions)} versions"
+        )
+    return Completion(token_ids, logprobs, versions, FinishReason(finish), routed)
+
+
+def _routing(encoded: str, wanted: RoutingWanted, tokens: int) -> NDArray[Any]:
+    """Decode the experts of positions `wanted.start` to the last but one: `[positions, layers, per_token]`."""
+    shape = wanted.shape
+    try:
+        experts = np.frombuffer(base64.b64decode(encoded, validate=True), "<i4")
+    except (TypeError, ValueError) as error:
+        raise MalformedReply(f"/generate routed_experts is not base64 of 32-bit integers: {error}") from error
+    positions = max(0, tokens - 1 - wanted.start)
+    if len(experts) != positions * shape.layers * shape.per_token:
+        raise MalformedReply(
+            f"/generate routed_experts has {len(experts)} numbers, expected {positions} positions of {shape.layers} "
+            f"layers and {shape.per_token} experts"
+        )
+    if len(experts) and not 0 <= experts.min() <= experts.max() < shape.experts:
+        raise MalformedReply(f"/generate routed_experts holds a number outside of the {shape.experts} experts")
+    return experts.astype(shape.dtype).reshape(positions, shape.layers, shape.per_token)
+
+
+def _token_versions(meta: Mapping[str, Any], length: int) -> list[int]:
+    spans = meta.get("weight_versions")
+    if spans is None:
+        return [parse_version(meta["weight_version"])] * length
+    versions: list[int] = []
+    for span in spans:
+        if span["start"] != len(versions):
+            raise MalformedReply(f"weight_versions {spans} do not follow one another")
+        versions += [parse_version(span["version"])] * (span["end"] - span["start"])
+    return versions
+
+
+def names_damage(error: HttpRefused) -> bool:
+    """True if the server refused the files as damaged, so that nothing was replaced."""
+    try:
+        return msgspec.json.decode(error.body, type=_Refusal).damaged
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+def missing_pictures(error: HttpRefused) -> list[str]:
+    """Return the pictures that the server lacks to serve the refused request; empty if that is not the reason."""
+    if error.status != 409:
+        return []
+    try:
+        return msgspec.json.decode(error.body, type=MissingPictures).missing_pictures
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
+
+
+class _Refusal(msgspec.Struct):
+    """The embedded engine's refusal of a weight update."""
+
+    damaged: bool = False

@@ -1,0 +1,109 @@
+"""Routes of requests: a router for each policy's servers, and the servers that left service."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Collection
+
+from asyncrl.manager import messages as m
+from asyncrl.manager.notifier import Notifier
+from asyncrl.manager.router import Router, ServerView
+
+LOSSES_AT_LEAST, LOSSES_PER_SERVER = 256, 4
+"""Losses of servers that are remembered: of each server some lives, all of which may end within a pause of a worker."""
+
+
+class Routes:
+    """Routers by the name of their policy; "" is the run's own, which is trained.
+
+    Args:
+        routing: routing policy of each.
+        conversations: number of conversations that a router may remember.
+        policies: names of the policies besides the run's own that agents may ask.
+        trained: those of them that are trained.
+
+    Attributes:
+        changed: notified when servers have changed, so that a request that waited may be placed.
+        losses: servers that left service unexpectedly.
+    """
+
+    def __init__(
+        self, routing: str, conversations: int, policies: Collection[str] = (), trained: Collection[str] = ()
+    ) -> None:
+        self._routers = {policy: Router(routing, conversations) for policy in ("", *policies)}
+        self._ageless = {*policies} - {*trained}
+        self.changed = Notifier()
+        self.losses = LostServers()
+
+    def router_of(self, policy: str) -> Router:
+        """The router of the servers of `policy`.
+
+        Raises:
+            BadRequest: the run has no such policy.
+        """
+        if policy not in self._routers:
+            named = ", ".join(name for name in self._routers if name) or "none"
+            raise m.BadRequest(f"$.policy: {policy!r} is not one of `policies`, which has {named}")
+        return self._routers[policy]
+
+    def place(self, request: m.RouteRequest, worker: str, admitted_at: int) -> ServerView | None:
+        """Place the request of a rollout that was admitted at this version; None if no server may have it now.
+
+        Raises:
+            BadRequest: the run has no such policy.
+        """
+        # a policy that is not trained has servers of any age
+        min_version = 0 if request.policy in self._ageless else max(request.min_version or 0, admitted_at)
+        return self.router_of(request.policy).schedule(request, worker, min_version)
+
+    def release(self, request_id: str) -> None:
+        """Remove a request that no longer runs."""
+        for router in self._routers.values():
+            router.release(request_id)
+
+    def release_rollout(self, rollout_id: str) -> None:
+        """Remove the requests of a rollout that is over, to whatever policy."""
+        for router in self._routers.values():
+            router.release_rollout(rollout_id)
+
+    def release_worker(self, worker: str) -> None:
+        """Remove the requests of a worker that is gone."""
+        for router in self._routers.values():
+            router.release_worker(worker)
+
+    def server_lost(self, url: str) -> None:
+        """Requests at `url` may never be answered: tell their owners."""
+        self.losses.add(url, sum(map(len, self._routers.values())))
+
+
+class LostServers:
+    """Servers that left service unexpectedly, numbered: each worker asks for those after the last that it was told.
+
+    `changed`: there is one more.
+    """
+
+    def __init__(self) -> None:
+        self.seq = time.time_ns() // 1_000_000  # above what a service before this one gave out
+        """Number of the last."""
+        self.changed = Notifier()
+        self._losses: OrderedDict[str, int] = OrderedDict()  # by URL the number of the last, ascending
+
+    def __len__(self) -> int:
+        """URLs that are remembered."""
+        return len(self._losses)
+
+    def add(self, url: str, servers: int) -> None:
+        """Record that the server at `url` is lost; `servers` is the number of servers that remain known."""
+        self.seq += 1
+        self._losses.pop(url, None)
+        self._losses[url] = self.seq
+        if len(self._losses) > max(LOSSES_AT_LEAST, LOSSES_PER_SERVER * servers):
+            self._losses.popitem(last=False)
+        self.changed.notify()
+
+    def since(self, after: int) -> list[str]:
+        """URLs of those with a number above `after`, in the order in which they were lost."""
+        newest_first = itertools.takewhile(lambda loss: loss[1] > after, reversed(self._losses.items()))
+        return [url for url, _ in newest_first][::-1]

@@ -1,0 +1,116 @@
+"""Output of a run: show on the terminal what its files get, and keep its logs from growing without limit.
+
+Processes write to descriptors that the launcher opened for appending. So a full log is copied to the same name with
+`.1`, and truncated in place; the next line goes to its start. Lines written between copying and truncating,
+microseconds apart, are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from asyncrl.config.run_dir import LOGS_DIR, METRICS_FILE, REMARKS_FILE
+from asyncrl.observe.display import Display
+from asyncrl.observe.doctor import examine
+from asyncrl.observe.doctor.measured import WINDOW_STEPS
+from asyncrl.observe.doctor.standing import standing_lines
+from asyncrl.observe.history import History
+from asyncrl.observe.tail import JsonlTail
+
+REFRESH_S = 0.2
+"""Time between two looks at the metrics file."""
+STANDING_S = 4.0
+"""Interval, in s, at which the terminal shows what the processes do."""
+ROTATE_S = 10.0
+"""Interval, in s, at which the sizes of logs are checked."""
+LOG_BYTES = 64 << 20
+"""Largest size of a log; with the rotated one a process has at most twice as much."""
+
+_log = logging.getLogger(__name__)
+
+
+class RunOutput:
+    """Shows rows of metrics, remarks and what the processes do.
+
+    Args:
+        run_dir: the run's folder.
+        display: shows them.
+    """
+
+    def __init__(self, run_dir: Path, display: Display) -> None:
+        self._run_dir, self._display = run_dir, display
+        self._rows = JsonlTail(run_dir / METRICS_FILE)
+        self._remarks = JsonlTail(run_dir / REMARKS_FILE)
+
+    def skip(self) -> None:
+        """Leave out what the files have now: earlier launches have shown it."""
+        self._rows.read()
+        self._remarks.read()
+
+    async def follow(self, *, standing: bool) -> None:
+        """Show new rows and rotate logs until cancelled.
+
+        Args:
+            standing: also show what the processes do, and the bottleneck.
+        """
+        tasks = [asyncio.create_task(self._show_rows()), asyncio.create_task(self._rotate_logs())]
+        if standing:
+            tasks.append(asyncio.create_task(self._show_standing()))
+        try:
+            await asyncio.wait(tasks)  # one that fails leaves the others running
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def show_new_rows(self) -> None:
+        """Show rows and remarks that were written since the last call."""
+        for row in self._rows.read():
+            self._display.row(row)
+        for line in self._remarks.read():
+            self._display.note(line["remark"])
+
+    async def _show_rows(self) -> None:
+        while True:
+            self.show_new_rows()
+            await asyncio.sleep(REFRESH_S)
+
+    async def _show_standing(self) -> None:
+        history: History | None = None
+        while True:
+            await asyncio.sleep(STANDING_S)
+            history = await asyncio.to_thread(_read_again, history, self._run_dir)
+            self._display.standing(await asyncio.to_thread(standing_lines, history, examine(history).verdict))
+
+    async def _rotate_logs(self) -> None:
+        while True:
+            await asyncio.sleep(ROTATE_S)
+            await asyncio.to_thread(rotate, self._run_dir / LOGS_DIR)
+
+
+def _read_again(history: History | None, run_dir: Path) -> History:
+    """Return the run's history as of now. The first call reads all that earlier launches left."""
+    if history is None:
+        return History(run_dir, keep_steps=WINDOW_STEPS)
+    history.refresh()
+    return history
+
+
+def rotate(folder: Path, limit: int = LOG_BYTES) -> list[Path]:
+    """Rotate the logs in `folder` that are larger than `limit` bytes, and return them.
+
+    A log that cannot be rotated, for example on a full disk, stays unchanged.
+    """
+    rotated = []
+    for file in sorted(folder.glob("*.log")):
+        try:
+            if file.stat().st_size > limit:
+                shutil.copyfile(file, file.with_name(f"{file.name}.1"))
+                os.truncate(file, 0)
+                rotated.append(file)
+        except OSError as error:
+            _log.warning("%s is not put aside: %s", file, error)
+    return rotated
