@@ -31,6 +31,7 @@ from asyncrl.api import (
     Sample,
     Tokenizer,
 )
+from asyncrl.api.picture import Picture
 from asyncrl.api.trajectory import WON, policy_of
 from asyncrl.comm.drop_reasons import LOST_EPISODES
 from asyncrl.config.catalog import resolve
@@ -107,6 +108,11 @@ class MadeUpPolicy:
         return _ended(tokens, self._end)
 
 
+async def _made_up_embeddings(episodes: Sequence[Sequence[Picture]]) -> list[tuple[float, ...]]:
+    """In place of the EncoderServers, which do not run yet."""
+    return [(float(number), 1.0) for number, _ in enumerate(episodes)]
+
+
 def _ended(tokens: list[int], end: int | None) -> Completion:
     reason = FinishReason.stop if tokens[-1] == end else FinishReason.length
     return Completion(tokens, [-1.0] * len(tokens), [0] * len(tokens), reason)
@@ -122,6 +128,7 @@ async def rehearse(config: ExperimentConfig) -> RehearsalOutcome:
             for kind, choices in (("filter", rollout.filters), ("shaping", rollout.shaping))
         )
         async with components.runner, components.tools:
+            components.embed_with(_made_up_embeddings if rollout.encoder.servers else None)
             prompt = next(_prompts(components), None)
             policy = MadeUpPolicy(components.tokenizer, config.seed, config.trained_policies)
             tries = RetryLimits(1, algorithm.least_episodes, rollout.rollout_timeout_s)

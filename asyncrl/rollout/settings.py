@@ -7,6 +7,7 @@ from enum import StrEnum, auto
 from typing import Any, Optional
 
 from asyncrl.config.setting import ChoiceConfig, setting
+from asyncrl.encoder.settings import EncoderConfig
 from asyncrl.plugins.chat.settings import ChatConfig
 
 # OmegaConf resolves annotations at run time and knows Optional[X], not X | None.
@@ -115,6 +116,7 @@ class RolloutConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     user_code: UserCodeConfig = field(default_factory=UserCodeConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
     rehearse: bool = setting(
         True,
         "before anything starts, play the first row with made-up answers, to find mistakes in agent, environment, "

@@ -23,7 +23,7 @@ class Deadlock(RuntimeError):
 
 
 class _Skip(selectors.SelectSelector):
-    """Waits by advancing its loop's time. It never reports a file descriptor, as there are none."""
+    """Waits by advancing its loop's time. Its loop has no file descriptors, so it never reports one."""
 
     loop: VirtualLoop
 

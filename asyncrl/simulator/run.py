@@ -30,7 +30,7 @@ from asyncrl.manager.messages import (
     RunReport,
     StatusReply,
 )
-from asyncrl.manager.pacing import DeadlinePacing
+from asyncrl.manager.rollouts.pacing import DeadlinePacing
 from asyncrl.manager.service import ManagerService
 from asyncrl.manager.settings import ManagerConfig, UpdateMode
 from asyncrl.master.books.reports import decide

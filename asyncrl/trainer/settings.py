@@ -199,6 +199,11 @@ class TrainerConfig:
     gradient_checkpointing: bool = setting(
         False, "recompute each layer's activations in the backward pass: less memory, a third more work"
     )
+    compile: bool = setting(
+        False,
+        "compile the norms and the feed-forward of each layer with torch.compile, which takes some minutes at the "
+        "start: of use on GPUs; trainer.engine=flat only",
+    )
     offload: bool = setting(
         False,
         "keep each role (weights, moments) in host memory while another one works on the ranks that they share; of use "

@@ -36,6 +36,7 @@ from asyncrl.master.graph.builtin import load_graph
 from asyncrl.trainer.batches.micro_batch import MicroBatch
 from asyncrl.trainer.batches.step_batch import StepBatch, build_step_batch
 from asyncrl.trainer.engines.base import PolicyEngine, PolicyOutputs
+from asyncrl.trainer.model.attention_shape import packed_shape
 from asyncrl.trainer.parallel.layout import Layout
 from asyncrl.trainer.parallel.rank_position import World
 from asyncrl.trainer.parallel.worker_grid import Coordinates
@@ -202,6 +203,14 @@ def estimated(bench: Bench, variant: Variant, longest: int) -> int:
         bench.size(variant.micro_batch, 128),
         longest,
         moments_on_host=variant.moments_on == MomentsOn.host,
+        shape=packed_shape(
+            variant.shared(bench.tiny),
+            longest - variant.shared(bench.tiny),
+            GROUP if variant.prompt else 1,
+            bench.size(variant.micro_batch, 128),
+            share=variant.prompt > 0,
+        ),
+        varlen=bench.cuda and bench.dtype == Dtype.bfloat16,
     )
     of = need(count(bench.config.to_dict()), Layout(), Coordinates(0, 0, 0), work, trained=True)
     return of.total_checkpointed if variant.checkpointing else of.total

@@ -177,7 +177,9 @@ def _row(answer: EvaluatedAnswer) -> int:
 
 
 async def introduce_each(process: Callable[[], str | None], introduce: Callable[[], Awaitable[bool]]) -> NoReturn:
-    """Call `introduce` for each new GserverManager, and repeat it while it returns False (`asyncrl.manager.rebuild`).
+    """Call `introduce` for each new GserverManager, and repeat it while it returns False.
+
+    `asyncrl.manager.rollouts.rebuild` has the protocol.
 
     Args:
         process: names the manager's process; None while there is none.

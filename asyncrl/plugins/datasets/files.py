@@ -176,10 +176,10 @@ class FileDataset:
 
 
 def _column(fields: Mapping[str, Any], name: str) -> Any:
-    """The value under `name`, or, with dots, within a value.
+    """Return the value under `name`, or, with dots, a value within it.
 
     Raises:
-        LookupError: there is none.
+        LookupError: there is no such value.
     """
     if name in fields or "." not in name:
         return fields[name]

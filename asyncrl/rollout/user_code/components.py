@@ -11,6 +11,7 @@ from asyncrl.config.evaluation_sets import with_code_of
 from asyncrl.config.experiment import ExperimentConfig
 from asyncrl.config.setting import ConfigError
 from asyncrl.config.token_ids import token_ids
+from asyncrl.rollout.embeddings import Embedder
 from asyncrl.rollout.episode import RetryLimits
 from asyncrl.rollout.greedy_baseline import Played, with_greedy_baseline
 from asyncrl.rollout.tools import RunTools, check_format
@@ -89,6 +90,10 @@ class UserComponents:
                 self._casts_of_sets[name] = cast(with_code_of(config, each)) if each.code else self._cast
             except ConfigError as error:
                 raise ConfigError(f"{each.group}.{error}") from error
+
+    def embed_with(self, embedder: Embedder | None) -> None:
+        """Embed the frames of training groups with `embedder` from now on."""
+        self._cast.rewards.embedder = embedder
 
     async def play(self, prompt: Prompt, policy: GenerationClient, tries: RetryLimits = ONCE) -> Played:
         """Play the group of `prompt`; see `run_group`."""

@@ -148,7 +148,7 @@ function health(view) {
   const processes = run.processes.map((each) => [each.name, each.ended ? "ended" : each.silent_s > 10 && run.state === "running" ? `silent since ${seconds(each.silent_s)}` : `${each.stage}, ${seconds(each.since_s)}`,
     bytes(each.rss), each.cpu === null ? "–" : each.cpu.toFixed(2), `${each.late_s.toFixed(2)} s`, each.loop_late_s === null ? "–" : `${each.loop_late_s.toFixed(2)} s`]);
   const memory = { ...view, smoothing: 0, runs: run.processes.map((each) => ({ name: each.name, series: { step: each.at, rss: each.rss_at } })), colour: (one) => RUN_COLOURS[run.processes.findIndex((each) => each.name === one.name) % RUN_COLOURS.length] };
-  const servers = run.processes.filter((each) => /^(generation|policy)_server/.test(each.name));
+  const servers = run.processes.filter((each) => each.name.startsWith("generation_server") || each.name.startsWith("policy_server"));
   const ranks = run.processes.filter((each) => each.name.startsWith("model_worker"));
   const figures = ["running", "queued", "max_running", "kv_share", "tokens_per_s", "retracted_total"];
   return [
@@ -160,8 +160,8 @@ function health(view) {
       ? table(["process", "does", "memory", "processors", "late", "loop late"], processes, [2, 3, 4, 5]) : element("div", { class: "sub" }, "no lines in observed/")),
     chart(5, "Memory", "MiB over seconds", [["rss", "memory"]], memory),
     ...(servers.length ? [card(12, "Servers", "their newest figures", table(["server", ...figures.map((name) => name.replaceAll("_", " "))],
-      servers.map((each) => [each.name, ...figures.map((name) => number(each.figures[name]))]), figures.map((_, column) => column + 1)))] : []),
-    ...(ranks.length ? [card(12, "Training ranks", "share of the device's peak in the newest step's calls; memory in use, and at most", table(["rank", "MFU", "peak", "resident", "GPU", "GPU at most", "GPU has"],
+      servers.map((each) => [each.policy ? `${each.name} (${each.policy})` : each.name, ...figures.map((name) => number(each.figures[name]))]), figures.map((_, column) => column + 1)))] : []),
+    ...(ranks.length ? [card(12, "Training ranks", "share of the device's peak in the newest step's calls, in which attention between the patches of a picture and the states of recurrent layers are not counted; memory in use, and at most", table(["rank", "MFU", "peak", "resident", "GPU", "GPU at most", "GPU has"],
       ranks.map((each) => [each.name, each.figures.mfu === undefined ? "–" : `${(100 * each.figures.mfu).toFixed(1)} %`, each.figures.peak_flops === undefined ? "–" : `${number(each.figures.peak_flops / 1e12)} TFLOP/s`,
         ...[each.rss, each.figures.gpu_used, each.figures.gpu_peak, each.figures.gpu_bytes].map((size) => size === undefined ? "–" : bytes(size))]), [1, 2, 3, 4, 5, 6]))] : []),
     ...(run.restarts.length ? [card(12, "Restarts", null, table(["time", "what"], run.restarts.map((each) => [new Date(1000 * each.time).toLocaleTimeString(),

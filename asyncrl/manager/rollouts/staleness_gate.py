@@ -69,8 +69,8 @@ A rollout that comes back after its worker was silent is the one exception (its 
 at consumption catches it.
 
 All of this spans the death of a manager: its successor begins with all live rollouts at their versions of admission
-(`asyncrl.manager.rebuild`). A finished one of which only its record is left enters at the version of its oldest token,
-which is no older than its admission; it expires by that token, so (H) holds with it.
+(`asyncrl.manager.rollouts.rebuild`). A finished one of which only its record is left enters at the version of its
+oldest token, which is no older than its admission; it expires by that token, so (H) holds with it.
 """
 
 from __future__ import annotations

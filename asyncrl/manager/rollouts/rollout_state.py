@@ -1,7 +1,7 @@
 """State of the run's rollouts and of the prompts that wait: gate, prompt queue, and lines for the master to record.
 
 Pure state without sockets. None of it is on disk: after a death the next manager rebuilds it from what other processes
-know (`asyncrl.manager.rebuild`).
+know (`asyncrl.manager.rollouts.rebuild`).
 
 The manager owns the order of prompts: it chooses the prompt of a rollout when it admits the rollout (`next_for`). A
 drop names its reason only. Whether the prompt waits again follows from what is used and what is live (`PromptQueue`).
@@ -15,9 +15,9 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from asyncrl.comm.drop_reasons import DropReason
 from asyncrl.comm.ledger_lines import PromptGoes
 from asyncrl.manager.messages import ConsumedReport, DroppedRollout, FinishedRollout, HeldReport, ReceivedRollout
-from asyncrl.manager.rollout_events import NumberedLog, RolloutEvents
-from asyncrl.manager.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
-from asyncrl.manager.suspects import Suspects
+from asyncrl.manager.rollouts.rollout_events import NumberedLog, RolloutEvents
+from asyncrl.manager.rollouts.staleness_gate import WORKER_LOST, RolloutTicket, StalenessGate
+from asyncrl.manager.rollouts.suspects import Suspects
 from asyncrl.plugins.datasets.queue.order import DataOrder
 from asyncrl.plugins.datasets.queue.prompt_queue import NextTry, PromptQueue
 
