@@ -148,7 +148,7 @@ class WorkerStatus(_Entry, frozen=True):
 
 
 class GenerationServerEntry(_Entry, frozen=True):
-    """An engine that serves at `url`, with the weights of `version`; `pid` is None where its process is not ours."""
+    """An engine that serves at `url`, with the weights of `version`; `pid` is None if its process is not ours."""
 
     url: str
     pid: int | None

@@ -108,7 +108,7 @@ class Pictures:
 
     @classmethod
     def of(cls, model: PreTrainedModel, folder: Path, *, attach: bool = True) -> Pictures | None:
-        """The pictures of the model loaded from `folder`; None where it takes none.
+        """The pictures of the model loaded from `folder`; None if it takes none.
 
         Raises:
             PictureModelError: it takes some, and its folder lacks what reads them in.

@@ -73,7 +73,7 @@ class HttpServer:
     """Serves `routes`, by path. A handler refuses with `Refused`.
 
     Args:
-        token: bearer token of every route that is not open; None where there is none.
+        token: bearer token of every route that is not open; None if there is none.
         tls: makes it https.
         registry: gets the counter of refusals.
     """
