@@ -117,7 +117,7 @@ class ExperimentConfig:
     @property
     def version_pools(self) -> list[VersionPoolConfig]:
         """The pools of older versions of the run's own policy."""
-        return [policy.versions for policy in self.policies if policy.path is None and not policy.trained]
+        return [policy.versions for policy in self.policies if policy.is_pool]
 
     @property
     def trained_policies(self) -> tuple[str, ...]:

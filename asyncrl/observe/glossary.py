@@ -653,6 +653,13 @@ METRICS: tuple[Metric, ...] = (
         f"The newest version of this policy that answered in a rollout. {_MEAN}",
         "As `opponent/<name>/version`.",
     ),
+    Metric(
+        "rollout/generated/<policy>",
+        "tokens",
+        "With several trained policies: tokens that this one, `actor` for the run's own, generated in a rollout. "
+        f"{_MEAN}",
+        "Above 0.",
+    ),
     Metric("agent/<name>", "", "Mean of a number that the agent gave its samples under this name.", _OWN),
     Metric("tool/<name>/calls", "calls", "Calls of this tool, a mean over the samples that used any tool.", _OWN),
     Metric("tool/<name>/errors", "calls", "Calls of this tool that failed, likewise.", "Near 0."),
