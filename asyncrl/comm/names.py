@@ -28,6 +28,7 @@ If a type is named, the value is its fields as a JSON object, made with `encode`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Self, TypeAlias
 
 import msgspec
@@ -47,6 +48,8 @@ EVALUATION_MASTER = "evaluation_master"
 ACTOR = "actor"
 """The role whose weights the servers follow."""
 
+WinRatesOfPools: TypeAlias = Mapping[str, Mapping[int, float]]
+"""By pool of older versions and member, how often the run's own policy wins."""
 State: TypeAlias = Literal["starting", "ready", "done", "failed"]
 STATUSES = "status"
 """Subtree of every worker's status."""
@@ -145,7 +148,7 @@ class WorkerStatus(_Entry, frozen=True):
 
 
 class GenerationServerEntry(_Entry, frozen=True):
-    """An engine that serves at `url`, with the weights of `version`; `pid` is None where its process is not ours."""
+    """An engine that serves at `url`, with the weights of `version`; `pid` is None if its process is not ours."""
 
     url: str
     pid: int | None
@@ -154,10 +157,14 @@ class GenerationServerEntry(_Entry, frozen=True):
 
 
 class PublishedVersion(_Entry, frozen=True):
-    """The weights of `version` are in the folder `path`."""
+    """The weights of `version` are in the folder `path`.
+
+    `win_rates`: by pool and member, how often the run's own policy wins, by which servers of prioritised pools choose.
+    """
 
     version: int
     path: str
+    win_rates: dict[str, dict[int, float]] = {}
 
 
 class TrainerTurn(_Entry, frozen=True):

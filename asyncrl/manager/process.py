@@ -221,7 +221,7 @@ class GserverManager(AsyncWorker):
             last = await self._next_value(names.model_version_key(names.ACTOR), last)
             if last is not None:
                 published = names.PublishedVersion.decode(last)
-                await self._take(Target(published.version, published.path))
+                await self._take(Target(published.version, published.path), published.win_rates)
 
     async def _next_value(self, key: str, last: str | None) -> str | None:
         """Wait until the value of `key` in name resolution differs from `last`, and return it."""
@@ -231,7 +231,7 @@ class GserverManager(AsyncWorker):
             except NameResolveTimeout:
                 continue
 
-    async def _take(self, target: Target) -> None:
+    async def _take(self, target: Target, win_rates: names.WinRatesOfPools) -> None:
         """Make `target` the version that generation servers update to.
 
         A damaged or mismatching version is refused; servers keep serving the present one. Checksums are verified here
@@ -254,7 +254,7 @@ class GserverManager(AsyncWorker):
         self._announced(target)
         if self._staging is not None:
             self._staging.publish(target)
-        await self._policies.published(target)
+        await self._policies.published(target, win_rates)
 
     def _announced(self, target: Target) -> None:
         """Note that waking guests need not wait for this version any more, whether they get it or not."""

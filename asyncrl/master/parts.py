@@ -34,6 +34,7 @@ from asyncrl.master.peers.rank_clients import RankClients
 from asyncrl.master.recovery.checkpoints import Checkpoints, Progress
 from asyncrl.master.recovery.memory_checkpointer import MemoryCheckpointer
 from asyncrl.master.turns import DeviceTurns
+from asyncrl.master.win_rates import WinRates
 from asyncrl.plugins.datasets.queue.curriculum import make_curriculum
 from asyncrl.rollout.messages import EvaluationResult
 from asyncrl.runtime.memory_checkpoint import MemoryCheckpoint
@@ -88,6 +89,7 @@ class Parts:
     reports: Reports
     publishing: Publishing
     turns: DeviceTurns
+    win_rates: WinRates
     version: int = 0
 
     def state(self) -> dict[str, Any]:
@@ -99,6 +101,7 @@ class Parts:
             "dropped": dict(self.reported.told.books.dropped),
             "curriculum": self.reported.curriculum.state(),
             "buffer_order": self.batches.order.state(),
+            "win_rates": self.win_rates.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -107,6 +110,7 @@ class Parts:
         self.buffer.restore(state["buffer"])
         self.buffer.expire(self.version)
         self.batches.order.restore(state.get("buffer_order"))
+        self.win_rates.restore(state.get("win_rates"))
         measured = state.get("curriculum", ())  # a checkpoint of an earlier version of asyncrl has none
         curriculum = make_curriculum(self.config.dataset.curriculum, measured)
         self.reported.restore(self.version * self.config.train_batch_size, state.get("dropped", {}), curriculum)
@@ -174,7 +178,8 @@ def assemble(
     metrics_log = MetricsLog(config, collector, buffer)
     ledger = Ledger.of_run(run_dir, config)
     steps = MemoryCheckpointer(memory_checkpoint, ranks)
-    announcer = _announcer(config, peers, metrics_log, clock)
+    win_rates = WinRates.of_run(config)
+    announcer = _announcer(config, peers, metrics_log, clock, win_rates)
     starting = peers.board.producers_start
     stall = StallWatch(limit_s, clock, stop, lambda: announcer.free_since, peers.manager, buffer, collector, starting)
     curriculum = make_curriculum(config.dataset.curriculum)
@@ -206,6 +211,7 @@ def assemble(
         reports=reports,
         turns=turns,
         publishing=Publishing(ranks, actors, announcer, config.version_pools),
+        win_rates=win_rates,
     )
 
 
@@ -217,7 +223,7 @@ def _executor(config: ExperimentConfig, graph: Graph, peers: Peers) -> Executor:
 
 
 def _announcer(
-    config: ExperimentConfig, peers: Peers, metrics_log: MetricsLog, clock: RunningClock
+    config: ExperimentConfig, peers: Peers, metrics_log: MetricsLog, clock: RunningClock, win_rates: WinRates
 ) -> VersionAnnouncer:
     """Make the part that announces versions, and has those evaluated that are due."""
 
@@ -226,6 +232,7 @@ def _announcer(
             await asyncio.sleep(LOOK_S)
         return await evaluate(peers.rollouts, name, version, config.eval.timeout_s)
 
-    return VersionAnnouncer(
-        peers.board.announce_version, evaluate_version, metrics_log.evaluations_due, metrics_log.evaluated, clock
-    )
+    def announce(version: int, path: str) -> None:
+        peers.board.announce_version(version, path, win_rates.at(version))
+
+    return VersionAnnouncer(announce, evaluate_version, metrics_log.evaluations_due, metrics_log.evaluated, clock)

@@ -574,6 +574,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("kl/reference", "nats", "Mean KL divergence of a token from the reference model.", "Grows slowly."),
     Metric(
+        "kl/teacher/<name>",
+        "nats",
+        "Mean log-ratio of the policy to this one of `algorithm.teachers` at a sampled token: the reverse KL "
+        "divergence from it.",
+        "Falls towards 0.",
+    ),
+    Metric(
         "kl/coef", "", "Coefficient of the KL term, which `kl_target` adapts.", "Steady once the target is reached."
     ),
     Metric(
@@ -645,6 +652,13 @@ METRICS: tuple[Metric, ...] = (
         "versions",
         f"The newest version of this policy that answered in a rollout. {_MEAN}",
         "As `opponent/<name>/version`.",
+    ),
+    Metric(
+        "rollout/generated/<policy>",
+        "tokens",
+        "With several trained policies: tokens that this one, `actor` for the run's own, generated in a rollout. "
+        f"{_MEAN}",
+        "Above 0.",
     ),
     Metric("agent/<name>", "", "Mean of a number that the agent gave its samples under this name.", _OWN),
     Metric("tool/<name>/calls", "calls", "Calls of this tool, a mean over the samples that used any tool.", _OWN),

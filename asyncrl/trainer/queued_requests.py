@@ -176,7 +176,7 @@ class QueuedRequests:
             [0] * len(trajectories),
             version=request.version,
             num_minibatches=1,
-            own=self._config.rollout.columns,
+            own=self._config.columns,
             device=self._device,
         )
         with self._utilisation.computing():
@@ -213,7 +213,7 @@ class QueuedRequests:
                     version=step.version,
                     num_minibatches=step.num_minibatches,
                     min_version=step.min_version,
-                    own=self._config.rollout.columns,
+                    own=self._config.columns,
                     device=self._device,
                 )
                 batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}
@@ -289,11 +289,10 @@ class QueuedRequests:
 
     def load_memory_checkpoint(self, request: LoadMemoryCheckpoint) -> LoadedCheckpoint:
         """Load the last step from the host's memory."""
-        return self._loaded(
-            self._rank.load_memory_checkpoint(
-                self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
-            )
+        state = self._rank.load_memory_checkpoint(
+            self._memory_checkpoint.state_root, invalid=self._memory_checkpoint.invalid
         )
+        return LoadedCheckpoint(None) if state is None else self._loaded(state)  # the run may resume from the disk
 
     def _loaded(self, state: Any) -> LoadedCheckpoint:
         for kept in self._kept.values():

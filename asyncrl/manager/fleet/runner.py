@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+from asyncrl.comm import names
 from asyncrl.comm.http.calls import HttpError, HttpTimeout, HttpUnreachable, JsonHttp
 from asyncrl.comm.names import GuestMemory
 from asyncrl.inference.client import DamagedVersion, GenerationServerClient, PauseMode
@@ -233,7 +234,7 @@ class FleetRunner:
                     self._late_checks[order.server] = self._spawn(self._check_late(order, client))
         finally:
             self._updates.pop(order.attempt, None)
-            lane = f"generation_server/{order.server}"
+            lane = self._process(order.server)
             observer.span("update", began_at, time.time(), lane=lane, version=order.target.version, served=served)
         self._show()
         self.changed.notify()
@@ -265,11 +266,15 @@ class FleetRunner:
             self.memory[server] = memory
         await self.on_memory(server, memory)
 
+    def _process(self, server: int) -> str:
+        """Return the name of the process of a server, which is its lane in the timeline."""
+        return f"{names.POLICY_SERVER if self._policy else names.GENERATION_SERVER}/{server}"
+
     def _left_device(self, server: int) -> None:
         """Write the span in which the server had memory on its device, if it is a guest."""
         since = self._resident_since.pop(server, None)
         if since is not None and server in self._decisions.guests:
-            observer.span("resident", since, time.time(), lane=f"generation_server/{server}")
+            observer.span("resident", since, time.time(), lane=self._process(server))
 
     async def _check_late(self, order: BeginUpdate, client: GenerationServerClient) -> None:
         """Check a server that serves already. If it fails, it leaves service, and no later token of it is returned."""

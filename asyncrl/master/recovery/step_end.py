@@ -1,7 +1,7 @@
 """Actions of the MasterWorker once a step is complete, from the trainer outwards.
 
-1. The ranks copy the state, with the pending reports (`StepState`), and begin to write it. The ledger lines that it
-   includes are synced first.
+1. Win rates of opponents are counted. The ranks copy the state, with the pending reports (`StepState`), and begin to
+   write it. The ledger lines that it includes are synced first.
 2. They publish the weights, and remove versions that no process reads. Nothing is announced yet.
 3. The state is complete. From here on others may see the step, and a successor begins after it.
 4. The version is announced: servers load it. A version that is due for evaluation waits for the previous evaluation.
@@ -75,6 +75,7 @@ class StepEnd:
         """1. Have the ranks copy the state, and begin to write it."""
         parts = self._parts
         parts.reported.trained(step.batch)
+        parts.win_rates.trained(step.version, step.batch.records)
         if parts.steps.on:
             due, measured = parts.reported.due.trained, parts.reported.told.measured
             kept = StepState(step.batch, dict(step.measured), due, measured, parts.ledger.lines_written())

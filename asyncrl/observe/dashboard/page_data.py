@@ -216,6 +216,7 @@ def _sample(row: Row, decode: Decode | None) -> dict[str, Any]:
     """A sample for the page: pieces of text, each with its version (-1: not generated) and scores of its token."""
     shown = {name: row[name] for name in ("step", "prompt", "rollout", "sample", "staleness", "truncated")}
     shown |= {"reward": row["total_reward"], "parts": dict(row["reward_parts"] or {}), "length": len(row["tokens"])}
+    shown["group"] = row.get("group") or ""
     if decode is None or len(row["tokens"]) > SAMPLE_TOKENS:
         pieces = [[each["text"], each["version"] if each["generated"] else -1] for each in row["segments"]]
         return {**shown, "pieces": pieces, "by_token": False}

@@ -151,7 +151,7 @@ class FileDataset:
     def _with_pictures(
         self, fields: Mapping[str, Any], prompt: str | list[Any], template: str, place: str
     ) -> list[dict[str, Any]] | None:
-        """The row's messages with its pictures; None where it has none."""
+        """The row's messages with its pictures; None if it has none."""
         if isinstance(prompt, str) and not any(name in fields for name in IMAGE_FIELDS):
             return None
         if isinstance(prompt, str):

@@ -165,10 +165,10 @@ class MemoryTrainerEnd(TrainerEnd):
         self._held = {version: held for version, held in self._held.items() if version in versions}
 
     def held(self, version: int) -> HeldVersion:
-        """The weights of `version`.
+        """Return the weights of `version`.
 
         Raises:
-            NotHeld: see there.
+            NotHeld: the version is not in memory.
         """
         held = self._held
         if version not in held:

@@ -117,7 +117,7 @@ class Prefills:
             before = [torch.cat(each, dim=-2) for each in zip(*parts, strict=True)]
         if sequence.known_before is None or base < sequence.known_before:
             sequence.known_before = base
-        prefix = sequence.prefix[: base + most]
+        prefix = sequence.prefix[: self._runner.end_of_part(sequence.prefix, base + most)]
         rows, after = self._runner.prefill_part(prefix, base, before, states)
         self._fit(cache.tokens, cache.state_rows)
         kept = self.kept.insert(

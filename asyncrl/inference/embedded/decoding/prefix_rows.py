@@ -168,7 +168,7 @@ class RowTensors:
     positions: Tensor
     """`depths_BU`, or three positions of each token, `[3, B, U]`."""
     ends_BU: Tensor | None
-    """One past the last token of the subtree that each token is the root of; None where no row branches."""
+    """One past the last token of the subtree that each token is the root of; None if no row branches."""
     bases_B: Tensor
     before: int
     """The longest base."""

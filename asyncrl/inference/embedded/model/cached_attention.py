@@ -130,39 +130,61 @@ def _additive(allowed: Tensor, like: Tensor) -> Tensor:
     return torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill_(~allowed, blocked)
 
 
-def causal_bias(length: int, reach: Reach | None, like: Tensor) -> Tensor:
-    """Return the additive mask `[1, 1, length, length]` of a prefill, within `reach` if given."""
+def _also_in_block(allowed: Tensor, blocks_BU: Tensor | None) -> Tensor:
+    """Return `allowed` [U, U] or [B, U, U] with each token's own block added; a token with block -1 is in none."""
+    if blocks_BU is None:
+        return allowed
+    return allowed | ((blocks_BU[:, :, None] == blocks_BU[:, None, :]) & (blocks_BU[:, :, None] >= 0))
+
+
+def causal_bias(length: int, reach: Reach | None, like: Tensor, blocks_BU: Tensor | None = None) -> Tensor:
+    """Return the additive mask `[1 or B, 1, length, length]` of a prefill, within `reach` if given.
+
+    Args:
+        blocks_BU: blocks of tokens that see each other in both directions; -1 for a token in none.
+    """
     positions = torch.arange(length, device=like.device)
-    allowed = positions[None, :] <= positions[:, None]
+    allowed = _also_in_block(positions[None, :] <= positions[:, None], blocks_BU)
     if reach is not None:
-        allowed &= positions[None, :] >= reach.first(positions)[:, None]
-    return _additive(allowed, like)[None, None]
+        allowed = allowed & (positions[None, :] >= reach.first(positions)[:, None])
+    return _additive(allowed.view(-1, 1, length, length), like)
 
 
-def tree_bias(ends_BU: Tensor, depths_BU: Tensor, reach: Reach | None, like: Tensor) -> Tensor:
+def tree_bias(
+    ends_BU: Tensor, depths_BU: Tensor, reach: Reach | None, like: Tensor, blocks_BU: Tensor | None = None
+) -> Tensor:
     """Return the additive mask `[B, 1, U, U]` of rows of prefixes (`prefix_rows`): a token sees those in whose subtree
-    it is, within `reach` if given.
+    it is, and its own block (`causal_bias`), within `reach` if given.
     """
     places = torch.arange(ends_BU.shape[1], device=like.device)
     allowed = (places[:, None] >= places) & (places[:, None] < ends_BU[:, None, :])
+    allowed = _also_in_block(allowed, blocks_BU)
     if reach is not None:
         allowed &= depths_BU[:, None, :] >= reach.first(depths_BU)[:, :, None]
     return _additive(allowed, like)[:, None]
 
 
 def after_base_bias(
-    bases_B: Tensor, before: int, depths_BU: Tensor, ends_BU: Tensor | None, reach: Reach | None, like: Tensor
+    bases_B: Tensor,
+    before: int,
+    depths_BU: Tensor,
+    ends_BU: Tensor | None,
+    reach: Reach | None,
+    like: Tensor,
+    blocks_BU: Tensor | None = None,
 ) -> Tensor:
     """Return the additive mask `[B, 1, U, before + U]` of rows that continue from a base.
 
     A token sees the base of its row, the first `bases_B[b]` of the `before` keys. In the row it sees what `tree_bias`
-    allows, or, if no row branches (`ends_BU` None), the tokens before it. All of it is within `reach` if given.
+    allows, or, if no row branches (`ends_BU` None), the tokens before it and its own block. All of it is within
+    `reach` if given.
     """
     places = torch.arange(depths_BU.shape[1], device=like.device)
     known = torch.arange(before, device=like.device)
     base = (known < bases_B[:, None])[:, None, :].expand(-1, len(places), -1)
     own = places[:, None] >= places
     own = own.expand(len(bases_B), -1, -1) if ends_BU is None else own & (places[:, None] < ends_BU[:, None, :])
+    own = _also_in_block(own, blocks_BU)
     if reach is not None:
         first = reach.first(depths_BU)[:, :, None]
         base, own = base & (known >= first), own & (depths_BU[:, None, :] >= first)

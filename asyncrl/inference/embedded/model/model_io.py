@@ -215,6 +215,10 @@ class ModelRunner:
         self.prefilled_tokens += sum(row.size for row in rows)
         return {prefix: shared for row in rows for prefix, shared in zip(row.prefixes, row.shared, strict=True)}
 
+    def end_of_part(self, prefix: Prefix, end: int) -> int:
+        """Return the first place from `end` on at which a part of `prefix` may end."""
+        return self.pictures.end_outside(prefix, end) if self.pictures is not None and self.pictures.two_way else end
+
     def prefill_part(
         self, prefix: Prefix, base: int, rows: Sequence[Tensor], states: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -245,12 +249,11 @@ class ModelRunner:
 
     def _forward(self, rows: RowTensors) -> None:
         """Compute `rows` by the cache's plan."""
-        width = rows.tokens_BU.shape[1]
         plain = rows.ends_BU is None and rows.before == 0
         with self._holding(rows.tokens_BU):
             self._logits_with_slots(
                 rows.tokens_BU,
-                attention_mask=self._prefill_mask(width) if plain else self._drawn_mask(rows),
+                attention_mask=self._prefill_mask(rows.tokens_BU) if plain else self._drawn_mask(rows),
                 position_ids=rows.positions,
                 logits_to_keep=1,
             )
@@ -261,13 +264,15 @@ class ModelRunner:
 
     def _drawn_mask(self, rows: RowTensors) -> Tensor | dict[str, Tensor | None] | None:
         """Return the attention mask of rows whose prefixes branch or continue from a base."""
-        window = self._pattern.window
+        window, blocks_BU = self._pattern.window, self._blocks(rows.tokens_BU, rows.depths_BU)
 
         def drawn(reach: Reach | None) -> Tensor:
             if rows.before:
-                return after_base_bias(rows.bases_B, rows.before, rows.depths_BU, rows.ends_BU, reach, self._like)
+                return after_base_bias(
+                    rows.bases_B, rows.before, rows.depths_BU, rows.ends_BU, reach, self._like, blocks_BU
+                )
             assert rows.ends_BU is not None
-            return tree_bias(rows.ends_BU, rows.depths_BU, reach, self._like)
+            return tree_bias(rows.ends_BU, rows.depths_BU, reach, self._like, blocks_BU)
 
         full = drawn(None) if window is None or self._pattern.mixed else None
         windowed = None if window is None else drawn(window)
@@ -310,14 +315,25 @@ class ModelRunner:
             :, 0
         ]
 
-    def _prefill_mask(self, length: int) -> Tensor | dict[str, Tensor | None] | None:
-        """Return None if the attention can be plainly causal. Sliding layers need their window drawn, and a model with
-        an attention of its own would draw a mask for the whole slots.
+    def _blocks(self, ids_BU: Tensor, depths_BU: Tensor) -> Tensor | None:
+        """Return the pictures whose tokens see each other in both directions, [B, U]; None if there are none."""
+        pictures = self.pictures
+        if pictures is None or not pictures.two_way or not bool((ids_BU >= pictures.ids.first).any()):
+            return None
+        return pictures.blocks(ids_BU, depths_BU)
+
+    def _prefill_mask(self, ids_BU: Tensor) -> Tensor | dict[str, Tensor | None] | None:
+        """Return None if the attention can be plainly causal. Sliding layers need their window drawn, pictures that
+        are seen in both directions need their blocks, and a model with an attention of its own would draw a mask for
+        the whole slots.
         """
-        window = self._pattern.window
-        if window is None:
-            return causal_bias(length, None, self._like) if self._draws_masks else None
-        return AttentionMasks(None, causal_bias(length, window, self._like), self._pattern.mixed).argument()
+        window, length = self._pattern.window, ids_BU.shape[1]
+        blocks_BU = self._blocks(ids_BU, torch.arange(length, device=self.device).expand_as(ids_BU))
+        full = None
+        if blocks_BU is not None or (window is None and self._draws_masks):
+            full = causal_bias(length, None, self._like, blocks_BU)
+        windowed = None if window is None else causal_bias(length, window, self._like, blocks_BU)
+        return AttentionMasks(full, windowed, self._pattern.mixed).argument()
 
     def prompt_logprobs(self, prompt: tuple[int, ...], start: int) -> list[float | None]:
         """Return log-probabilities of `prompt[start:]` at temperature 1; None for the prompt's first token.
@@ -325,7 +341,7 @@ class ModelRunner:
         Rows of pictures count as the placeholder.
         """
         ids = torch.tensor([prompt], device=self.device)
-        inputs: dict[str, Any] = {"attention_mask": self._prefill_mask(len(prompt)), "use_cache": False}
+        inputs: dict[str, Any] = {"attention_mask": self._prefill_mask(ids), "use_cache": False}
         if self.pictures is not None:
             if self.three_positions:
                 inputs["position_ids"] = torch.from_numpy(self.pictures.positions(prompt)[:, None]).to(self.device)

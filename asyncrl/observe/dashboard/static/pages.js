@@ -120,19 +120,20 @@ function sampleText(sample, colouring) {
 function samples(view) {
   const { run, filter } = view;
   if (!run.samples.rows.length) return [card(12, "No samples", run.samples.why)];
-  const steps = [...new Set(run.samples.rows.map((row) => row.step))];
-  const fits = (row) => (filter.step === "" || row.step === Number(filter.step)) && row.reward >= (filter.least === "" ? -Infinity : Number(filter.least))
+  const values = (of) => [...new Set(run.samples.rows.map(of))], groups = values((row) => row.group).sort();
+  const fits = (row) => (filter.step === "" || row.step === Number(filter.step)) && (filter.group === "" || row.group === filter.group) && row.reward >= (filter.least === "" ? -Infinity : Number(filter.least))
     && row.reward <= (filter.most === "" ? Infinity : Number(filter.most)) && row.length >= Number(filter.length || 0) && (row.staleness || 0) >= Number(filter.age || 0);
   const rows = run.samples.rows.filter(fits);
   const input = (name, label) => element("label", {}, `${label} `, element("input", { type: "number", step: "any", value: filter[name], onchange: (event) => view.set({ filter: { ...filter, [name]: event.target.value } }) }));
+  const choice = (name, among) => element("label", {}, `${name} `, element("select", { onchange: (event) => view.set({ filter: { ...filter, [name]: event.target.value } }) },
+    element("option", { value: "" }, "all"), among.map((each) => { const option = element("option", { value: each }, String(each)); option.selected = String(each) === filter[name]; return option; })));
   const colourings = ["version", "log-probability", "advantage", "difference of engines"];
   return [element("section", { class: "card w12" }, element("h3", {}, "Samples"),
     element("div", { class: "controls" }, "colour by ", colourings.map((each) => element("button", { "aria-pressed": each === view.colouring, onclick: () => view.set({ colouring: each }) }, each))),
-    element("div", { class: "controls" }, element("label", {}, "step ", element("select", { onchange: (event) => view.set({ filter: { ...filter, step: event.target.value } }) },
-      element("option", { value: "" }, "all"), steps.map((step) => { const option = element("option", { value: step }, String(step)); option.selected = String(step) === filter.step; return option; }))),
+    element("div", { class: "controls" }, choice("step", values((row) => row.step)), groups.length > 1 ? choice("group", groups.filter(Boolean)) : null,
     input("least", "reward from"), input("most", "to"), input("length", "tokens from"), input("age", "age from"), element("span", {}, `${rows.length} of ${run.samples.rows.length}`)),
     rows.map((row) => element("div", { class: "sample" },
-      element("div", { class: "about" }, `step ${row.step} · ${row.prompt} · reward ${number(row.reward, 3)}`
+      element("div", { class: "about" }, `step ${row.step} · ${row.prompt}${row.group ? ` · ${row.group}` : ""} · reward ${number(row.reward, 3)}`
         + Object.entries(row.parts).map(([name, value]) => `, ${name} ${number(value, 3)}`).join("") + ` · age ${row.staleness ?? "–"} · ${row.length} tokens${row.truncated ? " · cut off" : ""}`),
       (row.pictures || []).map((url) => element("img", { class: "picture", src: url, alt: "" })), sampleText(row, view.colouring))),
     rows.length ? null : element("div", { class: "sub" }, "no sample fits these filters"))];
