@@ -207,7 +207,9 @@ def _models(config: ExperimentConfig, graph: Graph, placed: Placement, folder: P
     counted: dict[tuple[str | None, bool], SizedModel] = {}
     models = {}
     for role in placed.roles:
-        key = (model_of(config, graph, role), policy_and_role(config, role)[1] not in ("actor", "ref"))
+        own = policy_and_role(config, role)[1]
+        with_words = own in ("actor", "ref") or config.algorithm.teacher_of(own) is not None
+        key = (model_of(config, graph, role), not with_words)
         if key not in counted:
             counted[key] = count(_described(config, key[0], folder), value_model=key[1])
         models[role] = counted[key]

@@ -22,6 +22,7 @@ from asyncrl.plugins.tools.settings import McpServerConfig, ToolConfig
 from asyncrl.rollout.settings import EvalConfig, RolloutConfig
 from asyncrl.runtime.settings import Resume, SystemConfig
 from asyncrl.trainer.settings import (
+    SOURCE_NUMBER,
     AlgorithmConfig,
     CheckpointConfig,
     ModelConfig,
@@ -105,6 +106,13 @@ class ExperimentConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     system: SystemConfig = field(default_factory=SystemConfig)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that every sample has: those of `rollout.columns`, and those of teachers."""
+        scored = [teacher.logprobs for teacher in self.algorithm.teachers if teacher.path is None]
+        implied = (SOURCE_NUMBER,) if self.algorithm.taught_sources else ()
+        return tuple(dict.fromkeys((*self.rollout.columns, *scored, *implied)))
 
     @property
     def version_pools(self) -> list[VersionPoolConfig]:

@@ -574,6 +574,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("kl/reference", "nats", "Mean KL divergence of a token from the reference model.", "Grows slowly."),
     Metric(
+        "kl/teacher/<name>",
+        "nats",
+        "Mean log-ratio of the policy to this one of `algorithm.teachers` at a sampled token: the reverse KL "
+        "divergence from it.",
+        "Falls towards 0.",
+    ),
+    Metric(
         "kl/coef", "", "Coefficient of the KL term, which `kl_target` adapts.", "Steady once the target is reached."
     ),
     Metric(

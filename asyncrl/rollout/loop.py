@@ -205,7 +205,7 @@ class RolloutLoop:
         if granted.rests:
             return FinishedRollout(rollout_id, accepted=False, reason=DropReason.curriculum)
         prompt = self._components.prompts.train(
-            PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt)
+            PromptRef(granted.prompt_id, granted.order, granted.row, granted.attempt), granted.version
         )
         samples, metrics = await self._episodes(prompt, policy)
         if not samples:

@@ -84,7 +84,7 @@ class RehearsalOutcome:
 
 
 class MadeUpPolicy:
-    """Answers with up to eight tokens of the request itself, in random order, then the end token."""
+    """Answers with up to eight tokens of the request itself, in random order, then the end token; scores with -1."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, trained: Collection[str] = ()) -> None:
         self.generated = GeneratedTokens(trained)
@@ -94,6 +94,8 @@ class MadeUpPolicy:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Answer `request`, as version 0, after yielding to other tasks."""
         await asyncio.sleep(0)
+        if request.score_from is not None:
+            return GenerationResult(request.request_id, (), (-1.0,) * len(request.input_ids[request.score_from :]))
         answers = tuple(replace(self._answer(request), policy=request.policy) for _ in range(request.n))
         self.generated.answered(request.policy, answers)
         return GenerationResult(request.request_id, answers)

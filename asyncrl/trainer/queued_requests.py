@@ -176,7 +176,7 @@ class QueuedRequests:
             [0] * len(trajectories),
             version=request.version,
             num_minibatches=1,
-            own=self._config.rollout.columns,
+            own=self._config.columns,
             device=self._device,
         )
         with self._utilisation.computing():
@@ -213,7 +213,7 @@ class QueuedRequests:
                     version=step.version,
                     num_minibatches=step.num_minibatches,
                     min_version=step.min_version,
-                    own=self._config.rollout.columns,
+                    own=self._config.columns,
                     device=self._device,
                 )
                 batch.ahead = {key: torch.from_numpy(own).to(self._device) for key, own in ahead.items()}

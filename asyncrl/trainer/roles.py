@@ -1,8 +1,8 @@
 """The roles of a training rank, built from the config and the graph: which models are loaded, which of them learn.
 
-`actor` and `critic` learn; `ref` is frozen or follows the actor. Any other role that a graph names is a reward model,
-loaded from the `path` in the arguments of one of its calls. Further trained policies have roles of their own
-(`asyncrl.config.trained_policies`), made by the same rules with the policy's settings.
+`actor` and `critic` learn; `ref` is frozen or follows the actor; teachers are frozen. Any other role that a graph names
+is a reward model, loaded from the `path` in the arguments of one of its calls. Further trained policies have roles of
+their own (`asyncrl.config.trained_policies`), made by the same rules with the policy's settings.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _is_base_of_actor(config: ExperimentConfig, placement: Placement) -> bool:
 
 
 def _load(role: str, config: ExperimentConfig, loader: EngineLoader) -> TrainingEngine | None:
-    """Load the model that the settings name for `role`; None of a reward model, which the graph names."""
+    """Load the model that the settings name for `role`; None for a reward model, which the graph names."""
     model, algorithm = config.model, config.algorithm
     if role == ACTOR:
         return loader.policy(_model_path(config), model.dtype, config.optimizer)
@@ -215,6 +215,8 @@ def _load(role: str, config: ExperimentConfig, loader: EngineLoader) -> Training
         # A moving average changes by less than bf16 resolves.
         dtype = Dtype.float32 if algorithm.reference.mode == ReferenceMode.ema else model.dtype
         return loader.policy(algorithm.reference.path or _model_path(config), dtype, None)
+    if (teacher := algorithm.teacher_of(role)) is not None and teacher.path is not None:
+        return loader.policy(teacher.path, model.dtype, None)
     return None
 
 

@@ -148,6 +148,27 @@ def test_sync_ppo_is_on_policy(start_run: Any) -> None:
     assert {row["staleness/max"] for row in rows} == {0.0}
 
 
+def test_teachers_are_roles_servers_or_the_policy_itself_with_a_hint(start_run: Any, tiny_model: Path) -> None:
+    """One model as a role of the trainer, on ranks of its own, and on a server: they say the same of an answer."""
+    teachers = (
+        f"[{{name: role, path: {tiny_model}, ranks: own}}, {{name: server, policy: big, coef: 0.5}}, "
+        "{name: hinted, column: token/hinted}]"
+    )
+    run = finished(
+        start_run,
+        "self_distill",
+        algorithm__teachers=teachers,
+        policies=f"[{{name: big, path: {tiny_model}}}]",
+        optimizer__lr=1e-2,
+        max_head_offpolicyness=0,
+    )
+    rows = run.rows()
+    for row in rows:
+        assert row["kl/teacher/role"] == pytest.approx(row["kl/teacher/server"], abs=1e-5)
+        assert row["kl/teacher/hinted"] != row["kl/teacher/server"]
+    assert abs(rows[0]["kl/teacher/role"]) < abs(rows[-1]["kl/teacher/role"]), "the policy has left where it began"
+
+
 def test_custom_graph_runs_its_own_calls_and_a_second_reward_model(
     start_run: Any, tiny_model: Path, tmp_path: Path
 ) -> None:
