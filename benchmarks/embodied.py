@@ -26,7 +26,7 @@ from asyncrl.config.load import experiments_dir
 NAME = "embodied_srpo"
 PROGRESS = f"{experiments_dir() / 'embodied_srpo.py'}:true_progress"
 ARMS = {"srpo": [], "success": ["rewards=[]"], "progress": [f"rewards=[{{name: srpo, path: '{PROGRESS}'}}]"]}
-EVALUATED = "eval/held_out/reward_mean"
+EVALUATED = "eval/held_out/agent/success"
 CORRELATION = "reward/srpo.progress_correlation"
 COLOURS = {"srpo": "tab:blue", "success": "tab:orange", "progress": "tab:green"}
 MEANING = {"srpo": "SRPO", "success": "success alone", "progress": "the true progress"}
