@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -27,16 +26,20 @@ from asyncrl.config.load import experiments_dir
 NAME = "embodied_srpo"
 PROGRESS = f"{experiments_dir() / 'embodied_srpo.py'}:true_progress"
 ARMS = {"srpo": [], "success": ["rewards=[]"], "progress": [f"rewards=[{{name: srpo, path: '{PROGRESS}'}}]"]}
-EVALUATED = "eval/held_out/reward_mean"
+EVALUATED = "eval/held_out/agent/success"
 CORRELATION = "reward/srpo.progress_correlation"
-CPU_FILE = "cpu_seconds.json"
 COLOURS = {"srpo": "tab:blue", "success": "tab:orange", "progress": "tab:green"}
 MEANING = {"srpo": "SRPO", "success": "success alone", "progress": "the true progress"}
 
 
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _cpu_s(folder: Path) -> float:
+    """CPU time of the run's processes, without those of their users' code."""
+    used: dict[tuple[str, int], float] = {}
+    for file in (folder / "observed").glob("*.jsonl"):
+        for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            if "cpu_s" in line:
+                used[file.name, line["pid"]] = line["cpu_s"]
+    return sum(used.values())
 
 
 def played(arm: str, seed: int, fileroot: Path, settings: list[str]) -> dict[str, Any]:
@@ -44,14 +47,11 @@ def played(arm: str, seed: int, fileroot: Path, settings: list[str]) -> dict[str
     trial, folder = f"{arm}-{seed}", fileroot / NAME / f"{arm}-{seed}"
     if not (folder / "summary.json").exists():
         given = [f"fileroot={fileroot}", f"trial_name={trial}", f"seed={seed}", *settings]
-        before = _cpu_s()
         subprocess.run([sys.executable, "-m", "asyncrl.launch", NAME, *given, *ARMS[arm]], check=True)
-        (folder / CPU_FILE).write_text(json.dumps(_cpu_s() - before), encoding="utf-8")
     run = asyncrl.load_run(folder)
     config = run.config
     trained = [row for row in run.metrics if "agent/success" in row]
     correlations = [row[CORRELATION] for row in trained if row.get(CORRELATION) is not None]
-    cpu = folder / CPU_FILE
     groups = config["train_batch_size"] * len(trained) + sum(row["filter/dropped_groups"] for row in trained)
     return {
         "arm": arm,
@@ -59,7 +59,7 @@ def played(arm: str, seed: int, fileroot: Path, settings: list[str]) -> dict[str
         "success": {int(row["step"]): row[EVALUATED] for row in run.evaluations if EVALUATED in row},
         "correlation": correlations,
         "episodes": int(groups * config["group_size"]),
-        "cpu_s": json.loads(cpu.read_text(encoding="utf-8")) if cpu.exists() else None,
+        "cpu_s": _cpu_s(folder),
         "engine_gap_max": max(row["ppo/engine_gap_max"] for row in trained),
     }
 
@@ -72,7 +72,7 @@ def table(found: list[dict[str, Any]]) -> str:
     for each in found:
         cells = [f"{each['success'][step]:.2f}" if step in each["success"] else "" for step in steps]
         cells.append(f"{np.mean(each['correlation']):.2f}" if each["correlation"] else "")
-        cells += [f"{each['episodes']:,}", "" if each["cpu_s"] is None else f"{each['cpu_s']:.0f}"]
+        cells += [f"{each['episodes']:,}", f"{each['cpu_s']:.0f}"]
         lines.append(f"| {MEANING[each['arm']]}, {each['seed']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

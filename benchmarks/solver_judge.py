@@ -7,7 +7,7 @@ docs/policies.md.
     python -m asyncrl.launch solver_judge trial_name=solver_frozen optimizer.lr=0 \
         'policies=[{name: judge, trained: true, optimizer: {lr: 1.0e-4}}]'
     python benchmarks/solver_judge.py "both learn=RUN" "judge frozen=RUN" "solver frozen=RUN" \
-        --plot docs/solver_judge.png
+        --at 20 --plot docs/solver_judge.png
 """
 
 from __future__ import annotations
@@ -47,15 +47,18 @@ def main() -> None:
     """Print the table and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="NAME=RUN, the folder of a run")
+    parser.add_argument("--at", type=int, default=40, help="a step that was evaluated in all runs, for the table")
     parser.add_argument("--plot", type=Path, help="the PNG to write")
     arguments = parser.parse_args()
     runs = {
         name: curves(Path(folder).expanduser()) for name, _, folder in (run.partition("=") for run in arguments.runs)
     }
-    print("| run | solver at the start | at the end | judge at the start | at the end |")
+    then = f"after {arguments.at} steps"
+    print(f"| run | solver at the start | {then} | judge at the start | {then} |")
     print("|---|--:|--:|--:|--:|")
     for name, of_run in runs.items():
-        print(f"| {name} | " + " | ".join(f"{of_run[policy][at][1]:.2f}" for policy in SETS for at in (0, -1)) + " |")
+        figures = [dict(of_run[policy])[at] for policy in SETS for at in (0, arguments.at)]
+        print(f"| {name} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |")
     if arguments.plot:
         plot(runs, arguments.plot)
 

@@ -63,6 +63,7 @@ class Variant:
     checkpointing: bool = False
     moments_on: MomentsOn = MomentsOn.device
     offload: bool = False
+    compiled: bool = False
     micro_batch: int = 8192
     sequences: int = 16
     length: int = 2048
@@ -103,6 +104,7 @@ VARIANTS = (
         attention=_FLEX,
         micro_batch=32768,
     ),
+    Variant("step of 16 x 2048, packed, compiled", compiled=True),
 )
 QUICK = (0, 5, 8)
 """Places of the variants that the small size runs: each way of the code once."""
@@ -126,6 +128,7 @@ def rank_of(bench: Bench, variant: Variant, folder: Path, dtype: Dtype | None = 
     config.model.path, config.model.dtype = bench.model, dtype or bench.dtype
     config.model.attn_implementation = variant.attention
     config.trainer.engine, config.trainer.gradient_checkpointing = variant.engine, variant.checkpointing
+    config.trainer.compile = variant.compiled
     config.trainer.offload, config.optimizer.moments_on = variant.offload, variant.moments_on
     config.trainer.tokens_per_micro_batch = bench.size(variant.micro_batch, 128)
     graph = load_graph(config)

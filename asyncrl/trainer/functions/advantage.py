@@ -125,7 +125,9 @@ def _kl_penalty(ctx: CallContext, batch: StepBatch, mask_T: Tensor) -> tuple[Ten
 
 
 def _of_teacher(ctx: CallContext, batch: StepBatch, teacher: TeacherConfig, mask_T: Tensor) -> tuple[Tensor, Stats]:
-    """What a teacher adds to the advantages, [T], and its divergence; 0 at tokens of samples that it does not teach."""
+    """Return a teacher's part of the advantages, [T], and its divergence; 0 at tokens of samples that it does not
+    teach.
+    """
     if teacher.logprobs not in ctx.reads:
         raise KeyError(
             f"call {ctx.name!r} does not read {teacher.logprobs!r}, of algorithm.teachers {teacher.name!r}; add it to "

@@ -17,7 +17,7 @@ from asyncrl.trainer.batches.prefix_tree import WORTHWHILE, Branches, lay_out
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention has in a micro-batch for each token of its input.
+    """Sizes of attention in a micro-batch, per token of its input.
 
     Attributes:
         queries: queries that are gathered.
